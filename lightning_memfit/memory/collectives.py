@@ -1,9 +1,14 @@
-"""Where code that communicates says so beforehand, and who wants to know; a broadcast of tensors of any layout."""
+"""Where code that communicates says so beforehand, and who wants to know; a broadcast of tensors of any layout.
+
+Besides, what every rank adds to a checkpoint.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, distributed
 from torch.autograd import Function
 from typing_extensions import override
@@ -61,6 +66,22 @@ def broadcast_from_first(tensors: Iterable[Tensor], device: torch.device | None 
         distributed.broadcast(value, src=0)
         if value is not place:
             place.copy_(value)
+
+
+def of_every_rank(trainer: Trainer, mine: Any) -> list[Any]:
+    """Return what every rank adds to a checkpoint, in the order of ranks; while an error is handled, this rank's alone.
+
+    An error may be this rank's alone. The others don't come then, and nothing would be saved.
+
+    Args:
+        trainer: The Trainer that saves, on all ranks together unless it was interrupted.
+        mine: What this rank adds; anything that can be pickled.
+    """
+    if trainer.world_size == 1 or trainer.state.status == TrainerStatus.INTERRUPTED:
+        return [mine]
+    found: list[Any] = [None] * trainer.world_size
+    distributed.all_gather_object(found, mine)
+    return found
 
 
 class _Announcing(Function):

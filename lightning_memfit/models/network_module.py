@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from lightning_memfit.memory.collectives import of_every_rank
 from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
 
 ARCHITECTURE_KEY = "memfit_architecture"
@@ -181,25 +182,22 @@ class NetworkModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add architecture (a checkpoint loads without the hub) and every rank's random state (dropout continues).
 
-        With several processes all of them have to save, as Lightning does.
+        With several processes all of them have to save, as Lightning does. While an error is handled, each may save
+        alone; random numbers of several processes are drawn anew after that.
         """
         config = self.network.config
         checkpoint[ARCHITECTURE_KEY] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         mine = collect_random_state()
-        states: list[Any] = [mine]
-        if self._num_ranks > 1:
-            states = [None] * self._num_ranks
-            torch.distributed.all_gather_object(states, mine)
-        checkpoint[_RANDOM_STATE] = states
+        checkpoint[_RANDOM_STATE] = [mine] if self._trainer is None else of_every_rank(self._trainer, mine)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep this rank's random state for the first batch, if there are as many ranks as before.
 
-        It is left to a callback that restores it (`WholeSteps`), which knows of a validation that is repeated first.
+        It is left to a callback that finds its own there (`WholeSteps`), which knows of a validation that is repeated.
         """
         callbacks: list[Any] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
-        if any(getattr(callback, "restores_random_state", False) for callback in callbacks):
+        if any(getattr(callback, "random_state_key", None) in checkpoint for callback in callbacks):
             return
         states = checkpoint.get(_RANDOM_STATE)
         if isinstance(states, dict):  # of a version that kept the first rank's alone

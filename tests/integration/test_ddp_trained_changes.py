@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
     "unfrozen, micro-batches": ("Unfrozen", {}, {}),
     "added, micro-batches": ("Added", {}, {"accumulate_grad_batches": 2}),
     "in a hook, micro-batches": ("AlternatingInHook", {}, {}),
+    "in a hook, accumulating, micro-batches": ("AlternatingInHook", {}, {"accumulate_grad_batches": 2}),
 }
 REFUSED = {
     "unfrozen in the step": ("UnfrozenInStep", FIND_UNUSED, "`net.inp.weight` was frozen, or was not there"),

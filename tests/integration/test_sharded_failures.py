@@ -7,8 +7,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.strategies import FullyShardedStrategy
 from tests.helpers import ranks
@@ -87,6 +89,36 @@ def test_where_ranks_can_not_stop_together_all_end(
     assert "Rank 1 failed" in first.error
     assert message in first.error
     assert max(first.seconds, second.seconds) < 30
+
+
+class Steep(Tagger):
+    """Has a weight of one element, which lies on the first rank alone, and whose gradient isn't finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steep = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.steep.abs().sqrt().sum()
+
+
+def take_a_steep_step() -> int:
+    calls = []
+    module = Steep()
+    step = module.training_step
+    module.training_step = lambda *args: (calls.append(1), step(*args))[1]  # type: ignore[method-assign]
+    train(module, MemoryLimit(1 << 30), MicroBatching(micro_batch_size=2), max_steps=1)
+    return len(calls)
+
+
+def test_no_rank_waits_for_one_whose_gradients_alone_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comparing samples together with samples apart, the others went on to samples that it left out."""
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.lockstep.sharded_units", lambda module: [])
+    first, second = run_ranks(take_a_steep_step, 2, tmp_path, seconds=30)
+    assert [first.code, second.code] == [0, 0], first.output[-3000:] + second.output[-3000:]
+    assert first.result == second.result > 4
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------------------------

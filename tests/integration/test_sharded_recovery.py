@@ -79,6 +79,7 @@ def assert_nothing_changed(runs: dict[str, tuple[str, tuple[int, ...]]], ended: 
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
+        (1, {}),
         (2, {}),
         (2, {"accumulate_grad_batches": 2}),
         (2, {"strategy": {"reshard_after_forward": False}}),
@@ -86,7 +87,7 @@ def assert_nothing_changed(runs: dict[str, tuple[str, tuple[int, ...]]], ended: 
         pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(4, {"strategy": {"sharding_size": 2}}, marks=pytest.mark.slow),
     ],
-    ids=["2 ranks", "accumulated", "kept gathered", "copies", "3 ranks", "2 copies of 2 shards"],
+    ids=["1 rank", "2 ranks", "accumulated", "kept gathered", "copies", "3 ranks", "2 copies of 2 shards"],
 )
 def test_memory_that_runs_out_on_one_rank_changes_nothing(
     world_size: int, options: dict[str, Any], tmp_path: Path

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import Apart, Astray, At, PeerFailed, RankConsensus, divide_weights
@@ -47,7 +48,8 @@ def consensus_for(trainer: Trainer, is_evaluation: bool = False) -> RankConsensu
             return RankConsensus(1)
         return Unrepeatable(trainer.lightning_module, 1 if is_evaluation else world_size)
     if world_size == 1:
-        return RankConsensus(1)
+        is_sharded = any(isinstance(child, FSDPModule) for child in trainer.lightning_module.modules())
+        return Alone(trainer.lightning_module) if is_sharded else RankConsensus(1)
     num_together = _ranks_together(strategy)
     if sharded_units(trainer.lightning_module) and num_together in (1, ranks_together(trainer)):
         return Lockstep(trainer.lightning_module, world_size, has_others=num_together > 1)
@@ -61,6 +63,42 @@ def _ranks_together(strategy: Strategy) -> int:
     if not isinstance(strategy, ModelParallelStrategy):
         return 1
     return int(strategy.device_mesh["tensor_parallel"].size())
+
+
+class Alone(RankConsensus):
+    """What a single rank does under FSDP2, which computes with other tensors than those whose gradients are stepped.
+
+    Args:
+        module: The module in training.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(1)
+        self._module = module
+
+    @override
+    def settle(self) -> None:
+        """Divide weights that evaluation has left gathered."""
+        divide_weights(self._module)
+
+    @override
+    def together(
+        self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True
+    ) -> tuple[T | None, Exception | None]:
+        """Do it; a pass that fails is forgotten, and what it has gathered divided: its gradients can be cleared then.
+
+        Args:
+            action: What to do.
+            key: Not used.
+            is_risky: Not used.
+        """
+        result, failure = super().together(action, key, is_risky)
+        if failure is not None:
+            if is_out_of_memory(failure):
+                release(failure)
+            forget_pass(self._module)
+            divide_weights(self._module)
+        return result, failure
 
 
 _KNOWN_TO_FIT = (

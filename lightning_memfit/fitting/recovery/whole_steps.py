@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_memfit.fitting.upstream.lightning import repeats_validation
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.collectives import of_every_rank
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.wrapping import wrap_method
 
@@ -54,8 +55,8 @@ class WholeSteps(Callback):
         moved: Number of saves that waited.
     """
 
-    restores_random_state = True
-    """For modules that would do so themselves."""
+    random_state_key = "memfit_random"
+    """Of the generators' states in a checkpoint, by rank; modules restore none of their own where it is there."""
 
     def __init__(self) -> None:
         self.moved = 0
@@ -176,17 +177,12 @@ class WholeSteps(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the state of every rank's generators."""
         mine = self._before_validation if repeats_validation(trainer) else None
-        mine = mine or random_state(trainer.strategy.root_device)
-        states: list[Any] = [mine]
-        if trainer.world_size > 1:
-            states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, mine)
-        checkpoint[_RANDOM] = states
+        checkpoint[self.random_state_key] = of_every_rank(trainer, mine or random_state(trainer.strategy.root_device))
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take this rank's state, if there are as many ranks as before."""
-        states = checkpoint.get(_RANDOM)
+        states = checkpoint.get(self.random_state_key)
         if isinstance(states, list) and len(states) == trainer.world_size:
             self._random = states[trainer.global_rank]
 
@@ -217,10 +213,6 @@ class WholeSteps(Callback):
             trainer.should_stop = False
             self._stop_after = self._stop_after or after
             self._tell_once("WholeSteps: the run stops when its accumulation window is complete.")
-
-
-_RANDOM = "memfit_random"
-"""Key of a checkpoint: the state of the generators, by rank."""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

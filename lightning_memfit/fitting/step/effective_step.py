@@ -404,8 +404,8 @@ class EffectiveStep:
                 self._repeat_past(request, start, size)
             try:
                 result = self._run_micro_batches(request, local_batch, size, start)
-                if self._reducer is not None and request.is_last:
-                    self._reducer.prepare()
+                if self._reducer is not None:
+                    self._reducer.prepare(is_first=request.zero_grad is not None)
                 return result
             except _Open as is_open:
                 if self._stops_alone:  # and has come to the end

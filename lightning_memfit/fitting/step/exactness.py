@@ -79,6 +79,10 @@ class _NotFinite(Exception):
         self.is_narrow = is_narrow
 
 
+class _OutOfMemoryElsewhere(Exception):
+    """Another rank has run out of memory in the comparison, and has told all."""
+
+
 class ExactnessCheck:
     """Compares samples together with samples apart, before a batch is split for the first time.
 
@@ -143,7 +147,9 @@ class ExactnessCheck:
         self._divisor, larger = _DIVISORS[0], iter(_DIVISORS[1:])
         while True:
             status, failure = self._attempt(request, batch, num_samples, min(count, num_samples), size)
-            told = {status for (status,) in self._consensus.exchange(status)}
+            told: set[float] = {_OUT_OF_MEMORY}
+            if not isinstance(failure, _OutOfMemoryElsewhere):
+                told = {status for (status,) in self._consensus.exchange(status)}
             if status == _FAILED:
                 assert failure is not None
                 self._raise(failure)
@@ -170,10 +176,10 @@ class ExactnessCheck:
     ) -> tuple[int, Exception | None]:
         """Compare on all ranks; return how it went on this one, and the error if it failed."""
 
-        def compare() -> _NotFinite | None:
+        def compare() -> _NotFinite | _OutOfMemoryElsewhere | None:
             try:
                 self._compare(request, batch, num_samples, count, size)
-            except _NotFinite as error:
+            except (_NotFinite, _OutOfMemoryElsewhere) as error:
                 if self._consensus.stops_together:
                     raise
                 return error
@@ -181,8 +187,8 @@ class ExactnessCheck:
 
         unseen, failure = self._consensus.together(compare) if num_samples >= 2 else (None, None)
         failure = failure or unseen
-        if failure is None:
-            return _OK, None
+        if failure is None or isinstance(failure, _OutOfMemoryElsewhere):
+            return _OK, failure
         if isinstance(failure, _NotFinite):
             return _OVERFLOWED if failure.is_narrow and self._divisor < _DIVISORS[-1] else _UNSEEN, failure
         return _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED, failure
@@ -308,7 +314,8 @@ class ExactnessCheck:
             with Comparison(*arguments, autocast=False, divisor=self._divisor) as runs:
                 return self._judge(runs, batch, num_samples)
         except Exception as error:
-            is_judged = isinstance(error, (MisconfigurationException, _NotFinite)) and not isinstance(error, PartFailed)
+            verdicts = (MisconfigurationException, _NotFinite, _OutOfMemoryElsewhere)
+            is_judged = isinstance(error, verdicts) and not isinstance(error, PartFailed)
             if not is_mixed or is_judged or is_out_of_memory(error):
                 raise
             release(error)
@@ -318,6 +325,7 @@ class ExactnessCheck:
     def _judge(self, runs: Comparison, batch: Any, num_samples: int) -> Rule | None:
         whole, one = runs.whole(), runs.part(0)
         two = runs.part(1, after=one)
+        is_finite = not self._anywhere(not whole.is_finite)
         module = self._loop.module
         tolerance = Tolerance.of(module, runs.least_bits)
         self._ignored |= runs.ignored
@@ -325,15 +333,19 @@ class ExactnessCheck:
         shares = self._shares(batch, num_samples, runs.cut, runs.parts)
         likeliest = next((list(parts) for rule, parts in shares.items() if rule != SUM), None)
         sizes = [float(size) for size in runs.cut.sizes]
-        carried = self._judge_state(runs, whole, one, two, likeliest or sizes, tolerance)
+        carried = self._judge_state(runs, whole, one, two, likeliest or sizes, tolerance, is_finite)
         if carried:
             two = runs.part(1, after=one, carried=carried)
-        if not whole.is_finite:
+        if not is_finite:
             raise _NotFinite(runs.least_bits < 32)
         matching = _matching(whole, one, two, shares, tolerance)
         if not matching and one.draws_on_host:
             two = runs.part(1, after=one, carried=carried, continues_random=True)
             matching = _matching(whole, one, two, shares, tolerance)
+        draws = whole.draws_on_host or one.draws_otherwise or two.draws_otherwise
+        has_overflowed = not (matching or draws or (one.is_finite and two.is_finite))
+        if runs.least_bits < 32 and self._divisor < _DIVISORS[-1] and self._anywhere(has_overflowed):
+            raise _NotFinite(is_narrow=True)  # of a part, whose samples' mean may be larger
         if matching:
             right = self._settle(matching, shares)
             if not (one.draws_otherwise or two.draws_otherwise):
@@ -342,16 +354,29 @@ class ExactnessCheck:
                 self._warn_of_loggers({name for logger in runs.loggers for name in logger.names})
                 check_metrics(whole.metrics, two.metrics, max(tolerance.state, 1e-5))
             return right
-        if whole.draws_on_host or one.draws_otherwise or two.draws_otherwise:
+        if draws:
             rank_zero_warn(
                 "MicroBatching: `training_step` draws random numbers in a way that depends on the batch size and can't "
                 f"be followed, {_CANNOT_SHOW}"
             )
             return None
-        if not (one.is_finite and two.is_finite) and runs.least_bits < 32 and self._divisor < _DIVISORS[-1]:
-            raise _NotFinite(is_narrow=True)  # of a part, whose samples' mean may be larger
         solution = _solve(whole, one, two, tolerance)
         raise MisconfigurationException(_reason(runs.cut, solution, shares.get(_USERS), batch_statistics(module)))
+
+    def _anywhere(self, is_so: bool) -> bool:
+        """Return whether something is so on any rank, where each sees its part of the gradients alone.
+
+        All of them run the same passes: those that can't stop together would wait for each other.
+
+        Raises:
+            _OutOfMemoryElsewhere: If another rank doesn't come, having run out of memory.
+        """
+        if self._consensus.stops_together or not self._consensus.meets_inside:
+            return is_so
+        told = self._consensus.exchange(_OK, is_so)
+        if any(status == _OUT_OF_MEMORY for status, _ in told):
+            raise _OutOfMemoryElsewhere
+        return any(flag for _, flag in told)
 
     def _warn_of_loggers(self, names: set[str]) -> None:
         if names - self._logged:
@@ -398,7 +423,14 @@ class ExactnessCheck:
     # --- what the step writes on the module -------------------------------------------------------------------------
 
     def _judge_state(
-        self, runs: Comparison, whole: Pass, one: Pass, two: Pass, weights: list[float], tolerance: Tolerance
+        self,
+        runs: Comparison,
+        whole: Pass,
+        one: Pass,
+        two: Pass,
+        weights: list[float],
+        tolerance: Tolerance,
+        is_finite: bool,
     ) -> list[str]:
         """Find how values on the module are put together; return those that micro-batches hand on to the next.
 
@@ -425,7 +457,7 @@ class ExactnessCheck:
             self._classes[name] = found if before is None else [way for way in before if way in found]
             if not self._classes[name]:
                 odd.append(name)
-        if odd and not whole.is_finite:  # whether the step reads them doesn't show
+        if odd and not is_finite:  # whether the step reads them doesn't show
             for name in odd:
                 del self._classes[name]
             raise _NotFinite(runs.least_bits < 32)

@@ -13,42 +13,52 @@ class GradientReducer:
     DistributedDataParallel reduces while it runs backward: a rank that fails there leaves the others waiting in a
     collective. Here nothing is reduced until all ranks have reported complete gradients, at the price of not
     overlapping the reduction with the last backward. Large gradients are reduced in place; small ones are packed
-    into a buffer that is allocated beforehand, so that reducing needs no new memory.
+    into a buffer that is allocated beforehand, so that reducing needs no new memory, unless other ranks have gradients
+    that this one lacks.
 
     Args:
         module: The module in training, whose parameters are in the same order on every rank. Which of them are trained
-            may change from step to step.
+            may change from batch to batch, and differ among ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self.prepare()
+        self.prepare(is_first=True)
 
-    def prepare(self) -> None:
-        """Look which parameters are trained now, and make room for their gradients: before ranks agree to reduce."""
+    def prepare(self, is_first: bool) -> None:
+        """Look which parameters a batch has trained, and make room for their gradients: before ranks agree to reduce.
+
+        Args:
+            is_first: Whether it is the first batch of its window, before which gradients were cleared.
+        """
         self._parameters = list(self._module.parameters())
-        self._is_trained = [parameter.requires_grad for parameter in self._parameters]
+        if is_first:
+            self._trained: dict[int, nn.Parameter] = {}
+        self._trained.update((id(parameter), parameter) for parameter in self._parameters if parameter.requires_grad)
         lengths: dict[tuple[torch.device, torch.dtype], int] = {}
-        for parameter, is_trained in zip(self._parameters, self._is_trained, strict=True):
-            if is_trained and _is_small(parameter):
+        for parameter in self._parameters:
+            if id(parameter) in self._trained and _is_small(parameter):
                 key = (parameter.device, parameter.dtype)
-                length = lengths.get(key, 0)
-                if length * parameter.element_size() < _BUFFER_BYTES:
-                    lengths[key] = length + parameter.numel()
+                lengths[key] = lengths.get(key, 0) + parameter.numel()
         for (device, dtype), length in lengths.items():
-            buffer = self._buffers.get((device, dtype))
-            if buffer is None or buffer.numel() < length:
-                self._buffers.pop((device, dtype), None)  # before the larger one is made
-                self._buffers[device, dtype] = torch.empty(length, device=device, dtype=dtype)
+            self._buffer(device, dtype, length)
+
+    def _buffer(self, device: torch.device, dtype: torch.dtype, length: int) -> Tensor:
+        """Return a buffer for so many elements, at most `_BUFFER_BYTES`: its size is the same on all ranks."""
+        length = min(length, _BUFFER_BYTES // dtype.itemsize)
+        buffer = self._buffers.get((device, dtype))
+        if buffer is None or buffer.numel() < length:
+            self._buffers.pop((device, dtype), None)  # before the larger one is made
+            buffer = self._buffers[device, dtype] = torch.empty(length, device=device, dtype=dtype)
+        return buffer[:length]
 
     def present(self) -> list[bool]:
-        """Which of the module's parameters have a gradient of the steps since `prepare` was last called.
+        """Which of the module's parameters have a gradient of this window.
 
-        A frozen one may have kept the gradient of an earlier step, which is summed already.
+        One that was frozen all the time may have kept the gradient of an earlier step, which is summed already.
         """
-        pairs = zip(self._parameters, self._is_trained, strict=True)
-        return [is_trained and parameter.grad is not None for parameter, is_trained in pairs]
+        return [id(parameter) in self._trained and parameter.grad is not None for parameter in self._parameters]
 
     def add_up(self, present: list[bool]) -> None:
         """Sum the gradients of the parameters that have one on any rank; absent ones count as zero."""
@@ -67,7 +77,7 @@ class GradientReducer:
             else:
                 waiting.append(distributed.all_reduce(_flat(grad), async_op=True))
         for key, grads in packed.items():
-            self._add_up_packed(self._buffers[key], grads)
+            self._add_up_packed(self._buffer(*key, sum(grad.numel() for grad in grads)), grads)
         for work in waiting:
             work.wait()
 

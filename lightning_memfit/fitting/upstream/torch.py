@@ -65,11 +65,14 @@ def sharded_units(module: nn.Module) -> list[ShardedUnit]:
 
 
 def forget_pass(module: nn.Module) -> None:
-    """Put FSDP2 in the state before a pass, after one that has been broken off; its gradients are lost."""
+    """Put FSDP2 in the state before a pass, after one that has been broken off; its gradients are lost.
+
+    Before torch 2.13 gradients alone are cleared.
+    """
     inner: set[int] = set()
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            if id(child) not in inner:
+            if id(child) not in inner and hasattr(child, "reset_iter_state"):
                 child.reset_iter_state()
                 inner |= {id(other) for other in child.modules()}
             for group in _groups(child):

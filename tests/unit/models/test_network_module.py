@@ -1,5 +1,6 @@
 """`NetworkModule`: random numbers go on after a checkpoint, on every rank with its own."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,38 @@ def test_every_rank_goes_on_with_its_own_random_numbers(tmp_path: Path, callback
     assert ended[0].result[0] != ended[1].result[0], "ranks draw other numbers"
 
 
+class FailsAlone(pl.Callback):
+    """The first rank fails and saves; the other one fails once there is a file, or when it has waited long enough."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        begin = time.monotonic()
+        while trainer.global_rank and not self.path.exists() and time.monotonic() - begin < 15:
+            time.sleep(0.05)
+        raise ArithmeticError(f"saved: {self.path.exists()}")
+
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(self.path)
+
+
+def fail_on_a_rank(folder: Path, *callbacks: type[pl.Callback]) -> None:
+    torch.distributed.init_process_group("gloo")
+    train(folder, 0, *[callback() for callback in callbacks], FailsAlone(folder / "failed.ckpt"))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("callbacks", [[], [WholeSteps]], ids=["alone", "WholeSteps"])
+def test_a_rank_that_fails_alone_saves(tmp_path: Path, callbacks: list[Any]) -> None:
+    _, second = run_ranks(fail_on_a_rank, 2, tmp_path, tmp_path, *callbacks)  # the first one waits in a barrier
+    assert "ArithmeticError: saved: True" in second.error
+    saved = torch.load(tmp_path / "failed.ckpt", weights_only=False)
+    assert saved["global_step"] == 1
+    assert len(saved["memfit_random_state"]) == 1
+
+
 def test_one_process_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
     whole, resumed = stop_and_go_on(tmp_path, tmp_path / "two.ckpt")
     assert resumed == whole
@@ -101,4 +134,10 @@ def test_a_state_of_other_ranks_is_not_taken() -> None:
     assert state_kept(of_the_first) == {"cpu": 0, "cuda": []}
     assert state_kept(of_the_first, 2, 1) is None
     assert state_kept({}) is None
-    assert state_kept(two, 2, 1, WholeSteps()) is None, "WholeSteps restores its own"
+
+
+def test_a_state_is_left_to_whole_steps_only_where_its_own_is_there() -> None:
+    state = {"cpu": 0, "cuda": []}
+    plain = {"memfit_random_state": [state]}  # as a Trainer without WholeSteps writes it
+    assert state_kept(plain, 1, 0, WholeSteps(), pl.Callback()) == state
+    assert state_kept(plain | {"memfit_random": [{}]}, 1, 0, WholeSteps(), pl.Callback()) is None
