@@ -120,6 +120,7 @@ def test_unused_parameters_are_named_with_this_packages_way_to_allow_them():
     module.frozen.requires_grad_(False)
     strategy = DataParallelStrategy()
     strategy._lightning_module = module
+    strategy._note(list(module.parameters()))  # as `configure_ddp` does, which takes processes
     error = RuntimeError(
         "Expected to have finished reduction in the prior iteration before starting a new one. ... \n"
         "Parameter indices which did not receive grad for rank 1: 2 3\n In addition, you can set ..."
