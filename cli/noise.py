@@ -24,6 +24,8 @@ _NOISE: dict[str, re.Pattern[str]] = {
     "diffusers.quantizers.torchao.torchao_quantizer": re.compile(r"Unable to import `torchao` Tensor objects"),
     # With a traceback; it then raises an error, which is reworded with the line of the file.
     "datasets.packaged_modules.json.json": re.compile(r"Failed to load JSON from file "),
+    # Of norms that are clipped on a mesh of two dimensions, the sum of which torch takes in two steps.
+    "torch.distributed.tensor._redistribute": re.compile(r"While redistributing from "),
     # Which accelerator a run is on is said by Lightning.
     "DeepSpeed": re.compile(r"Setting (ds_)?accelerator to "),
     # Lightning 2.6 recommends a service of its makers, for logging and for checkpoints.

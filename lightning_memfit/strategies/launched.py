@@ -100,6 +100,11 @@ def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:
             )
 
 
+def is_traced() -> bool:
+    """Whether the run is that of a trace, in which tensors have no values, and ranks answer at once."""
+    return distributed.is_initialized() and distributed.get_backend() == "fake"
+
+
 def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) -> None:
     """Let batch norms take their statistics over all ranks if `Trainer(sync_batchnorm=True)` asks for it.
 
@@ -117,7 +122,7 @@ def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) 
     layer_sync = connector._layer_sync
     if layer_sync is None or trainer.world_size == 1 or trainer.state.fn != TrainerFn.FITTING:
         return
-    if distributed.is_initialized() and distributed.get_backend() == "fake":  # in a trace, on the CPU
+    if is_traced():  # on the CPU
         return
     norms = (
         name

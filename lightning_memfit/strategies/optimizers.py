@@ -11,6 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memfit.strategies.launched import is_traced
+
 _STEPS = 2
 _Shapes = tuple[tuple[int, ...], ...]
 _SHAPES: tuple[_Shapes, ...] = (((5, 3), (4,)), ((5, 3), (2, 3)))
@@ -52,6 +54,8 @@ def check_divided(optimizer: Optimizer, divide: Callable[[Tensor], Tensor], stra
     Raises:
         MisconfigurationException: If the results differ.
     """
+    if is_traced():  # the run itself compares values
+        return
 
     def whole(weights: list[Any], shapes: _Shapes) -> list[Tensor]:
         return [weight.full_tensor() for weight in weights]

@@ -107,6 +107,10 @@ def test_weights_and_states_are_divided_and_blocks_gathered() -> None:
     assert largest(shared, Category.COMMUNICATION) >= 4 * 8 * WIDTH * WIDTH
 
 
+def test_no_value_is_assumed_to_judge_the_optimizer_by() -> None:
+    assert trace(5, Ranks(FullyShardedStrategy, 2)).assumptions == ()
+
+
 def test_the_last_rank_of_an_uneven_division_has_less() -> None:
     first, last = (trace(5, Ranks(FullyShardedStrategy, 3, rank)) for rank in (0, 2))
     assert largest(last, Category.PARAMETER) <= largest(first, Category.PARAMETER)
