@@ -170,8 +170,7 @@ def test_readme_states_what_was_measured_on_cuda() -> None:
     from benchmarks.estimator.table import summary
 
     rows = json.loads((ROOT / "benchmarks/results/estimator_cuda.json").read_text())["rows"]
-    allocated = summary([row["error_allocated"] for row in rows])
-    reserved = summary([row["error_reserved"] for row in rows])
+    allocated, reserved = (summary([row[f"error_{name}"] for row in rows]) for name in _FIGURES)
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"Over {allocated['runs']} on an H200" in readme
     assert (

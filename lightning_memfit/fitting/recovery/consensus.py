@@ -185,18 +185,13 @@ class RankConsensus:
         self._group = None
 
 
-class Apart(RankConsensus):
-    """A consensus of ranks that communicate inside an action but can't be stopped together.
-
-    A rank that runs out of memory waits for the others for a short time only: if they have run out of memory as well,
-    they come, and if not, they never will.
+class OfModule(RankConsensus):
+    """A consensus about a module whose weights may be divided.
 
     Args:
         module: The module in training.
         world_size: Number of ranks. With more than one, all of them must construct this together.
     """
-
-    meets_inside = True
 
     def __init__(self, module: nn.Module, world_size: int) -> None:
         super().__init__(world_size)
@@ -206,6 +201,16 @@ class Apart(RankConsensus):
     def settle(self) -> None:
         """Divide weights that evaluation has left gathered."""
         divide_weights(self._module)
+
+
+class Apart(OfModule):
+    """A consensus of ranks that communicate inside an action but can't be stopped together.
+
+    A rank that runs out of memory waits for the others for a short time only: if they have run out of memory as well,
+    they come, and if not, they never will.
+    """
+
+    meets_inside = True
 
     @override
     def together(

@@ -20,7 +20,15 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.consensus import Apart, Astray, At, PeerFailed, RankConsensus, divide_weights
+from lightning_memfit.fitting.recovery.consensus import (
+    Apart,
+    Astray,
+    At,
+    OfModule,
+    PeerFailed,
+    RankConsensus,
+    divide_weights,
+)
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.upstream.deepspeed import shards_weights
@@ -49,7 +57,7 @@ def consensus_for(trainer: Trainer, is_evaluation: bool = False) -> RankConsensu
         return Unrepeatable(trainer.lightning_module, 1 if is_evaluation else world_size)
     if world_size == 1:
         is_sharded = any(isinstance(child, FSDPModule) for child in trainer.lightning_module.modules())
-        return Alone(trainer.lightning_module) if is_sharded else RankConsensus(1)
+        return Alone(trainer.lightning_module, 1) if is_sharded else RankConsensus(1)
     num_together = _ranks_together(strategy)
     if sharded_units(trainer.lightning_module) and num_together in (1, ranks_together(trainer)):
         return Lockstep(trainer.lightning_module, world_size, has_others=num_together > 1)
@@ -65,21 +73,8 @@ def _ranks_together(strategy: Strategy) -> int:
     return int(strategy.device_mesh["tensor_parallel"].size())
 
 
-class Alone(RankConsensus):
-    """What a single rank does under FSDP2, which computes with other tensors than those whose gradients are stepped.
-
-    Args:
-        module: The module in training.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(1)
-        self._module = module
-
-    @override
-    def settle(self) -> None:
-        """Divide weights that evaluation has left gathered."""
-        divide_weights(self._module)
+class Alone(OfModule):
+    """What a single rank does under FSDP2, which computes with other tensors than those whose gradients are stepped."""
 
     @override
     def together(
@@ -147,7 +142,7 @@ class _Stopped(PeerFailed):
     """Raised before a collective that another rank doesn't come to."""
 
 
-class Lockstep(RankConsensus):
+class Lockstep(OfModule):
     """A consensus of ranks that shard a module with FSDP2.
 
     Args:
@@ -165,8 +160,7 @@ class Lockstep(RankConsensus):
     meets_inside = stops_together = True
 
     def __init__(self, module: nn.Module, world_size: int, has_others: bool = False) -> None:
-        super().__init__(world_size)
-        self._module = module
+        super().__init__(module, world_size)
         self._has_others = has_others
         self._unlisten = listen(self._meet)
         self._units = sharded_units(module)
@@ -195,7 +189,7 @@ class Lockstep(RankConsensus):
     def settle(self) -> None:
         """Divide weights that evaluation has left gathered: all training steps then communicate alike."""
         if self._last != TRAINING or self.trace:
-            divide_weights(self._module)
+            super().settle()
             self._last = TRAINING
             self.trace.clear()
 
