@@ -113,15 +113,16 @@ def page(rows: Sequence[Row], plans: Sequence[Row], text: str) -> str:
             f"What `memfit plan` chooses for a whole batch, beside {HOST_MEMORY.replace('GiB', ' GiB')} of host memory:"
         )
         lines += ["", chosen, "", "| recipe | card | plan |", "|---|---:|---|"]
-    for row in sorted(plans, key=lambda row: (ON_PAGE.index(row["recipe"]), DEVICES.index(row["device"]))):
+    order = list(TASKS)
+    for row in sorted(plans, key=lambda row: (order.index(row["recipe"]), DEVICES.index(row["device"]))):
         lines.append(f"| `{row['recipe']}` | {row['device'].replace('GiB', ' GB')} | {row['summary']} |")
     return insert(text, "sizes", "\n".join(lines))
 
 
 def add_plans() -> None:
-    """Add the missing plans, one at a time, of recipes that train all weights: others don't leave it to a plan."""
+    """Add the missing plans, one at a time."""
     rows = json.loads(PLANS.read_text())["rows"] if PLANS.exists() else []
-    wanted_plans = [(recipe, device) for recipe in reversed(ON_PAGE) for device in DEVICES if recipe != "dpo_lora"]
+    wanted_plans = [(recipe, device) for recipe in reversed(TASKS) for device in DEVICES]
     for recipe, device in wanted_plans:
         if any((row["recipe"], row["device"]) == (recipe, device) for row in rows):
             continue

@@ -74,6 +74,7 @@ class TraceStore:
         self.on_trace: Callable[[str], object] = str
         self._cache = cache
         self._known: dict[tuple[Any, ...], ModelProfile] = {}
+        self._refused: dict[tuple[Any, ...], TraceError] = {}
         self._may_trace = True
         size = batch_size(workload.batch)
         self._batch = resize_batch(workload.batch, size, _TRACED_SIZE)
@@ -210,11 +211,17 @@ class TraceStore:
         }
 
     def _profile(self, key: tuple[Any, ...], profile: Callable[[], ModelProfile]) -> ModelProfile:
+        if key in self._refused:
+            raise self._refused[key]
         if key not in self._known:
             if not self._may_trace:
                 raise NotTraced(f"The search traced no {_words(key)}.")
             self.on_trace(_words(key))
-            self._known[key] = self._traced(profile)
+            try:
+                self._known[key] = self._traced(profile)
+            except TraceError as error:  # many settings share what can't be traced
+                self._refused[key] = error
+                raise
         return self._known[key]
 
     def _traced(self, profile: Callable[[], ModelProfile]) -> ModelProfile:

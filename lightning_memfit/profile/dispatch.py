@@ -156,11 +156,15 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, ca
 
 
 def _additive(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """A mask as the kernels take it: added to the scores, one per head."""
+    """A mask as the kernels take it: added to the scores, one per head (`convert_boolean_attn_mask` in torch).
+
+    The default type of tensors plays no part in it: Lightning's true half precision sets it in forward, and not where a
+    checkpoint recomputes.
+    """
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=q.dtype, device=mask.device))
     return mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
 
 

@@ -6,10 +6,12 @@ import torch
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.models import CausalLM
+from lightning_memfit.planner import trace_store
 from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
 from tests.unit.planner.made import made_step
 
@@ -47,3 +49,21 @@ def test_only_a_copy_loses_blocks() -> None:
     assert len(alike.model.transformer.h) == 3
     assert len(module.model.transformer.h) == 9
     assert type(module) is CausalLM
+
+
+def test_what_cannot_be_traced_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fail(*_: object, **__: object) -> None:
+        asked.append(1)
+        raise TraceError("it reads the clock")
+
+    monkeypatch.setattr(trace_store, "profile_module", fail)
+    traces = store()
+    for _ in range(3):
+        with pytest.raises(TraceError, match="it reads the clock"):
+            traces.passes(Setting(), "full")
+    assert len(asked) == 1
+    with pytest.raises(TraceError):
+        traces.passes(Setting(), "none")
+    assert len(asked) == 2

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_memfit.profile.dispatch import CudaDispatch, choose_attention, cuda_autocast_lists
@@ -293,3 +294,26 @@ def test_autocast_has_cudas_list_and_the_cpus_afterwards():
     with pytest.raises(KeyError), cuda_autocast_lists():
         raise KeyError
     assert dtypes_under_autocast() == before
+
+
+@pytest.mark.parametrize("default", [torch.float32, BF16])
+def test_a_boolean_mask_is_made_additive_alike_whatever_the_default_type_is(fake, default):
+    """Lightning's true half precision sets the default type in forward, and not where a checkpoint recomputes."""
+    q = torch.randn(2, 4, 16, 64, dtype=BF16, requires_grad=True)
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    seen = []
+
+    class Listens(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with CudaDispatch(), Listens():
+            F.scaled_dot_product_attention(q, q, q, mask)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.ops.aten._scaled_dot_product_efficient_attention.default in seen
+    assert torch.ops.aten._to_copy.default not in seen
