@@ -361,6 +361,12 @@ class PackedChats(TemplatedChats):
         return train, val
 
     @override
+    def setup(self, stage: str) -> None:
+        """Pack the conversations, and let the run that begins try its model; see `on_after_batch_transfer`."""
+        super().setup(stage)
+        self._is_tried = False
+
+    @override
     def largest_id(self) -> int | None:
         """Return the largest token id that occurs; None before `setup`."""
         made = [blocks for blocks in (self._train, self._val) if isinstance(blocks, ConversationBlocks)]
