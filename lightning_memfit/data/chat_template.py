@@ -233,7 +233,7 @@ def read_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> s
         file = Path(template).expanduser()
         if not file.is_file():
             raise ValueError(f"`chat_template={template!r}` is neither {CHATML!r} nor a file.")
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # a byte order mark would be written before every conversation
     try:
         return str(tokenizer.get_chat_template())
     except ValueError as error:
