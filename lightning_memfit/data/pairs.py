@@ -215,9 +215,6 @@ class PairData(PairedText):
         tokenizer: A local folder or a hub name, or `bytes`.
         source_column: Column with the text that the encoder reads.
         target_column: Column with the text that the decoder learns to write.
-        source_language: What a tokenizer that marks languages calls that of the sources: `eng_Latn` (NLLB), `en_XX`
-            (mBART), `en` (M2M100). Null: the tokenizer's own setting.
-        target_language: The same for the targets.
         dataset_config: Configuration of a hub data set.
         split: Split of a hub data set to train on.
         val_split: Split of a hub data set to validate with. Null: `val_fraction` of the pairs.
@@ -229,6 +226,9 @@ class PairData(PairedText):
         num_workers: Loader processes, which tokenize too.
         seed: Seed for the order of the training pairs.
         cache_dir: Where `datasets` keeps its files.
+        source_language: What a tokenizer that marks languages calls that of the sources: `eng_Latn` (NLLB), `en_XX`
+            (mBART), `en` (M2M100). Null: the tokenizer's own setting.
+        target_language: The same for the targets.
 
     Raises:
         ValueError: If a number is out of range, or data or tokenizer cannot be read.
@@ -240,8 +240,6 @@ class PairData(PairedText):
         tokenizer: str,
         source_column: str = "source",
         target_column: str = "target",
-        source_language: str | None = None,
-        target_language: str | None = None,
         dataset_config: str | None = None,
         split: str = "train",
         val_split: str | None = None,
@@ -253,6 +251,8 @@ class PairData(PairedText):
         num_workers: int = 2,
         seed: int = 0,
         cache_dir: str | None = None,
+        source_language: str | None = None,
+        target_language: str | None = None,
     ) -> None:
         super().__init__(
             tokenizer, source_length, target_length, batch_size, global_batch_size, val_fraction, num_workers, seed
