@@ -19,7 +19,7 @@ from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.plan import Plan, check_adapters, overlay_of, technique_classes
+from lightning_memfit.planner.plan import Plan, overlay_of, own_adapter, technique_classes
 from lightning_memfit.planner.plan_page import render_plan
 from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.time import (
@@ -152,8 +152,6 @@ def workload_of(
     here = run.devices or _named_here(named_devices, run) or _number_here(arguments.device, target)
     named_here = None if here * run.num_nodes == named_devices else named_devices  # the recipe's machines
     devices = devices_for(named_here, here, run.num_nodes, target.device_kind.is_host)
-    paths = [f"{type(one).__module__}.{type(one).__name__}" for one in run.callbacks]
-    check_adapters(paths, allow, f"`--allow {','.join(sorted({*allow, 'lora'}))}`")
     rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))
     known = technique_classes()
     fixed = tuple(
@@ -180,6 +178,7 @@ def workload_of(
         ),
         allow=allow,
         fixed=fixed,
+        adapter=None if "lora" in allow else own_adapter(run.callbacks, run.options.precision),
         devices=devices,
         strategies=run.takes_batch_size,
         tolerance=tolerance,

@@ -68,6 +68,7 @@ NAMES: dict[str, str] = {
     "_call_lightning_module_hook": "lightning.pytorch.trainer.call",
     "_call_strategy_hook": "lightning.pytorch.trainer.call",
     "_cache_key": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "_should_skip_dynamo": "torch.utils._python_dispatch.TorchDispatchMode",
     "_cdata": "torch.UntypedStorage",
     "_get_default_device": "torch._C",
     "_cudnn_rnn": "torch.ops.aten",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,8 @@ from lightning_memfit.data.batched import BatchedText
 from lightning_memfit.data.chat_template import ChatTemplate
 from lightning_memfit.data.isolation import refuse_mixing
 from lightning_memfit.data.packed import MappedTokens
-from lightning_memfit.data.sources import PlainDocuments, content_hash
+from lightning_memfit.data.sources import Documents, content_hash
 from lightning_memfit.data.token_files import Source
-
-if TYPE_CHECKING:
-    from datasets import Dataset as Documents
 
 NOT_PREDICTED = -100
 
@@ -57,7 +54,7 @@ class ChatEncoder:
         """The column, the template and the tokenizer."""
         return [self.column, self.template.fingerprint]
 
-    def check(self, documents: Documents | PlainDocuments, dataset: str) -> None:
+    def check(self, documents: Documents, dataset: str) -> None:
         """Refuse data without the column."""
         if self.column not in documents.column_names:
             there = ", ".join(documents.column_names)

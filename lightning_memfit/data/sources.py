@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -27,6 +27,10 @@ from lightning_memfit.memory.units import format_bytes
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+Documents: TypeAlias = "Dataset | PlainDocuments"
+"""Rows of a data set. Data modules import this name: for a recipe, jsonargparse runs what their own files import for
+annotations alone, and `datasets` takes half a second."""
 
 # A byte order mark, which editors put at the beginning of a file, is no part of the text.
 _UTF8 = "utf-8-sig"
@@ -236,9 +240,7 @@ def _objects(found: Any) -> list[dict[str, Any]]:
     return found
 
 
-def load_documents(
-    dataset: str, dataset_config: str | None, split: str, cache_dir: str | None
-) -> Dataset | PlainDocuments:
+def load_documents(dataset: str, dataset_config: str | None, split: str, cache_dir: str | None) -> Documents:
     """Return a data set with one document per row.
 
     Args:
@@ -324,7 +326,7 @@ def _is_blank(file: Path) -> bool:
         return not any(line.strip(b"\xef\xbb\xbf \t\r\n") for line in lines)
 
 
-def check_texts(documents: Dataset | PlainDocuments, column: str, argument: str, dataset: str = "") -> None:
+def check_texts(documents: Documents, column: str, argument: str, dataset: str = "") -> None:
     """Refuse a column that has something else than text in any row, or nothing at all.
 
     Files of lines may lose a column half-way; the rows after that must not be left out without a word.
@@ -348,7 +350,7 @@ def check_texts(documents: Dataset | PlainDocuments, column: str, argument: str,
         raise ValueError(f"`{argument}={column!r}` has something else than text: {fault}. {place}".rstrip())
 
 
-def _fault_of_column(documents: Dataset | PlainDocuments, column: str) -> str:
+def _fault_of_column(documents: Documents, column: str) -> str:
     """What a column has besides text, in words; empty if it has nothing else."""
     if isinstance(documents, PlainDocuments):
         wrong, first = documents.without_text(column)

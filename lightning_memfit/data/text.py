@@ -10,12 +10,11 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_memfit.data.packed import PackedText
-from lightning_memfit.data.sources import PlainDocuments, check_texts, content_hash
+from lightning_memfit.data.sources import Documents, check_texts, content_hash
 from lightning_memfit.data.token_files import Source
 from lightning_memfit.data.tokenization import encode, token_dtype, tokenizer_fingerprint
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 
@@ -36,7 +35,7 @@ class TextEncoder:
         """The column and the tokenizer."""
         return [self.column, tokenizer_fingerprint(self.tokenizer)]
 
-    def check(self, documents: Dataset | PlainDocuments, dataset: str) -> None:
+    def check(self, documents: Documents, dataset: str) -> None:
         """Refuse a column that is missing or has something else than text."""
         check_texts(documents, self.column, "text_column", dataset)
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_memfit.estimate.architectures import Architecture, NamedRun
 from lightning_memfit.optim.optimizers import find_optimizer
+from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
@@ -51,7 +52,7 @@ def trace_named(
         callbacks,
         make_optimizer,
         shorten=shorten,
-        overlap=overlap,
+        overlap=in_child if overlap else None,
         ranks=ranks,
     )
     return replace(profile, name=architecture.name)

@@ -61,21 +61,23 @@ def candidates(workload: Workload) -> tuple[list[Setting], list[Rejected]]:
 def arrangements(workload: Workload) -> list[Setting]:
     """One device that holds everything, and every strategy on all devices; on a single device only those that offload.
 
-    A run that has a strategy already keeps it.
+    A run that has a strategy already keeps it, and a recipe its adapters.
 
     Using only some of the devices is not tried: what fits on fewer of them fits on all, and is faster there.
     """
-    found = [Setting()]
+    plain = Setting(chosen=() if workload.adapter is None else (workload.adapter,))
+    found = [plain]
     total, nodes = workload.devices.total, workload.devices.machines
     if workload.division is not None:
         own = Sharding.of(workload.division)
-        return [Setting(world_size=total).choose(one.name) for one in all_strategies() if one.sharding == own][:1]
+        several = replace(plain, world_size=total)
+        return [several.choose(one.name) for one in all_strategies() if one.sharding == own][:1]
     if not workload.strategies:
         return found
     for technique in all_strategies():
         if technique.sharding is not None and (total > 1 or technique.sharding.offloads):
             options = {"num_nodes": nodes} if nodes > 1 else {}
-            found.append(Setting(world_size=total).choose(technique.name, **options))
+            found.append(replace(plain, world_size=total).choose(technique.name, **options))
     return found
 
 
@@ -121,9 +123,14 @@ def missing_permissions(workload: Workload) -> list[tuple[Technique, tuple[Numer
     found: list[tuple[Technique, tuple[Numerics, ...]]] = []
     for technique in techniques():
         needed = tuple(sorted(technique.numerics - workload.allow - {"exact"}))
-        if technique.kind in SEARCHED and needed and technique.proposed:
+        if technique.kind in _searched(workload) and needed and technique.proposed:
             found.append((technique, needed))
     return found
+
+
+def _searched(workload: Workload) -> tuple[Kind, ...]:
+    """Kinds of techniques that a plan chooses from."""
+    return tuple(kind for kind in SEARCHED if kind != "adapter" or workload.adapter is None)
 
 
 def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoice | None]], list[Rejected]]:
@@ -139,7 +146,7 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoi
     own = None if is_deepspeed and workload.options.precision.endswith("-mixed") else workload.options.precision
     choices: list[list[TechniqueChoice | None]] = []
     dropped: list[Rejected] = []
-    for kind in SEARCHED:
+    for kind in _searched(workload):
         options: list[TechniqueChoice | None] = [None]
         for technique in sorted(techniques(), key=lambda record: record.name):
             if technique.kind != kind:

@@ -1,8 +1,8 @@
 """`NumericsOf`: how far a setting's numbers are from the recipe's, and how much faster it must be to be taken for that.
 
-A setting keeps the recipe's numbers if its precision is the recipe's own and everything else in it is `exact`. Any
-other is lossy: the search takes `1 + tolerance` times its time, in bounds as well as in solutions, so that one branch
-and bound proves that no setting that keeps the numbers is within the tolerance of the fastest lossy one.
+A setting keeps the recipe's numbers if its precision and its adapters are the recipe's own and everything else in it is
+`exact`. Any other is lossy: the search takes `1 + tolerance` times its time, in bounds as well as in solutions, so that
+one branch and bound proves that no setting that keeps the numbers is within the tolerance of the fastest lossy one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NumericsOf:
     """
 
     def __init__(self, workload: Workload) -> None:
-        self._own = workload.options.precision
+        self._own, self._adapter = workload.options.precision, workload.adapter
         self._divided = workload.division is not None
         self.tolerance = max(workload.tolerance, UNSURE if workload.devices.total > 1 else 0.0)
         self._known: dict[Setting, float] = {}
@@ -58,7 +58,7 @@ class NumericsOf:
 
     def _lossy(self, choice: TechniqueChoice, setting: Setting) -> frozenset[Numerics]:
         """Classes of numerics, other than exact ones and the recipe's own, that a technique needs."""
-        if choice.technique.kind == "precision" and not self._other_precision(setting):
+        if choice == self._adapter or (choice.technique.kind == "precision" and not self._other_precision(setting)):
             return frozenset()
         return choice.technique.numerics - {"exact"}
 

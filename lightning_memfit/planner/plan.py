@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.techniques.core.registry import techniques
-from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 
 FORMAT = 4
 
@@ -338,6 +338,33 @@ def technique_classes() -> frozenset[str]:
     return frozenset(spec.class_path for technique in techniques() for spec in technique.callbacks)
 
 
+def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | None:
+    """The adapters that a run trains by its own callbacks; None if it trains none.
+
+    Args:
+        callbacks: Of its Trainer.
+        precision: Lightning's name.
+
+    Raises:
+        ValueError: If no record describes them, so that a plan can't keep them.
+    """
+    classes = {f"{type(one).__module__}.{type(one).__name__}": one for one in callbacks}
+    found = _of_adapters(classes)
+    if not found:
+        return None
+    try:
+        adapter = Setting.from_callbacks([classes[path] for path in found], precision).of_kind("adapter")
+        reason = "no adapters of its own are trained by that"
+    except ValueError as error:
+        adapter, reason = None, str(error)
+    if adapter is None:
+        raise ValueError(
+            f"`trainer.callbacks` has {found[0].rpartition('.')[2]}, and no plan can keep it: {reason}. Choose the "
+            "other techniques by hand, by what `memfit estimate` says."
+        )
+    return adapter
+
+
 def check_adapters(class_paths: Iterable[str], allow: Collection[str], where: str) -> None:
     """Refuse to plan without the adapters of a recipe, so that a run would train all weights instead.
 
@@ -349,17 +376,19 @@ def check_adapters(class_paths: Iterable[str], allow: Collection[str], where: st
     Raises:
         ValueError: If there are some, and none may be planned.
     """
-    if "lora" in allow:
-        return
-    of_adapters = {spec.class_path for one in techniques() if one.kind == "adapter" for spec in one.callbacks}
-    names = {path.rpartition(".")[2] for path in of_adapters}
-    found = [path for path in class_paths if is_technique(path) and path.rpartition(".")[2] in names]
-    if found:
+    found = _of_adapters(class_paths)
+    if found and "lora" not in allow:
         raise ValueError(
             f"`trainer.callbacks` has {found[0].rpartition('.')[2]}, by which adapters are trained, and a plan would "
-            f"train all weights in its stead. {where} lets it choose adapters, with arguments of their own; or choose "
-            "the other techniques by hand, by what `memfit estimate` says."
+            f"train all weights in its stead. {where} lets it choose adapters, with arguments of their own; `memfit "
+            "plan --config ...` keeps those of the recipe."
         )
+
+
+def _of_adapters(class_paths: Iterable[str]) -> list[str]:
+    of_adapters = {spec.class_path for one in techniques() if one.kind == "adapter" for spec in one.callbacks}
+    names = {path.rpartition(".")[2] for path in of_adapters}
+    return [path for path in class_paths if is_technique(path) and path.rpartition(".")[2] in names]
 
 
 def is_planned(class_path: str) -> bool:

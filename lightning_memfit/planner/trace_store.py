@@ -22,7 +22,7 @@ from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.workload import Workload
-from lightning_memfit.profile.background import in_child
+from lightning_memfit.profile.background import ForkedWorker
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.ranks import Ranks
@@ -68,11 +68,11 @@ class TraceStore:
     """
 
     def __init__(self, workload: Workload, cache: ProfileCache | None = None, overlap: bool = False) -> None:
+        self._worker = ForkedWorker(workload.module, *workload.fixed) if overlap else None
         self.workload = workload
         self.num_traces = 0
         self.on_trace: Callable[[str], object] = str
         self._cache = cache
-        self._overlap = overlap
         self._known: dict[tuple[Any, ...], ModelProfile] = {}
         self._may_trace = True
         size = batch_size(workload.batch)
@@ -90,13 +90,14 @@ class TraceStore:
 
     def of(self, workload: Workload) -> TraceStore:
         """A store for a workload with another batch, which shares nothing with this one but what lies on disk."""
-        other = TraceStore(workload, self._cache, self._overlap)
+        other = TraceStore(workload, self._cache)
+        other._worker = self._worker
         other.on_trace = self.on_trace
         return other
 
     def plain(self) -> ModelProfile:
         """The step in the recipe's precision without any technique, traced with several assumed values."""
-        return self._profile(("plain",), self.workload.module, self._options(self.workload.options.precision), ())
+        return self._profile(("plain",), self._whole_step(self._options(self.workload.options.precision), ()))
 
     def passes(self, setting: Setting, choice: Choice) -> ModelProfile:
         """The step with what a setting does in forward and backward, all blocks following one checkpointing choice.
@@ -108,7 +109,7 @@ class TraceStore:
         """
         pure = passes_of(setting)
         callbacks = (*pure.traced_callbacks(), *_checkpointing(choice))
-        return self._profile(("passes", pure, choice), self.workload.module, self._options(pure.precision), callbacks)
+        return self._profile(("passes", pure, choice), self._whole_step(self._options(pure.precision), callbacks))
 
     def has_passes(self, setting: Setting, choice: Choice) -> bool:
         """Whether `passes` needs no further trace."""
@@ -149,27 +150,25 @@ class TraceStore:
         }
 
     def _stepping(self, pure: Setting, num_blocks: int | None) -> ModelProfile:
-        return self._profile(("stepping", pure, num_blocks), *self._step_of(pure, num_blocks), whole=True)
+        key = ("stepping", pure, num_blocks)
+        return self._profile(key, self._stepping_task(pure, num_blocks))
 
     def _stepping_ahead(self, pure: Setting, num_blocks: int) -> Callable[[], ModelProfile]:
-        """`_stepping` in a fork while this process goes on; the returned callable waits for it."""
+        """`_stepping` in the worker while this process goes on; the returned callable waits for it."""
         key = ("stepping", pure, num_blocks)
-        if not self._overlap or not self._may_trace or key in self._known:
+        if self._worker is None or not self._may_trace or key in self._known:
             return lambda: self._stepping(pure, num_blocks)
-        module, options, callbacks = self._step_of(pure, num_blocks)
-        forked = in_child(lambda: self._run(module, self._batch, options, callbacks, False, False))
+        traced = self._worker.start(self._stepping_task(pure, num_blocks))
 
         def result() -> ModelProfile:
-            before = self.num_traces
-            self._known[key] = forked()
-            self.num_traces = before + 1
+            self._known[key] = self._traced(traced)
             return self._known[key]
 
         return result
 
-    def _step_of(self, pure: Setting, num_blocks: int | None) -> tuple[Any, StepOptions, tuple[Any, ...]]:
-        module = only_stepping(self.workload.module, num_blocks)
-        return module, self._options(pure.precision, 1), pure.traced_callbacks()
+    def _stepping_task(self, pure: Setting, num_blocks: int | None) -> Callable[[], ModelProfile]:
+        settings = self._settings(self._options(pure.precision, 1), pure.traced_callbacks(), any_size=False)
+        return partial(_profile_steps, self.workload.module, num_blocks, self._batch, shorten=False, **settings)
 
     def exactly(self, setting: Setting, division: Division | None = None) -> ModelProfile:
         """The step of a complete setting at its own micro-batch, with all of its techniques applied.
@@ -187,50 +186,47 @@ class TraceStore:
         options = self._options(precision, min(2, setting.accumulate_grad_batches))
         alone = Setting(chosen=setting.chosen)
         ranks = _ranks(setting, division) if division is not None and division.traced else None
-        callbacks = alone.traced_callbacks()
+        settings = self._settings(options, alone.traced_callbacks(), any_size=False)
         self.on_trace(f"the whole of {label(setting)}")
-        return self._run(self.workload.module, batch, options, callbacks, any_size=False, ranks=ranks)
+        return self._traced(partial(profile_module, self.workload.module, batch, ranks=ranks, **settings))
 
     def _options(self, precision: Any, accumulate: int = 2) -> StepOptions:
         own = self.workload.options
         return StepOptions(precision, accumulate, own.gradient_clip_val, own.gradient_clip_algorithm)
 
-    def _profile(
-        self, key: tuple[Any, ...], module: Any, options: StepOptions, callbacks: tuple[Any, ...], whole: bool = False
-    ) -> ModelProfile:
+    def _whole_step(self, options: StepOptions, callbacks: tuple[Any, ...]) -> Callable[[], ModelProfile]:
+        """What traces forward, backward and step at two sizes."""
+        start, settings = None if self._worker is None else self._worker.start, self._settings(options, callbacks)
+        return partial(profile_module, self.workload.module, self._batch, overlap=start, **settings)
+
+    def _settings(self, options: StepOptions, callbacks: tuple[Any, ...], any_size: bool = True) -> dict[str, Any]:
+        return {
+            "options": options,
+            "emulation": self._emulation,
+            "callbacks": (*self.workload.fixed, *callbacks),
+            "any_micro_batch": any_size,
+            "check_assumptions": False,
+            "cache": self._cache,
+        }
+
+    def _profile(self, key: tuple[Any, ...], profile: Callable[[], ModelProfile]) -> ModelProfile:
         if key not in self._known:
             if not self._may_trace:
                 raise NotTraced(f"The search traced no {_words(key)}.")
             self.on_trace(_words(key))
-            self._known[key] = self._run(module, self._batch, options, callbacks, not whole, not whole)
+            self._known[key] = self._traced(profile)
         return self._known[key]
 
-    def _run(
-        self,
-        module: Any,
-        batch: Any,
-        options: StepOptions,
-        callbacks: tuple[Any, ...],
-        any_size: bool = True,
-        shorten: bool = True,
-        ranks: Ranks | None = None,
-    ) -> ModelProfile:
+    def _traced(self, profile: Callable[[], ModelProfile]) -> ModelProfile:
         self.num_traces += 1
-        profile = profile_module(
-            module,
-            batch,
-            options,
-            self._emulation,
-            (*self.workload.fixed, *callbacks),
-            any_micro_batch=any_size,
-            shorten=shorten,
-            check_assumptions=False,
-            overlap=self._overlap,
-            cache=self._cache,
-            ranks=ranks,
-        )
+        found = profile()
         # A `MemoryLimit` doesn't see what kernels give back before they end, and a plan for it must not, either.
-        return profile.without_scratch() if self.workload.target.counts_tensors else profile
+        return found.without_scratch() if self.workload.target.counts_tensors else found
+
+
+def _profile_steps(module: Any, num_blocks: int | None, batch: Any, **settings: Any) -> ModelProfile:
+    """Profile the optimizer's steps alone; see `TraceStore.stepping`."""
+    return profile_module(only_stepping(module, num_blocks), batch, **settings)
 
 
 def _words(key: tuple[Any, ...]) -> str:

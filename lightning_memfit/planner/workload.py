@@ -21,7 +21,7 @@ from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import built_shape
 from lightning_memfit.techniques.core.facts import Facts, read_facts
-from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Numerics
 
@@ -102,6 +102,9 @@ class Workload:
     allow: frozenset[Numerics] = DEFAULT_ALLOW
     fixed: tuple[Any, ...] = ()
     """Callbacks of the user that change a step and that no record describes; part of every trace."""
+    adapter: TechniqueChoice | None = None
+    """The adapters that the recipe itself trains, which every plan keeps; None if it has none, or if a plan may choose
+    them."""
     loader_batch: int | None = None
     """Batch size of a loader that can't be changed, so that `MicroBatching` cuts its batches; None if it can be set."""
     devices: Devices = field(default_factory=Devices)

@@ -1,17 +1,34 @@
-"""`in_child`: run a function in a forked copy of this process while this one goes on."""
+"""Run functions in a forked copy of this process while this one goes on: one in `in_child`, many in `ForkedWorker`."""
 
+from __future__ import annotations
+
+import io
 import multiprocessing
 import os
+import pickle
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol, TypeVar
 
 import torch
+from typing_extensions import override
 
 T = TypeVar("T")
+
+
+_Outcome = tuple[Any, Exception | None] | None
+"""Result or exception of a function; None if it can't be sent from one process to the other."""
+
+
+class Starter(Protocol):
+    """Starts a function, and returns a callable that waits for its result or raises its exception."""
+
+    def __call__(self, function: Callable[[], T], /) -> Callable[[], T]:  # noqa: D102
+        ...
 
 
 def in_child(function: Callable[[], T]) -> Callable[[], T]:
@@ -26,12 +43,8 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
     """
     if not _can_fork():
         return function
-    context = multiprocessing.get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(function, sending), daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # on forking while native threads run
-        process.start()
+    receiving, sending = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = _fork(_run, function, sending)
     sending.close()
 
     def result() -> T:
@@ -50,6 +63,162 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
     return result
 
 
+class ForkedWorker:
+    """A copy of this process, forked once, that runs one function after the other beside it.
+
+    What either process writes to after a fork is copied page by page, which makes a trace in a fresh fork, and the one
+    beside it, half again as long; a worker pays for that once. It is forked by the first function that it is given.
+    That should come before this process has run a backward pass: after one, forks of a build for an accelerator run
+    none (`_autograd_works`).
+
+    Functions travel as pickles: a `functools.partial` of what a module of Python holds, say. One that can't be pickled,
+    or that holds a `torch.nn.Module` that both don't share, runs as under `in_child`; where there can be no fork, and
+    after the worker has died, functions run in this process when their results are asked for.
+
+    Args:
+        shared: Objects that both have, as they are at the fork. Functions hold them without their being copied; from
+            then on neither process may change them in a way that matters to the other.
+    """
+
+    def __init__(self, *shared: object) -> None:
+        self._shared = shared
+        self._owner = os.getpid()
+        self._connection: Connection | None = None
+        self._gone = False
+        self._sent = 0
+        self._received: list[_Outcome] = []
+
+    def start(self, function: Callable[[], T], /) -> Callable[[], T]:
+        """Start a function; the returned callable waits for its result, or raises its exception.
+
+        Args:
+            function: Its result or exception must be picklable. It runs with one thread.
+        """
+        if self._gone or os.getpid() != self._owner:
+            return function
+        task = self._pickled(function)
+        if task is None:
+            return in_child(function)
+        if not self._send(task):
+            return function
+        number = self._sent
+        self._sent += 1
+
+        def result() -> T:
+            while len(self._received) <= number:
+                if not self._receive():
+                    return function()
+            outcome, self._received[number] = self._received[number], None
+            if outcome is None:
+                return function()
+            value, error = outcome
+            if error is not None:
+                raise error
+            found: T = value
+            return found
+
+        return result
+
+    def _pickled(self, function: Callable[[], Any]) -> bytes | None:
+        buffer = io.BytesIO()
+        try:
+            _Pickler(buffer, self._shared).dump(function)
+        except Exception:  # objects raise what they like when they are asked for their state
+            return None
+        return buffer.getvalue()
+
+    def _send(self, task: bytes) -> bool:
+        """Hand a task to the worker; False if there is none."""
+        while self._connection is not None and len(self._received) < self._sent:
+            self._receive()  # of what nobody asked for: else either may wait for the other to read
+        if self._gone:
+            return False
+        if self._connection is None:
+            if not _can_fork():
+                self._gone = True
+                return False
+            self._connection, theirs = multiprocessing.get_context("fork").Pipe()
+            _fork(_serve, theirs, self._connection, self._shared)
+            theirs.close()
+        try:
+            self._connection.send_bytes(task)
+        except OSError:
+            self._lose()
+        return not self._gone
+
+    def _receive(self) -> bool:
+        """Take the next result; False if the worker has died."""
+        if self._connection is not None:
+            try:
+                self._received.append(self._connection.recv())
+            except (EOFError, OSError):
+                self._lose()
+        return not self._gone
+
+    def _lose(self) -> None:
+        self._gone = True
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class _Pickler(pickle.Pickler):
+    """Writes objects that both processes have as their places among them."""
+
+    def __init__(self, file: io.BytesIO, shared: tuple[object, ...]) -> None:
+        super().__init__(file)
+        self._places = {id(value): place for place, value in enumerate(shared)}
+
+    @override
+    def persistent_id(self, value: Any) -> int | None:
+        place = self._places.get(id(value))
+        if place is None and isinstance(value, torch.nn.Module):
+            raise pickle.PicklingError("a module, with all of its weights")
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what a `_Pickler` of this very process wrote."""
+
+    def __init__(self, file: io.BytesIO, shared: tuple[object, ...]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    @override
+    def persistent_load(self, place: int) -> object:
+        return self._shared[place]
+
+
+def _serve(connection: Connection, theirs: Connection, shared: tuple[object, ...]) -> None:
+    """Run what comes until the other process ends, or closes its side."""
+    theirs.close()
+    torch.set_num_threads(1)  # see `_run`
+    try:
+        while _autograd_works():
+            task = connection.recv_bytes()
+            try:
+                outcome: _Outcome = (_Unpickler(io.BytesIO(task), shared).load()(), None)
+            except Exception as error:
+                outcome = (None, error)
+            try:
+                answer = ForkingPickler.dumps(outcome)
+            except Exception:
+                answer = ForkingPickler.dumps(None)
+            connection.send_bytes(answer)
+    except BaseException:
+        pass  # the other process runs the function itself, and sees it there
+    connection.close()
+
+
+def _fork(target: Callable[..., None], *args: object) -> multiprocessing.process.BaseProcess:
+    """Start a function in a fork that ends with this process."""
+    process = multiprocessing.get_context("fork").Process(target=target, args=args, daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # on forking while native threads run
+        process.start()
+    return process
+
+
 def _can_fork() -> bool:
     return (
         sys.platform == "linux"
@@ -60,7 +229,7 @@ def _can_fork() -> bool:
     )
 
 
-def _run(function: Callable[[], T], sending: "Connection") -> None:
+def _run(function: Callable[[], T], sending: Connection) -> None:
     # A forked child has none of the threads that this process may have started for parallel operators, and such an
     # operator would wait for them for ever.
     torch.set_num_threads(1)

@@ -7,12 +7,13 @@ measurement needs real memory and knows one size only; it is for steps that can'
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_memfit.profile.background import in_child
+from lightning_memfit.profile.background import Starter
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
 from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
@@ -52,7 +53,7 @@ def profile_module(
     any_micro_batch: bool = True,
     shorten: bool = True,
     check_assumptions: bool = True,
-    overlap: bool = False,
+    overlap: Starter | None = None,
     cache: ProfileCache | None = None,
     limits: TraceLimits | None = None,
     ranks: Ranks | None = None,
@@ -70,8 +71,8 @@ def profile_module(
         any_micro_batch: Trace one or two more sizes, so that every other follows by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         check_assumptions: See `trace_step`.
-        overlap: Trace the second size in a forked process at the same time (`background.in_child`). For a process that
-            has done nothing else yet, such as that of a command.
+        overlap: Starts the trace of the second size in another process, at the same time (`background.in_child`). For a
+            process that has done nothing else yet, such as that of a command. By default one is traced after the other.
         cache: Where profiles are kept between runs; none by default.
         limits: Where each trace ends at the latest: after 60 seconds by default.
         ranks: Profile one rank of a run on several devices, under the run's own strategy. By default that of the
@@ -131,7 +132,7 @@ def _traced(
     any_micro_batch: bool,
     shorten: bool,
     check_assumptions: bool,
-    overlap: bool,
+    overlap: Starter | None,
     cache: ProfileCache | None,
     limits: TraceLimits,
     ranks: Ranks | None,
@@ -156,13 +157,13 @@ def _traced(
             return known
     started = time.perf_counter()
 
-    def trace(value: Any, check: bool) -> Trace:
-        settings = (options, emulation, callbacks, make_optimizer, shorten, check)
-        return trace_step(module, value, *settings, limits=limits, ranks=ranks)
+    def traced(value: Any, check: bool) -> Callable[[], Trace]:
+        step = (options, emulation, callbacks, make_optimizer, shorten, check)
+        return partial(trace_step, module, value, *step, limits=limits, ranks=ranks)
 
-    ahead = in_child(lambda: trace(_grown(batch, 1), False)) if overlap and any_micro_batch else None
-    first = trace(batch, check_assumptions)
-    sizes = _every_size(first, batch, trace, ahead) if any_micro_batch else _Sizes(first.events)
+    ahead = overlap(traced(_grown(batch, 1), False)) if overlap is not None and any_micro_batch else None
+    first = traced(batch, check_assumptions)()
+    sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
     profile = profile.after(RunLength.of(module).batches or 0)
     if cache is not None and key is not None:
@@ -185,27 +186,27 @@ class _Sizes:
 
 
 def _every_size(
-    first: Trace, batch: Any, trace: Callable[[Any, bool], Trace], ahead: Callable[[], Trace] | None
+    first: Trace, batch: Any, traced: Callable[[Any, bool], Callable[[], Trace]], ahead: Callable[[], Trace] | None
 ) -> _Sizes:
     """Trace the step with one more sample; if a batch of one differs in structure from two, also with three.
 
     Args:
         first: Trace at the size of the batch.
         batch: The batch, which is resized.
-        trace: Traces the step, and checks assumed values if told to.
+        traced: Returns what traces the step, and checks assumed values if told to.
         ahead: Returns a trace with one more sample that assumed the first choice of values.
     """
     size = batch_size(batch)
     usual = first.assumed == AssumedValues()  # else another trace would assume what this one did not
     try:
-        second = ahead() if ahead is not None and usual else trace(_grown(batch, 1), not usual)
+        second = ahead() if ahead is not None and usual else traced(_grown(batch, 1), not usual)()
         try:
             events, slopes = fit_slopes(first.events, second.events, size, size + 1)
             return _Sizes(events, slopes, None, _growth(first, second), _growth_slope(first, second))
         except AlignmentError:
             if size > 1:
                 raise
-        third = trace(_grown(batch, 2), not usual)
+        third = traced(_grown(batch, 2), not usual)()
         events, slopes = fit_slopes(second.events, third.events, size + 1, size + 2)
         larger = LargerSizes(events, size + 1, slopes)
         return _Sizes(first.events, None, larger, _growth(second, third), _growth_slope(second, third))

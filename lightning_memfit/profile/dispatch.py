@@ -8,15 +8,13 @@ kernels return (`CUDA_RESULTS`). The rules are those of torch 2.11-2.13: `aten/s
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-
-from lightning_memfit.profile.replaced import replaced_everywhere
 
 aten = torch.ops.aten
 
@@ -82,9 +80,8 @@ CUDA_RESULTS = {
 class CudaDispatch:
     """While active, let attention choose its kernel, and dropout run its operator, as on CUDA.
 
-    Attention is patched in `torch.nn.functional` and where other modules have imported it from there; dropout in
-    torch's dispatcher, as operators such as attention call it from C++. A `TorchFunctionMode` would be popped while
-    backward runs, so that a checkpoint's recomputation would differ from its forward.
+    Both are patched in torch's dispatcher, where calls from C++ and by any name come. A `TorchFunctionMode` would be
+    popped while backward runs, so that a checkpoint's recomputation would differ from its forward.
 
     Args:
         capability: Compute capability of the device to emulate.
@@ -98,14 +95,18 @@ class CudaDispatch:
         self._stack = ExitStack()
 
     def __enter__(self) -> "CudaDispatch":
-        self._stack.enter_context(replaced_everywhere({F.scaled_dot_product_attention: self._chosen_attention}))
-        self._stack.enter_context(_fused_dropout())
+        kernels: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+            # The second key is asked in inference mode, where there is no autograd, and the third under `torch.vmap`.
+            "scaled_dot_product_attention": (self._attention, ("AutogradCPU", "Python", "FuncTorchVmapMode")),
+            "dropout": (_fused_dropout, ("AutogradCPU",)),
+        }
+        self._stack.enter_context(_in_dispatcher(kernels))
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
 
-    def _chosen_attention(
+    def _attention(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -113,9 +114,15 @@ class CudaDispatch:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        if _is_real(query):
+            real: torch.Tensor = aten.scaled_dot_product_attention.default.decompose(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return real
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -177,23 +184,35 @@ def _masked(
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, statistics, dropout, causal, scale=scale)[0]
 
 
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is neither fake nor made of fakes: one of another thread's."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 @contextmanager
-def _fused_dropout() -> Iterator[None]:
-    """Let `aten::dropout` run `aten::native_dropout` where CUDA does, in C++ as in Python; removed on exit."""
+def _in_dispatcher(kernels: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> Iterator[None]:
+    """Let operators run other kernels for some dispatch keys, in C++ as in Python; removed on exit."""
     library = torch.library.Library("aten", "IMPL")
-
-    def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
-        if not train or p == 0 or input.numel() == 0:
-            return input
-        if p == 1:
-            return input * torch.zeros((), dtype=input.dtype, device=input.device)
-        return torch.native_dropout(input, p, True)[0]
-
     try:
-        library.impl("dropout", dropout, "AutogradCPU", allow_override=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, on replacing kernels of its own
+            for name, (kernel, keys) in kernels.items():
+                for key in keys:
+                    library.impl(name, kernel, key, allow_override=True)
         yield
     finally:
         library._destroy()
+
+
+def _fused_dropout(input: torch.Tensor, p: float, train: bool) -> Any:
+    """`aten::dropout` by `aten::native_dropout`, where CUDA runs that."""
+    if not train or p == 0 or input.numel() == 0:
+        return input
+    if p == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    return torch.native_dropout(input, p, True)[0]
 
 
 _FP32 = [

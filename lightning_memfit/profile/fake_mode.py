@@ -5,6 +5,7 @@ together takes most of the time of an operator that is known. Written for torch 
 (`torch._subclasses.fake_tensor`); `tests/unit/profile/test_fake_mode.py` fails when that moves.
 """
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,13 +18,28 @@ _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device
 """Types of arguments that stand for themselves. Theirs goes into the key as well, as 1, 1.0 and True are equal."""
 
 
-class TracingFakeMode(FakeTensorMode):
+class Uncompiled:
+    """A dispatch mode of a trace, in which nothing is compiled.
+
+    torch puts a guard around what a mode does with an operator, so that it isn't compiled. In a trace, where compiled
+    parts run as they are written, four modes see each operator, and a guard takes a microsecond each time.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch shall put its guard around this class's `__torch_dispatch__`."""
+        return False
+
+
+class TracingFakeMode(Uncompiled, FakeTensorMode):
     """torch's mode of fake tensors with quick keys for calls of operators on plain arguments.
 
     Plain are strided fakes of this mode, numbers, strings, types and devices, and lists of them; keys of other calls
     are torch's. A key tells apart whatever torch's does. Only a memory format isn't in it, as shape and strides decide
     that.
     """
+
+    __torch_dispatch__ = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
 
     @override
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -54,7 +70,7 @@ class TracingFakeMode(FakeTensorMode):
                     one.dtype,
                     one.shape,
                     one.stride(),
-                    one.device,
+                    one.fake_device,
                     one.storage_offset(),
                     one.untyped_storage().nbytes(),
                     one.requires_grad,

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_memfit.memory.ledger import tensors_among
 from lightning_memfit.profile.culprit import RunningLoop, calling_line, is_read_by_user, running_while
 from lightning_memfit.profile.fake import fake_clone
+from lightning_memfit.profile.fake_mode import Uncompiled
 from lightning_memfit.profile.watched import TensorNumbers, WatchedFloat, WatchedInt, may_count
 
 aten = torch.ops.aten
@@ -174,7 +175,7 @@ class EndlessError(RuntimeError):
     """A loop goes on as long as it gets the assumed value."""
 
 
-class RealIntegers(TorchDispatchMode):
+class RealIntegers(Uncompiled, TorchDispatchMode):
     """Compute real integers along with their fakes.
 
     Args:

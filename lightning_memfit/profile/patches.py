@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
+from lightning_memfit.profile.fake_mode import Uncompiled
 from lightning_memfit.profile.integers import RealIntegers
 from lightning_memfit.profile.replaced import replaced
 
@@ -101,7 +102,7 @@ class OneDnnWorkspaces(TorchDispatchMode):
         return self._known[key]
 
 
-class FakeKernels(TorchDispatchMode):
+class FakeKernels(Uncompiled, TorchDispatchMode):
     """Give fake results where torch's own fake kernels refuse, or take long for nothing.
 
     torch's fake kernel of `torch.nn.functional.grouped_mm`, of mixtures of experts, refuses all dtypes but bfloat16;

@@ -28,6 +28,7 @@ from lightning_memfit.profile.collectives import buffers, communicates, composed
 from lightning_memfit.profile.cuda_scratch import scratch
 from lightning_memfit.profile.dispatch import CUDA_RESULTS
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, EventList
+from lightning_memfit.profile.fake_mode import Uncompiled
 from lightning_memfit.profile.kernel_records import Kernel
 from lightning_memfit.profile.kernels import KernelMemory
 from lightning_memfit.profile.replaced import replaced
@@ -64,7 +65,7 @@ _LEAST_PAGED = 100_000
 """Elements from which on bitsandbytes pages a state."""
 
 
-class EventRecorder(StorageLedger):
+class EventRecorder(Uncompiled, StorageLedger):
     """Record events while the mode is active.
 
     Args:

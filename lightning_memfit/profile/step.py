@@ -5,6 +5,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import random
 import warnings
@@ -194,10 +195,12 @@ def _run_lightning(
     others: tuple[Any, ...],
 ) -> None:
     """Run the real `Trainer.fit` with the batch repeated."""
+    from lightning.fabric.utilities import registry
     from lightning.pytorch.loggers.logger import DummyLogger
 
     recorder, length = course.recorder, course.length
-    with _quiet():
+    # A Trainer asks every installed package for callbacks, whose files take longer to read than a small step to trace.
+    with _quiet(), replaced(registry, "entry_points", _remembering(registry.entry_points)):
         trainer = _watched_trainer(course)(
             accelerator="cpu",
             **(ranks.trainer_options() if ranks is not None else {"devices": 1}),
@@ -224,6 +227,12 @@ def _run_lightning(
         ):
             trainer.fit(module, _Repeated(batch, course, trainer))
     recorder.phase("end")
+
+
+@functools.cache
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that asks another for each answer once."""
+    return functools.cache(function)
 
 
 _MANY_EPOCHS = 1000

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -13,9 +14,11 @@ from cli.plan import make_parser
 from cli.recipe_run import RecipeRun, device_numbers, load_recipe
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import named_target
+from lightning_memfit.planner.plan import own_adapter
 from lightning_memfit.planner.workload import parse_device_count
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights
 
 
 def recipe(strategy: Any = "auto", devices: int | None = 1, precision: Any = "bf16-mixed") -> RecipeRun:
@@ -130,11 +133,20 @@ def test_machines_that_cannot_share_the_named_devices_are_refused() -> None:
 
 
 @pytest.mark.medium
-def test_adapters_of_a_recipe_are_not_left_out_in_silence() -> None:
+@pytest.mark.parametrize(("config", "adapter"), [("chat_lora", "lora"), ("chat_qlora", "qlora")])
+def test_adapters_of_a_recipe_are_kept_as_they_are(config: str, adapter: str) -> None:
     parser = make_parser()
-    with load_recipe(["--config", "chat_lora", "--config", "quick/chat"]) as run:
+    with load_recipe(["--config", config, "--config", "quick/chat"]) as run:
         target = target_of("12GiB", run)
-        with pytest.raises(ValueError, match="`trainer.callbacks` has Lora, by which adapters are trained"):
-            plan_recipe.workload_of(run, target, parser.parse_args(["--host-memory", "64GiB"]))
+        workload = plan_recipe.workload_of(run, target, parser.parse_args(["--host-memory", "64GiB"]))
+        own = next(one for one in run.callbacks if type(one).__name__ == "Lora")
+        assert workload.adapter is not None
+        assert (workload.adapter.name, workload.adapter.options["rank"]) == (adapter, own.rank)
         allowed = parser.parse_args(["--host-memory", "64GiB", "--allow", "exact,lora"])
-        assert "lora" in plan_recipe.workload_of(run, target, allowed).allow
+        assert plan_recipe.workload_of(run, target, allowed).adapter is None  # then a plan chooses them
+
+
+def test_what_quantizes_weights_without_adapters_is_not_left_out_in_silence() -> None:
+    with pytest.raises(ValueError, match="`trainer.callbacks` has QuantizedWeights, and no plan can keep it"):
+        own_adapter([QuantizedWeights()], "bf16-mixed")
+    assert own_adapter([pl.Callback()], "bf16-mixed") is None

@@ -4,13 +4,14 @@ import pytest
 
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.planner import candidates as module
-from lightning_memfit.planner.candidates import candidates
+from lightning_memfit.planner.candidates import candidates, missing_permissions
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.memory import standing_bytes, stored_as
+from lightning_memfit.planner.numerics import NumericsOf
 from lightning_memfit.planner.search import Outcome, Search
-from lightning_memfit.planner.workload import Limits
+from lightning_memfit.planner.workload import Devices, Limits
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
-from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 
 from .made import MIB, NUM_PARAMETERS, MadeTraceStore, made_workload
 
@@ -235,3 +236,23 @@ def test_one_size_is_planned_for_where_no_other_is_known() -> None:
     outcome = Search(OneSize(made_workload(40_000))).run()  # type: ignore[arg-type]
     assert outcome.best is not None
     assert outcome.best.setting.micro_batch_size == 2
+
+
+def test_a_recipes_own_adapters_are_in_every_combination_and_change_nothing() -> None:
+    own = TechniqueChoice("qlora", {"rank": 4})
+    workload = made_workload(1000, adapter=own)
+    kept, refused = candidates(workload)
+    assert kept
+    assert {setting.of_kind("adapter") for setting in (*kept, *(one.setting for one in refused))} == {own}
+    numerics = NumericsOf(workload)
+    assert numerics.severity(Setting(chosen=(own,))) == 0
+    assert numerics.changes(Setting(chosen=(own,))) == ()
+    assert NumericsOf(made_workload(1000)).severity(Setting(chosen=(own,))) > 0
+    assert {one.name for one, _ in missing_permissions(workload)}.isdisjoint({"lora", "qlora", "lora_8bit"})
+
+
+def test_adapters_go_with_no_strategy_that_shards_weights() -> None:
+    workload = made_workload(1000, adapter=TechniqueChoice("lora", {}), devices=Devices(2), strategies=True)
+    kept, refused = candidates(workload)
+    assert {one.of_kind("strategy").name if one.of_kind("strategy") else "" for one in kept} <= {"", "ddp"}
+    assert any("shards weights" in one.reason for one in refused)

@@ -4,13 +4,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_memfit.profile import background
-from lightning_memfit.profile.background import in_child
+from lightning_memfit.profile.background import ForkedWorker, in_child
 from lightning_memfit.profile.trace import TraceError
 
 
@@ -81,7 +82,7 @@ def test_no_fork_where_it_is_not_safe(obstacle: str, monkeypatch: pytest.MonkeyP
 PARALLEL_IN_BOTH = """
 import torch
 from lightning_memfit.profile import background
-from lightning_memfit.profile.background import in_child
+from lightning_memfit.profile.background import ForkedWorker, in_child
 
 torch.set_num_threads(2)
 rows = torch.arange(1 << 20)
@@ -120,3 +121,109 @@ def test_a_child_without_autograd_leaves_the_work_to_this_process(monkeypatch: p
 
     monkeypatch.setattr(torch.Tensor, "backward", refusing)
     assert in_child(backward)() == here
+
+
+class Unpicklable:
+    """Its copy holds what can't be pickled; those that both processes share needn't be."""
+
+    def __init__(self) -> None:
+        self.value, self.secret = 3, lambda: None
+
+
+def place_of(*objects: object) -> tuple[int, int]:
+    return os.getpid(), sum(id(one) for one in objects)
+
+
+def value_of(one: Unpicklable, added: int) -> tuple[int, int]:
+    return os.getpid(), one.value + added
+
+
+def made(what: str) -> object:
+    if what == "error":
+        raise TraceError("values of tensors", ("an assumption",))
+    return (lambda: None) if what == "unpicklable" else torch.arange(1 << 20).numpy()
+
+
+def killed_unless(here: int) -> int:
+    if os.getpid() != here:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 7
+
+
+def _worker(*shared: object) -> ForkedWorker:
+    if not _runs_autograd_in_children():
+        pytest.skip("a CUDA build refuses backward passes in children once this process has run one")
+    return ForkedWorker(*shared)
+
+
+def test_a_worker_is_one_process_that_has_what_was_there_at_its_fork() -> None:
+    module, other = torch.nn.Linear(2, 2), Unpicklable()
+    worker = _worker(module, other)
+    before = place_of(module, other)
+    first, second = (worker.start(partial(place_of, module, other)) for _ in range(2))
+    third = worker.start(partial(value_of, other, 4))
+    assert first()[0] != before[0]
+    assert second() == (worker.start(partial(place_of, module, other)))()  # the same process, the same objects
+    assert third()[1] == 7
+
+
+def test_results_of_a_worker_are_had_in_any_order_and_need_not_be_asked_for() -> None:
+    worker = _worker(Unpicklable())
+    started = [worker.start(partial(made, "large")) for _ in range(4)]  # each result is more than a pipe holds
+    assert started[3]() is not None
+    assert len(started[1]()) == 1 << 20  # type: ignore[arg-type]
+    assert worker.start(partial(made, "large"))() is not None
+
+
+def test_errors_of_a_worker_are_raised_here_and_what_it_cannot_send_is_made_here() -> None:
+    worker = _worker()
+    failing, unsendable = worker.start(partial(made, "error")), worker.start(partial(made, "unpicklable"))
+    with pytest.raises(TraceError, match="values of tensors") as caught:
+        failing()
+    assert caught.value.assumptions == ("an assumption",)
+    assert callable(unsendable())
+
+
+def test_what_a_worker_cannot_be_given_runs_in_a_fork_of_its_own() -> None:
+    shared, strange = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    worker = _worker(shared)
+    process = worker.start(partial(place_of, shared))()[0]
+    for function in (partial(place_of, strange), partial(value_of, Unpicklable(), 1), lambda: (os.getpid(), 0)):
+        assert worker.start(function)()[0] not in (process, os.getpid())
+
+
+def test_a_killed_worker_leaves_all_to_this_process() -> None:
+    worker, here = _worker(), os.getpid()
+    killed, after = worker.start(partial(killed_unless, here)), worker.start(os.getpid)
+    assert killed() == 7
+    assert after() == here
+    assert worker.start(os.getpid)() == here
+
+
+def test_no_worker_where_a_fork_is_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert ForkedWorker().start(os.getpid)() == os.getpid()
+
+
+def test_a_worker_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
+    script = """
+import os, sys, signal
+from functools import partial
+from lightning_memfit.profile.background import ForkedWorker
+worker = ForkedWorker()
+print(worker.start(os.getpid)(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    process = int(done.stdout)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{process}").exists() and _state(process) != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{process}").exists() or _state(process) == "Z"
+
+
+def _state(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"

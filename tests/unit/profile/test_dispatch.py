@@ -1,4 +1,5 @@
 import functools
+import types
 
 import lightning.pytorch as pl
 import pytest
@@ -178,27 +179,80 @@ def test_attention_runs_in_half_precision_under_autocast(fake):
     assert dispatch.used == {"flash": 1}
 
 
-def test_functions_that_were_imported_by_name_are_followed(fake):
+def in_inference_mode(q):
+    with torch.inference_mode():
+        return F.scaled_dot_product_attention(q.clone(), q.clone(), q.clone())
+
+
+CALLS = {
+    "imported by name": lambda q: imported_by_name(q, q, q),
+    "held by an object": lambda q: HELD.attention(q, q, q),
+    "a default argument": lambda q, attention=F.scaled_dot_product_attention: attention(q, q, q),
+    "the operator": lambda q: torch.ops.aten.scaled_dot_product_attention(q, q, q, is_causal=True),
+    "in C++": lambda q: torch._C._nn.scaled_dot_product_attention(q, q, q),
+    "in inference mode": in_inference_mode,
+    "under vmap": lambda q: torch.vmap(lambda one: F.scaled_dot_product_attention(one[None], one[None], one[None]))(q),
+}
+HELD = types.SimpleNamespace(attention=F.scaled_dot_product_attention)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_attention_is_followed_by_whatever_name_it_is_called(fake, call):
     q = torch.randn(2, 4, 16, 64, dtype=BF16)
     dispatch = CudaDispatch()
     with dispatch:
-        imported_by_name(q, q, q)
+        CALLS[call](q)
     assert dispatch.used == {"flash": 1}
 
 
-def test_the_functions_are_put_back_after_an_error():
+def test_a_module_that_holds_the_function_needs_what_another_does():
+    class Calls(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.project, self.attention = nn.Linear(64, 64), F.scaled_dot_product_attention
+
+        def training_step(self, batch, batch_idx):
+            q = self.project(batch).unflatten(1, (1, -1))
+            return F.scaled_dot_product_attention(q, q, q).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Holds(Calls):
+        def training_step(self, batch, batch_idx):
+            q = self.project(batch).unflatten(1, (1, -1))
+            return self.attention(q, q, q).square().mean()
+
+    traces = [trace_step(kind(), torch.randn(2, 128, 64), StepOptions(), Emulation("cuda")) for kind in (Calls, Holds)]
+    assert traces[0].attention_kernels == traces[1].attention_kernels != {}
+    assert traces[0].events.live_bytes().tolist() == traces[1].events.live_bytes().tolist()
+
+
+@pytest.mark.parametrize("transform", [lambda function: function, torch.vmap])
+def test_attention_of_another_thread_goes_on_for_real(transform):
+    q = torch.randn(3, 2, 4, 16, 64)
+    attention = transform(lambda one: F.scaled_dot_product_attention(one, one, one, is_causal=True))
+    dispatch, expected = CudaDispatch(), attention(q)
+    with dispatch:
+        assert torch.equal(attention(q), expected)
+    assert dispatch.used == {}
+
+
+def test_the_kernels_are_put_back_after_an_error(fake):
     def fail():
-        with CudaDispatch():
-            assert before[0] is not F.scaled_dot_product_attention
+        with dispatch:
             assert saved_bytes(lambda: torch.dropout(x, 0.1, True)) == 1000
+            CALLS["the operator"](q)
             raise KeyError
 
-    x = torch.randn(1000, requires_grad=True)
-    before = [F.scaled_dot_product_attention, imported_by_name]
+    x, q = torch.randn(1000, requires_grad=True), torch.randn(2, 4, 16, 64, dtype=BF16)
+    dispatch = CudaDispatch()
     with pytest.raises(KeyError):
         fail()
     assert saved_bytes(lambda: torch.dropout(x, 0.1, True)) == 4000
-    assert before == [F.scaled_dot_product_attention, imported_by_name]
+    for call in CALLS.values():
+        call(q)
+    assert dispatch.used == {"flash": 1}
 
 
 def test_a_module_that_fails_leaves_nothing_patched():
