@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_memfit.data.chat_template import read_template
+from lightning_memfit.data.pairs import set_languages
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.hub import asked_once
 from lightning_memfit.models.architecture import auto_class
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _DATA = "datamodule_hyper_parameters"
 _OF_CHATS = {"chat_template": "template", "date": "date", "template_options": "options"}
 """Arguments of data modules for chats, and what `ChatTemplate` calls them."""
+
+_LANGUAGES = ("source_language", "target_language")
 
 
 class Trained(NamedTuple):
@@ -49,6 +52,8 @@ def load_trained(ckpt_path: str, tokenizer: str | None) -> Trained:
         loaded = load_tokenizer(name)
         if chats is not None:
             loaded.chat_template = read_template(loaded, chats["template"])
+        if any(data.get(name) is not None for name in _LANGUAGES):
+            set_languages(loaded, *(data.get(name) for name in _LANGUAGES))
         return Trained(network_from_checkpoint(checkpoint), loaded, chats)
 
 

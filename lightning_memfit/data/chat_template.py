@@ -33,6 +33,7 @@ _CHATML = (
 )
 
 _ANSWERING = "assistant"
+_WORDS = re.compile(r"<[^<>\s]+>|[^<\s]+|<")
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 _DATE_FORMAT = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
 _PROBE = [
@@ -154,16 +155,12 @@ class ChatTemplate:
     def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Return start and end of every answer in the rendered text."""
         places = [place for place, message in enumerate(messages) if message["role"] == _ANSWERING]
-        prompts = [self._render(messages[:place], add_generation_prompt=True) for place in places]
-        for number, prompt in enumerate(prompts, 1):
-            if not text.startswith(prompt):
-                raise ValueError(
-                    f"{self.name} writes what stands before answer {number} otherwise once the conversation goes on"
-                )
+        prompts = [self._prompt_in(text, messages[:place], number) for number, place in enumerate(places, 1)]
         spans = []
         for number, (place, prompt) in enumerate(zip(places, prompts, strict=True)):
             stop = len(prompts[number + 1]) if number + 1 < len(prompts) else len(text)
-            said = re.escape(str(messages[place]["content"]).strip())
+            # Templates write other spaces between words, and around the tags of a thought.
+            said = r"\s*".join(map(re.escape, _WORDS.findall(str(messages[place]["content"]))))
             found = re.compile(rf"{said}\s*({self._end_of_turn})").search(text, len(prompt), stop)
             if found is None:
                 raise ValueError(
@@ -172,6 +169,25 @@ class ChatTemplate:
                 )
             spans.append((len(prompt), found.end()))
         return spans
+
+    def _prompt_in(self, text: str, before: Messages, number: int) -> str:
+        """Return what stands before an answer in the rendered text.
+
+        Some options change the prompt alone: with `enable_thinking: false` Qwen3's ends with an empty thought, which
+        its template doesn't write before answers that are no longer the last. Such an answer begins where it would
+        without the option.
+
+        Raises:
+            ValueError: If the text doesn't begin so.
+        """
+        fewer = [{name: self.options[name] for name in self.options if name != left} for left in self.options]
+        for options in (self.options, *fewer, {}):
+            prompt = self._render(before, add_generation_prompt=True, options=options)
+            if text.startswith(prompt):
+                return prompt
+        raise ValueError(
+            f"{self.name} writes what stands before answer {number} otherwise once the conversation goes on"
+        )
 
     # --- both -------------------------------------------------------------------------------------------------------
 
@@ -207,7 +223,7 @@ class ChatTemplate:
     def _render(self, messages: Messages, **arguments: Any) -> str:
         return str(self._apply(messages, tokenize=False, **arguments))
 
-    def _apply(self, messages: Messages, **arguments: Any) -> Any:
+    def _apply(self, messages: Messages, options: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
         from jinja2 import TemplateError
 
         try:
@@ -215,7 +231,7 @@ class ChatTemplate:
                 [dict(message) for message in messages],
                 chat_template=self.source,
                 **arguments,
-                **self.options,
+                **(self.options if options is None else options),
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"{self.name} refuses the conversation: {' '.join(str(error).split())}") from error
@@ -233,7 +249,7 @@ def read_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> s
         file = Path(template).expanduser()
         if not file.is_file():
             raise ValueError(f"`chat_template={template!r}` is neither {CHATML!r} nor a file.")
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # a byte order mark would be written before every conversation
     try:
         return str(tokenizer.get_chat_template())
     except ValueError as error:

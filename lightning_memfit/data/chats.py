@@ -70,10 +70,7 @@ class ChatEncoder:
 
     def _encode(self, row: Any, number: int) -> tuple[np.ndarray, int]:
         try:
-            # A reader of tables fills keys that only some messages have with None.
-            messages = [
-                {k: v for k, v in one.items() if v is not None} if isinstance(one, Mapping) else one for one in row
-            ]
+            messages = [without_gaps(one) for one in row]
             ids, is_answer = self.template.encode(messages)
         except (ValueError, TypeError) as error:
             raise ValueError(
@@ -88,6 +85,13 @@ class ChatEncoder:
     def nothing(self, num_rows: int) -> str:
         """Say that there are no conversations."""
         return f"`messages_column={self.column!r}`: none of the {num_rows} rows is a conversation."
+
+
+def without_gaps(value: Any) -> Any:
+    """Leave out the keys, at any depth, that a reader of tables fills with None as only other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: without_gaps(inner) for key, inner in value.items() if inner is not None}
+    return [without_gaps(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _shortened(row: Any) -> str:
@@ -356,6 +360,12 @@ class PackedChats(TemplatedChats):
         )
         rank_zero_info(f"{type(self).__name__}: {train.describe()}")
         return train, val
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Pack the conversations, and let the run that begins try its model; see `on_after_batch_transfer`."""
+        super().setup(stage)
+        self._is_tried = False
 
     @override
     def largest_id(self) -> int | None:

@@ -17,6 +17,10 @@ _LENGTH = 8
 def refuse_mixing(module: nn.Module, like: torch.Tensor) -> None:
     """Try a pair of short conversations: if the first one changes, the second one's logits must not.
 
+    Masked scores count for exactly nothing, but kernels that group the tokens of several samples, as those of experts
+    do, round by what else is there. How much that is, another sample tells, which no model mixes with this one: a first
+    conversation that moves the second one ten times as far is seen by it.
+
     The model is called as `module(input_ids=..., position_ids=...)` in evaluation mode, without gradients or
     compilation; nothing of it changes.
 
@@ -27,19 +31,21 @@ def refuse_mixing(module: nn.Module, like: torch.Tensor) -> None:
     Raises:
         ValueError: If conversations see each other, or the model can't be called so.
     """
-    ids = like.flatten()[: 3 * _LENGTH].new_tensor(range(3 * _LENGTH)) % max(2, int(like.max()) + 1)
-    first, other, second = ids.view(3, _LENGTH)
-    pairs = torch.stack([torch.cat([first, second]), torch.cat([other, second])])
-    apart = torch.arange(_LENGTH, device=like.device).repeat(2).expand(2, -1)
-    together = torch.arange(2 * _LENGTH, device=like.device).expand(2, -1)
+    ids, num_ids = torch.arange(_LENGTH, device=like.device, dtype=like.dtype), max(2, int(like.max()) + 1)
+    first, other, second = ids % num_ids, torch.full_like(ids, num_ids - 1), (3 * ids + 1) % num_ids
+    others = [other, torch.zeros_like(ids), first.flip(0)]
     training = {part: part.training for part in module.modules()}
     module.eval()
 
+    def moved(beginnings: list[torch.Tensor], changed: list[torch.Tensor]) -> float:
+        """Return by how much the first sample's second conversation changes, beyond the last digit of its logits."""
+        before, after = (_logits_of_second(module, begin, second) for begin in (beginnings, changed))
+        change, last_digit = (before - after).abs().max(), torch.finfo(before.dtype).eps * before.abs().max()
+        return float(change) if change > last_digit else 0.0
+
     def is_mixing(size: int) -> bool:
-        moved = _effect(module, pairs, apart, size)
-        # Masked scores count for exactly nothing; but kernels that group tokens of several samples, as those of experts
-        # do, may round otherwise. That is small beside what one long conversation would do.
-        return moved > 0 and moved > 0.1 * _effect(module, pairs, together, size)
+        effect = moved([first] * size, [other, first][:size])
+        return effect > 0 and effect > 10 * max(moved([first, first], [first, one]) for one in others)
 
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -50,11 +56,11 @@ def refuse_mixing(module: nn.Module, like: torch.Tensor) -> None:
             part.training = was_training
 
 
-def _effect(module: nn.Module, pairs: torch.Tensor, positions: torch.Tensor, size: int) -> float:
-    """Return the largest change of a logit behind the first conversation, `size` samples at a time."""
-    parts = zip(pairs.split(size), positions.split(size), strict=True)
-    logits = torch.cat([_logits(module, ids, places) for ids, places in parts])[:, _LENGTH:].double()
-    return float((logits[0] - logits[1]).abs().max())
+def _logits_of_second(module: nn.Module, beginnings: list[torch.Tensor], second: torch.Tensor) -> torch.Tensor:
+    """Return logits of the second conversation of the first sample, `(length, vocabulary)`."""
+    ids = torch.stack([torch.cat([begin, second]) for begin in beginnings])
+    positions = torch.arange(_LENGTH, device=ids.device).repeat(2).expand(len(ids), -1)
+    return _logits(module, ids, positions)[0, _LENGTH:]
 
 
 def _logits(module: nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedText, digest_of
 from lightning_memfit.data.sources import check_texts, load_documents, split_by_content
+from lightning_memfit.special_tokens import surroundings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,9 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
     """Pairs tokenized on access and cut or padded to two fixed lengths, so that every batch needs the same memory.
 
     Items are `input_ids` and `attention_mask`, `(source_length,)`, and `labels`, `(target_length,)`, int64, with -100
-    where nothing is predicted. Both texts end with the end-of-sequence token, even if they are cut.
+    where nothing is predicted. Sources are tokenized as by `tokenizer(text)`, targets as by
+    `tokenizer(text_target=text)`, each with all its special tokens, even if it is cut, and with
+    the end-of-sequence token.
 
     Args:
         pairs: Source and target texts.
@@ -31,7 +34,7 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
         target_length: Tokens of a target.
 
     Raises:
-        ValueError: If the tokenizer has no padding token.
+        ValueError: If the tokenizer has no padding token, or a length leaves no room for a text.
     """
 
     def __init__(
@@ -47,6 +50,17 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
         self.tokenizer = tokenizer
         self.source_length = source_length
         self.target_length = target_length
+        self._around = {False: surroundings(tokenizer), True: surroundings(tokenizer, is_target=True)}
+        for is_target, argument, length in (
+            (False, "source_length", source_length),
+            (True, "target_length", target_length),
+        ):
+            special = sum(map(len, self._around[is_target]))
+            if length <= special:
+                raise ValueError(
+                    f"`{argument}={length}` leaves no room for a text: the tokenizer puts {special} special tokens "
+                    f"around it. Set it to at least {special + 1}."
+                )
 
     def content_digest(self) -> str:
         """Return a digest of some of the pairs; lengths and tokenizer change none, nor their order."""
@@ -58,19 +72,62 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
     @override
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         source, target = self.pairs[index]
-        input_ids, is_source = self._padded(source, self.source_length)
-        labels, is_target = self._padded(target, self.target_length)
-        labels[~is_target] = _NOT_PREDICTED
+        input_ids, is_source = self._padded(self._encoded(source, False, self.source_length), self.source_length)
+        labels, is_label = self._padded(self._encoded(target, True, self.target_length), self.target_length)
+        labels[~is_label] = _NOT_PREDICTED
         return {"input_ids": input_ids, "attention_mask": is_source.long(), "labels": labels}
 
-    def _padded(self, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encoded(self, text: str, is_target: bool, length: int) -> list[int]:
+        """Return at most so many ids of a text, whole at both ends; an end of sequence within it is left out."""
+        before, after = self._around[is_target]
+        given = {"text_target" if is_target else "text": text}
+        ids = self.tokenizer(**given, add_special_tokens=False, verbose=False)["input_ids"]
+        room = length - len(before) - len(after)
+        return [*before, *[token for token in ids if token != self.tokenizer.eos_token_id][:room], *after]
+
+    def _padded(self, ids: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids, and a mask that is true where they are not padding."""
-        end = self.tokenizer.eos_token_id
-        ids = [token for token in self.tokenizer(text, verbose=False)["input_ids"] if token != end]
-        ids = [*ids[: length - 1], end]
         padded = torch.full((length,), self.tokenizer.pad_token_id)
         padded[: len(ids)] = torch.tensor(ids)
         return padded, torch.arange(length) < len(ids)
+
+
+def set_languages(
+    tokenizer: PreTrainedTokenizerBase, source_language: str | None, target_language: str | None
+) -> PreTrainedTokenizerBase:
+    """Set the languages of a tokenizer that marks them (NLLB, mBART, M2M100), and return it.
+
+    Args:
+        tokenizer: From `load_tokenizer`.
+        source_language: What the tokenizer calls the sources' language, such as `eng_Latn`. None: its own setting.
+        target_language: The targets' language. None: the tokenizer's own setting.
+
+    Raises:
+        ValueError: If the tokenizer knows no languages or not these, or marks them and none is set for the targets.
+    """
+    wanted = {"source_language": ("src_lang", source_language), "target_language": ("tgt_lang", target_language)}
+    for argument, (attribute, language) in wanted.items():
+        if not hasattr(tokenizer, attribute):
+            if language is not None:
+                raise ValueError(f"`{argument}={language!r}`: the tokenizer has no marks for languages. Leave it out.")
+        elif language is not None:
+            try:
+                setattr(tokenizer, attribute, language)
+                around = surroundings(tokenizer, is_target=argument == "target_language")
+                marks = {*around.before, *around.after} - {tokenizer.eos_token_id}
+                is_known = marks.isdisjoint({None, tokenizer.unk_token_id})
+            except (KeyError, ValueError, TypeError):
+                is_known = False
+            if not is_known:
+                raise ValueError(
+                    f"`{argument}={language!r}` is no language of the tokenizer. Name it as its model's card does."
+                )
+        elif getattr(tokenizer, attribute) is None:
+            raise ValueError(
+                f"The tokenizer marks languages, and `{argument}` is not set. Name it as its model's card does "
+                "(`deu_Latn` for NLLB, `de_DE` for mBART)."
+            )
+    return tokenizer
 
 
 class PairedText(BatchedText):
@@ -108,6 +165,9 @@ class PairedText(BatchedText):
         self.source_length = source_length
         self.target_length = target_length
 
+    source_language: str | None = None
+    target_language: str | None = None
+
     @abstractmethod
     def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         """Return source and target texts for training and validation."""
@@ -115,8 +175,9 @@ class PairedText(BatchedText):
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Make data sets that tokenize the pairs on access."""
+        tokenizer = set_languages(self.tokenizer, self.source_language, self.target_language)
         train, val = (
-            TokenizedPairs(pairs, self.tokenizer, self.source_length, self.target_length) for pairs in self.load_pairs()
+            TokenizedPairs(pairs, tokenizer, self.source_length, self.target_length) for pairs in self.load_pairs()
         )
         return train, val
 
@@ -165,6 +226,9 @@ class PairData(PairedText):
         num_workers: Loader processes, which tokenize too.
         seed: Seed for the order of the training pairs.
         cache_dir: Where `datasets` keeps its files.
+        source_language: What a tokenizer that marks languages calls that of the sources: `eng_Latn` (NLLB), `en_XX`
+            (mBART), `en` (M2M100). Null: the tokenizer's own setting.
+        target_language: The same for the targets.
 
     Raises:
         ValueError: If a number is out of range, or data or tokenizer cannot be read.
@@ -187,6 +251,8 @@ class PairData(PairedText):
         num_workers: int = 2,
         seed: int = 0,
         cache_dir: str | None = None,
+        source_language: str | None = None,
+        target_language: str | None = None,
     ) -> None:
         super().__init__(
             tokenizer, source_length, target_length, batch_size, global_batch_size, val_fraction, num_workers, seed
@@ -194,6 +260,8 @@ class PairData(PairedText):
         self.dataset = dataset
         self.source_column = source_column
         self.target_column = target_column
+        self.source_language = source_language
+        self.target_language = target_language
         self.dataset_config = dataset_config
         self.train_split = split
         self.val_split = val_split

@@ -32,9 +32,11 @@ Documents: TypeAlias = "Dataset | PlainDocuments"
 """Rows of a data set. Data modules import this name: for a recipe, jsonargparse runs what their own files import for
 annotations alone, and `datasets` takes half a second."""
 
+# A byte order mark, which editors put at the beginning of a file, is no part of the text.
+_UTF8 = "utf-8-sig"
 # File endings, with the reader in `datasets` and its options. A text file is one document.
 _READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".txt": ("text", {"sample_by": "document"}),
+    ".txt": ("text", {"sample_by": "document", "encoding": _UTF8}),
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
 }
@@ -157,14 +159,14 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     if file.suffix == ".txt":
         room = HostRoom(f"`dataset`: the bytes and letters of {str(file)!r}, one document,", _IN_PARTS)
         room.take(2 * file.stat().st_size)
-        yield {"text": file.read_text(encoding="utf-8")}
+        yield {"text": file.read_text(encoding=_UTF8)}
         return
     if file.suffix == _LIST:
         room = HostRoom(f"`dataset`: the bytes and objects of {str(file)!r}, one list,", _IN_PARTS)
         room.take(2 * file.stat().st_size)
-        yield from _objects(json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once))
+        yield from _objects(json.loads(file.read_text(encoding=_UTF8), object_pairs_hook=_once))
         return
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding=_UTF8) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 row = _object_of(line) if line.strip() else {}
@@ -438,7 +440,7 @@ def _columns(row: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 def _fault_of(line: bytes, column: str | None, is_json: bool) -> str | None:
     try:
-        text = line.decode("utf-8-sig")
+        text = line.decode(_UTF8)
     except UnicodeDecodeError as error:
         return (
             f"is not UTF-8 (byte {error.start + 1} of it is {error.object[error.start]:#04x}): save the file as UTF-8"

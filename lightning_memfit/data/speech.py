@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 _RATE = 16_000
 """Samples per second that Whisper hears."""
 _FRAMES_PER_S = 100
+_MANY_LANGUAGES = 51_865
+"""Tokens from which on a model is one of many languages (`is_multilingual` of openai/whisper, `whisper/model.py`)."""
 _NOT_PREDICTED = -100
 
 
 class Recording(NamedTuple):
-    """A file, and what is said in it."""
+    """A file, by its name in the folder, and what is said in it."""
 
     file: str
     text: str
@@ -40,6 +42,7 @@ class TranscribedSpeech(Dataset[dict[str, torch.Tensor]]):
     end of sequence, and -100.
 
     Args:
+        folder: Where the recordings are.
         recordings: The recordings.
         tokenizer: From `load_tokenizer`.
         seconds: Length to which recordings are padded.
@@ -49,6 +52,7 @@ class TranscribedSpeech(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(
         self,
+        folder: Path,
         recordings: Sequence[Recording],
         tokenizer: PreTrainedTokenizerBase,
         seconds: int,
@@ -57,13 +61,14 @@ class TranscribedSpeech(Dataset[dict[str, torch.Tensor]]):
     ) -> None:
         from transformers import WhisperFeatureExtractor
 
+        self.folder = folder
         self.recordings = recordings
         self.tokenizer = tokenizer
         self.target_length = target_length
         self.extract = WhisperFeatureExtractor(feature_size=mel_bins, sampling_rate=_RATE, chunk_length=seconds)
 
     def content_digest(self) -> str:
-        """Return a digest of some of the recordings."""
+        """Return a digest of some of the recordings, wherever their folder is."""
         return digest_of(len(self), lambda place: repr(self.recordings[place]).encode())
 
     def __len__(self) -> int:
@@ -72,7 +77,7 @@ class TranscribedSpeech(Dataset[dict[str, torch.Tensor]]):
     @override
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         recording = self.recordings[index]
-        features = self.extract(read_sound(recording.file), sampling_rate=_RATE, return_tensors="np")
+        features = self.extract(read_sound(str(self.folder / recording.file)), sampling_rate=_RATE, return_tensors="np")
         return {
             "input_features": torch.from_numpy(features["input_features"][0]),
             "labels": self._labels(recording.text),
@@ -119,9 +124,10 @@ class SpeechData(BatchedText):
     Args:
         dataset: The folder.
         tokenizer: A local folder or a hub name, or `bytes`.
-        language: Language that the transcripts are in, such as `german`, for tokenizers with a mark for it. Null: the
-            tokenizer's own setting.
-        task: `transcribe` or `translate`, for the same.
+        language: Language that is spoken, such as `german`, which models of many languages read before a transcript.
+            Null: the tokenizer's own setting, or a model of one language (`whisper-small.en`).
+        task: `transcribe` or `translate` (into English), for the same models. Null: the tokenizer's own setting, or
+            `transcribe`.
         file_column: Column with the file, relative to the folder.
         text_column: Column with the transcript.
         seconds: Length of what the model hears; shorter recordings are padded.
@@ -135,7 +141,8 @@ class SpeechData(BatchedText):
 
     Raises:
         ModuleNotFoundError: When data are read, if soundfile or scipy isn't installed.
-        ValueError: If a number is out of range, or data or tokenizer can't be read.
+        ValueError: If a number is out of range, data or tokenizer can't be read, or `language` is missing or is none of
+            the tokenizer's.
     """
 
     def __init__(
@@ -143,7 +150,7 @@ class SpeechData(BatchedText):
         dataset: str,
         tokenizer: str,
         language: str | None = None,
-        task: str = "transcribe",
+        task: str | None = None,
         file_column: str = "file_name",
         text_column: str = "text",
         seconds: int = 30,
@@ -163,7 +170,7 @@ class SpeechData(BatchedText):
         ):
             if value < low:
                 raise ValueError(f"`{argument}={value}` must be at least {low}.")
-        if task not in ("transcribe", "translate"):
+        if task not in (None, "transcribe", "translate"):
             raise ValueError(f"`task={task!r}` is unknown. Choose from: transcribe, translate.")
         self.dataset = dataset
         self.seconds = seconds
@@ -174,21 +181,37 @@ class SpeechData(BatchedText):
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """List the recordings, and split them."""
-        tokenizer = self._prepared_tokenizer()
+        tokenizer, folder = self._prepared_tokenizer(), Path(self.dataset).expanduser()
         sides = split_by_content(self.load_recordings(), lambda one: one.text, self.val_fraction)
         train, val = (
-            TranscribedSpeech(side, tokenizer, self.seconds, self.mel_bins, self.target_length) for side in sides
+            TranscribedSpeech(folder, side, tokenizer, self.seconds, self.mel_bins, self.target_length)
+            for side in sides
         )
         return train, val
 
     def _prepared_tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer, language = self.tokenizer, self.hparams["language"]
-        set_marks: Any = getattr(tokenizer, "set_prefix_tokens", None)
-        if set_marks is not None:
-            set_marks(language=language, task=self.hparams["task"])
-        elif language is not None:
-            raise ValueError(f"`language={language!r}`: the tokenizer has no marks for languages. Leave it out.")
-        return tokenizer
+        """Return the tokenizer, which puts before a transcript what the model reads there in use.
+
+        A model of many languages reads its language and task; one of English alone has seen neither.
+        """
+        tokenizer: Any = self.tokenizer
+        asked = {name: self.hparams[name] for name in ("language", "task") if self.hparams[name] is not None}
+        if not hasattr(tokenizer, "set_prefix_tokens"):
+            for name, value in asked.items():
+                raise ValueError(f"`{name}={value!r}`: the tokenizer has no marks for languages. Leave it out.")
+            return tokenizer  # type: ignore[no-any-return]
+        language = asked.get("language", tokenizer.language)
+        if language is None and ("task" in asked or len(tokenizer) >= _MANY_LANGUAGES):
+            raise ValueError(
+                "`language` is not set, but the tokenizer is for a model of many languages, which reads the language "
+                "before a transcript. Set `data.language`, for example to `german`."
+            )
+        if language is not None:
+            try:
+                tokenizer.set_prefix_tokens(language=language, task=asked.get("task", tokenizer.task or "transcribe"))
+            except ValueError as error:
+                raise ValueError(f"`language={language!r}` is none of the tokenizer's: {error}") from error
+        return tokenizer  # type: ignore[no-any-return]
 
     def load_recordings(self) -> list[Recording]:
         """Return the recordings that aren't too long.
@@ -215,7 +238,7 @@ class SpeechData(BatchedText):
             except (OSError, RuntimeError) as error:
                 raise ValueError(f"`dataset`: the recording {str(folder / name)!r} can't be read: {error}.") from error
             too_long += not is_short
-            kept += [Recording(str(folder / name), text)] if is_short else []
+            kept += [Recording(name, text)] if is_short else []
         if not kept:
             raise ValueError(f"`dataset={self.dataset!r}`: all {too_long} recordings are longer than {self.seconds} s.")
         left_out = f", {too_long:,} longer than {self.seconds} s left out" if too_long else ""

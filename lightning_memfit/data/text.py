@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Rows are texts; each ends with the end-of-sequence token. A `RowEncoder`."""
+    """Rows are texts; `encode` says how each begins and ends. A `RowEncoder`."""
 
     column: str
     tokenizer: PreTrainedTokenizerBase
@@ -52,8 +52,9 @@ class TextEncoder:
 class TextData(PackedText):
     """Text for causal language models, tokenized once and packed into blocks without padding.
 
-    Documents are split into training and validation by their content. A single document is cut, and
-    its last part is used for validation.
+    Every document begins as `tokenizer(text)` begins it, with a beginning-of-sequence token if the tokenizer puts one
+    there (Llama 3, Gemma), and ends with the end-of-sequence token. Documents are split into training and validation by
+    their content. A single document is cut, and its last part is used for validation.
 
     Args:
         dataset: Local file or folder of txt (one document a file), jsonl or parquet files, a json file, or a hub name.

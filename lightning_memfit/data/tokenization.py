@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_memfit.special_tokens import surroundings
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -66,23 +68,27 @@ def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """Encode documents, each followed by the end-of-sequence token.
+    """Encode documents as `tokenizer(text)` does, and end each with the end-of-sequence token.
+
+    A model that was trained with a token at the beginning of every text (Llama 3, Gemma) gets it here, too, if its
+    tokenizer puts it there.
 
     Args:
         tokenizer: From `load_tokenizer`.
-        texts: Documents; special tokens written in them are read as plain text if the tokenizer can do that.
+        texts: Documents. Special tokens written in them become those tokens, as in `tokenizer(text)`; to the byte
+            tokenizer they are bytes like any others.
 
     Returns:
         One array of `token_dtype` for each document.
     """
     dtype = token_dtype(len(tokenizer))
-    end = np.array([tokenizer.eos_token_id], dtype)
+    before, after = (np.array(ids, dtype) for ids in surroundings(tokenizer))
     if is_byte_tokenizer(tokenizer):
         ids = [np.frombuffer(text.encode("utf-8"), np.uint8).astype(dtype) for text in texts]
     else:
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         ids = [np.asarray(one, dtype) for one in encoded]
-    return [np.concatenate([one, end]) for one in ids]
+    return [np.concatenate([before, one, after]) for one in ids]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -97,7 +103,11 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         state: dict[str, Any] = tokenizer.get_vocab()
     else:  # padding and truncation are those of the last call, and `encode` overrides them
         state = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
-    identity = json.dumps([type(tokenizer).__name__, state, tokenizer.eos_token_id], sort_keys=True)
+    # Templates write special tokens by their names (`bos_token`), whose texts the backend doesn't know as such.
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    identity = json.dumps(
+        [type(tokenizer).__name__, state, tokenizer.eos_token_id, special, surroundings(tokenizer)], sort_keys=True
+    )
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 

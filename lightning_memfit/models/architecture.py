@@ -55,6 +55,20 @@ def resolve_config(
     return base
 
 
+def without_dropout(config: PretrainedConfig, chosen: Mapping[str, Any] | None) -> PretrainedConfig:
+    """Set all probabilities of dropout to 0, and return the architecture.
+
+    Args:
+        config: The architecture, which changes.
+        chosen: Entries that the user has chosen; those among them stay.
+    """
+    kept = {config.attribute_map.get(key, key) for key in chosen or {}}
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float) and config.attribute_map.get(name, name) not in kept:
+            setattr(config, name, 0.0)
+    return config
+
+
 def build(
     config: PretrainedConfig,
     pretrained: str | None,

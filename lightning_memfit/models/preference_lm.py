@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -12,8 +12,12 @@ from typing_extensions import override
 
 from lightning_memfit.adapters.layer import adapters_off
 from lightning_memfit.adapters.lora import adapter_parameters
+from lightning_memfit.models.architecture import without_dropout
 from lightning_memfit.models.causal_lm import CausalLM
 from lightning_memfit.models.network_module import check_range
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _REFERENCE = "reference."
 
@@ -25,6 +29,9 @@ class PreferenceLM(CausalLM):
     with the model's probabilities p and those of the frozen reference q, the model as it was (Rafailov et al. 2023,
     "Direct Preference Optimization", equation 7; with `label_smoothing` Mitchell 2023, "A note on DPO with noisy
     preferences", equation 3).
+
+    Dropout of the model is off, as it would be noise in the likelihoods that are compared; what an exported model's
+    configuration says is this, too. To have some, set it in `config`.
 
     Batches are dictionaries with `input_ids`, `attention_mask` and `labels`, all `(batch, 2, length)` integers, the
     chosen answer first; labels of -100 don't count. The module logs `train_loss`, `val_loss` (in nats per pair),
@@ -95,6 +102,11 @@ class PreferenceLM(CausalLM):
         self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
         self.val_margin, self.test_margin = MeanMetric(), MeanMetric()
         self.reference: Any = None
+
+    @override
+    def read_architecture(self) -> PretrainedConfig:
+        """Return the Hugging Face configuration, without dropout unless `config` has some."""
+        return without_dropout(super().read_architecture(), self.hparams["config"])
 
     @override
     def configure_model(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_memfit.models.architecture import hears_speech, is_encoder_decoder, max_positions
+from lightning_memfit.special_tokens import surroundings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,10 +36,13 @@ def continue_text(
     Raises:
         ValueError: If a number is out of range, or prompt and continuation exceed the model's positions.
     """
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    before, after = surroundings(tokenizer)  # as the data modules have them
+    ids = [*before, *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]]
     answers = is_encoder_decoder(network.config)
-    if answers or not ids:
-        ids = [*ids, tokenizer.eos_token_id]
+    if answers:
+        ids = [*ids, *after]
+    elif not ids:
+        ids = [tokenizer.eos_token_id]  # what stood before a document's first token in training
     added = continue_ids(network, tokenizer, ids, max_new_tokens, temperature, top_k)
     return str(tokenizer.decode(added if answers else [*ids, *added], skip_special_tokens=True))
 

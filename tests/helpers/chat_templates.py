@@ -11,12 +11,16 @@ LLAMA3 = (
     "+ '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# Qwen3: the last answer gets an empty thought, those before it none.
+# Qwen3: the last answer gets a thought, if only an empty one, those before it none; so does a prompt without thinking.
 QWEN3 = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ message['content'].lstrip('\n') + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% set parts = message['content'].split('</think>') %}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n' }}"
+    "{% if parts | length > 1 %}{{ parts[0].split('<think>')[-1].strip('\n') }}{% endif %}"
+    "{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
 )
 # Gemma 3: the assistant is the model, and what the system says stands before the first question.
 GEMMA3 = (

@@ -48,6 +48,30 @@ def test_what_the_system_says_is_not_learned(kind):
     ]
 
 
+def test_an_option_may_change_the_prompt_alone():
+    """Without thinking, Qwen3's prompt ends with an empty thought, which earlier answers don't have before them."""
+    template = ChatTemplate(chat_tokenizer("qwen3"), options={"enable_thinking": False})
+    assert learned(template, CHAT) == [" Hello, you. <|im_end|>", "Bye: <b>é</b><|im_end|>"]
+    ids, is_answer = template.encode(CHAT)
+    start = len(is_answer) - is_answer[::-1].tolist().index(False, 5)  # behind the last answer is a line break
+    assert template.tokenizer.decode(ids[:start]).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    with pytest.raises(ValueError, match="writes what stands before answer 1 otherwise"):
+        moving = QWEN3.replace("{% for message in messages %}", "{{ messages | length }}{% for message in messages %}")
+        ChatTemplate(chat_tokenizer("qwen3", moving), options={"enable_thinking": False})
+
+
+@pytest.mark.parametrize("thought", ["<think>\nWho?\n</think>\n\nHello, you", "<think>Who?</think>Hello,   you"])
+def test_a_template_may_space_a_thought_otherwise(thought):
+    [answer] = learned(ChatTemplate(chat_tokenizer("qwen3")), said("Hi!", thought))
+    assert answer.startswith("<think>\nWho?\n</think>\n\nHello,")
+    assert answer.endswith("you<|im_end|>")
+
+
+def test_a_thought_that_the_template_leaves_out_is_named():
+    with pytest.raises(ValueError, match="answer 1 isn't followed by .* or .* changes its words"):
+        ChatTemplate(chat_tokenizer("qwen3")).encode(said("Hi!", "<think>Who?</think>Hello", "Bye?", "Bye"))
+
+
 def test_marks_of_the_template_are_followed():
     marked = GEMMA3.replace("message['content'] | trim + '<end_of_turn>\n' }}", "'' }}").replace(
         "{% endfor %}",
@@ -73,10 +97,10 @@ def test_answers_before_which_another_text_would_stand_are_refused():
     ("template", "reason"),
     [
         (QWEN3.replace("<|im_end|>", "."), "answer 1 isn't followed by a special token"),
-        (QWEN3.replace("message['content'].lstrip('\n')", "message['content'] | upper"), "changes its words"),
+        (QWEN3.replace("parts[-1].lstrip('\n')", "parts[-1] | upper"), "changes its words"),
         (QWEN3.replace("{% if add_generation_prompt %}", "{% if false %}"), "takes other tokens than its answers'"),
         (
-            QWEN3.replace("{{ message['content']", "{% generation %}{{ message['content']").replace(
+            QWEN3.replace("{{ parts[-1]", "{% generation %}{{ parts[-1]").replace(
                 "{% endfor %}", "{% endgeneration %}{% endfor %}"
             ),
             "shows 4 of 2 answers",

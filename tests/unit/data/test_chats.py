@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_memfit.data import ChatData, StandardLibraryChats, sources
 from lightning_memfit.data.chat_template import ChatTemplate
-from lightning_memfit.data.chats import ChatEncoder, ConversationBlocks, _pack
+from lightning_memfit.data.chats import ChatEncoder, ConversationBlocks, _pack, without_gaps
 from lightning_memfit.data.tokenization import byte_tokenizer
 from tests.helpers.chat_templates import chat_tokenizer
 
@@ -237,3 +237,22 @@ def test_chats_of_the_standard_library_need_no_files():
     assert sample["input_ids"].shape == (8, 512)
     assert "What does " in text(sample["input_ids"][0].tolist())
     assert data.largest_id() <= PAD
+
+
+def test_keys_that_only_other_rows_have_are_left_out_at_any_depth():
+    """A table gives every tool call the arguments of all."""
+    call = {"function": {"name": "f", "arguments": {"city": "Rome", "amount": None, "of": [{"a": 0, "b": None}]}}}
+    row = [{"role": "assistant", "content": "ok", "name": None, "tool_calls": [call]}]
+    [left] = without_gaps(row)
+    assert left == {
+        "role": "assistant",
+        "content": "ok",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Rome", "of": [{"a": 0}]}}}],
+    }
+    asked = {"role": "user", "content": "Where?"}
+    file = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    file += "{{ m.tool_calls | default([]) | tojson }}"
+    file += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    template = ChatTemplate(chat_tokenizer("qwen3", file))
+    [(tokens, _)] = ChatEncoder("messages", template).encode([[asked, *row]], 0)
+    assert "amount" not in template.tokenizer.decode((tokens & ((1 << 30) - 1)).tolist())

@@ -94,8 +94,8 @@ class OneAtATime(nn.Module):
         if len(input_ids) == 1 or self.rounding:
             of = (position_ids == 0).cumsum(-1)
             sees = sees & (of[..., None] == of[:, None])
-        seen = sees.float().expand(len(input_ids), -1, -1) @ self.embedding(input_ids)
-        return seen * (1 + self.rounding * input_ids[:, :1, None])
+        seen = sees.to(self.embedding.weight.dtype).expand(len(input_ids), -1, -1) @ self.embedding(input_ids)
+        return seen * (1 + self.rounding * input_ids.float().std())  # all samples together, as experts round
 
 
 def test_attention_that_packs_one_sample_only_is_refused_for_several():
@@ -109,6 +109,40 @@ def test_attention_that_packs_one_sample_only_is_refused_for_several():
 
 def test_rounding_is_no_mixing():
     refuse_mixing(OneAtATime(rounding=1e-6), torch.arange(40).view(2, 20))
+
+
+class Carries(nn.Module):
+    """Attention that keeps conversations apart, beside a state that goes on, as Falcon-H1's."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.apart = OneAtATime(rounding=1e-12)
+        self.share = share
+
+    def forward(self, input_ids, position_ids):
+        state = self.apart.embedding(input_ids).cumsum(dim=1)
+        return self.apart(input_ids, position_ids) + self.share * state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_small_state_that_goes_on_is_refused(dtype, rows):
+    """However small beside what attention would do: training may make it larger."""
+    like = torch.arange(60).view(2, 30)[:rows]
+    refuse_mixing(Carries(share=0.0).to(dtype), like)
+    with pytest.raises(ValueError, match="Carries lets packed conversations see each other"):
+        refuse_mixing(Carries(share=1e-4).to(dtype), like)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_round_by_what_else_is_there_and_pass(kind):
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    refuse_mixing(made(kind, **SHAPE, **experts), torch.arange(60).view(2, 30))
+
+
+def test_two_ids_are_enough_to_tell():
+    with pytest.raises(ValueError, match="Carries lets"):
+        refuse_mixing(Carries(share=0.1), torch.tensor([[0, 1] * 10]))
 
 
 def test_a_model_that_cannot_be_tried_is_refused():
@@ -135,6 +169,19 @@ def test_a_run_is_refused_before_its_first_step():
         fit(OPT, Steps())
     assert not seen
     assert fit(OPT, Steps(), packing=False).global_step == len(seen) == 1
+
+
+@pytest.mark.medium
+def test_every_run_tries_its_own_model():
+    data = StandardLibraryChats(max_files=30, num_workers=0, batch_size=2)
+
+    def run(config):
+        trainer = quiet_trainer(max_steps=1, limit_val_batches=0)
+        trainer.fit(CausalLM(config=config, weight_decay=0.0), datamodule=data)
+
+    run({"model_type": "qwen3", **KINDS["qwen3"], "vocab_size": 258})
+    with pytest.raises(ValueError, match="OPTForCausalLM"):
+        run(OPT)
 
 
 @pytest.mark.medium

@@ -3,11 +3,12 @@ import json
 import pytest
 
 from lightning_memfit.data import PairData, StandardLibraryPairs
-from lightning_memfit.data.pairs import TokenizedPairs
+from lightning_memfit.data.pairs import TokenizedPairs, set_languages
 from lightning_memfit.data.standard_library import documented_functions
 from lightning_memfit.data.tokenization import byte_tokenizer
+from tests.helpers.framing import BOS, translating, with_bos
 
-EOS, PAD = 256, 257
+EOS, PAD, ENG, DEU = 256, 257, 258, 259
 
 
 def write(path, rows):
@@ -22,6 +23,54 @@ def test_texts_are_cut_or_padded_and_end():
     assert samples[0]["labels"].tolist() == [100, 101, EOS, -100]
     assert samples[1]["input_ids"].tolist() == [97, 98, 99, 100, 101, EOS]
     assert samples[1]["labels"].tolist() == [97, 98, 99, EOS]
+
+
+def test_texts_keep_the_special_tokens_around_them_when_they_are_cut():
+    tokenizer = with_bos("<|bos|> $A <|endoftext|> <|pad|>")  # mBART's marks come behind the end of sequence
+    sample = TokenizedPairs([("abcdefgh", "ab")], tokenizer, 6, 5)[0]
+    assert sample["input_ids"].tolist() == [BOS, 97, 98, 99, EOS, PAD]
+    assert sample["labels"].tolist() == [BOS, 97, 98, EOS, PAD]
+    with pytest.raises(ValueError, match="`target_length=3` leaves no room for a text.* at least 4"):
+        TokenizedPairs([("a", "b")], tokenizer, 6, 3)
+
+
+def test_targets_are_tokenized_as_targets():
+    tokenizer = set_languages(translating(), None, "deu")
+    sample = TokenizedPairs([("ab", "cd")], tokenizer, 4, 4)[0]
+    assert sample["input_ids"].tolist() == [ENG, *b"ab", EOS] == tokenizer("ab")["input_ids"]
+    assert sample["labels"].tolist() == [DEU, *b"cd", EOS] == tokenizer(text_target="cd")["input_ids"]
+    set_languages(tokenizer, "deu", "eng")
+    sample = TokenizedPairs([("ab", "cd")], tokenizer, 4, 4)[0]
+    assert (sample["input_ids"][0], sample["labels"][0]) == (DEU, ENG)
+
+
+def test_languages_reach_the_samples(tmp_path):
+    rows = [{"source": f"question {i}", "target": f"answer {i}"} for i in range(20)]
+    options = {
+        "num_workers": 0,
+        "cache_dir": str(tmp_path / "cache"),
+        "source_language": "deu",
+        "target_language": "eng",
+    }
+    data = PairData(write(tmp_path / "pairs.jsonl", rows), "bytes", **options)
+    data._tokenizer = translating()
+    data.setup("fit")
+    sample = next(iter(data.train_dataloader()))
+    assert (sample["input_ids"][0, 0], sample["labels"][0, 0]) == (DEU, ENG)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "languages", "message"),
+    [
+        (translating, (None, None), "marks languages, and `target_language` is not set"),
+        (translating, ("fra", "deu"), "`source_language='fra'` is no language of the tokenizer"),
+        (translating, (None, "fra"), "`target_language='fra'` is no language of the tokenizer"),
+        (byte_tokenizer, ("eng", None), "`source_language='eng'`: the tokenizer has no marks for languages"),
+    ],
+)
+def test_languages_that_are_not_there(tokenizer, languages, message):
+    with pytest.raises(ValueError, match=message):
+        set_languages(tokenizer(), *languages)
 
 
 def test_pairs_of_a_file(tmp_path):

@@ -207,3 +207,17 @@ def test_texts_are_looked_at_once(tmp_path, monkeypatch):
         file.write(json.dumps({"text": "one more", "more": "b"}) + "\n")
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
     assert [check(), check()] == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+@pytest.mark.parametrize("plainly", [True, False])
+def test_a_byte_order_mark_is_no_text(tmp_path, name, plainly):
+    """Editors of Windows put one at the beginning of a file."""
+    text = {"a.txt": "caf\u00e9", "a.jsonl": '{"text": "caf\u00e9"}\n', "a.json": '[{"text": "caf\u00e9"}]'}[name]
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    if plainly:
+        documents = PlainDocuments([tmp_path / name])
+    else:
+        pytest.importorskip("datasets")
+        documents = load_documents(str(tmp_path / name), None, "train", str(tmp_path / "cache"))
+    assert list(documents["text"]) == ["caf\u00e9"]

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memfit.data import SpeechData
+from lightning_memfit.data import SpeechData, speech
 from lightning_memfit.data.speech import read_sound
 from lightning_memfit.data.tokenization import byte_tokenizer
+from tests.helpers.framing import framed
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("scipy")
@@ -48,7 +49,7 @@ def test_features_are_whispers(tmp_path):
     from transformers import WhisperFeatureExtractor
 
     data = made(record(tmp_path, *[0.5] * 3))
-    sound = read_sound(data._train.recordings[0].file)
+    sound = read_sound(str(tmp_path / data._train.recordings[0].file))
     expected = WhisperFeatureExtractor(16, chunk_length=1)(sound, sampling_rate=16_000, return_tensors="pt")
     torch.testing.assert_close(data._train[0]["input_features"], expected["input_features"][0])
 
@@ -91,6 +92,64 @@ def test_what_can_not_be_heard_is_refused(tmp_path, change):
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         SpeechData("recordings", "bytes", **options)
+
+
+class MarkingTokenizer(type(byte_tokenizer())):
+    """Whisper's marks before a transcript, on bytes."""
+
+    language = task = None
+
+    def set_prefix_tokens(self, language=None, task=None):
+        if language not in ("german", "english"):
+            raise ValueError(f"Unsupported language: {language}.")
+        self.language, self.task = language, task
+        framed(self, f"<|startoftranscript|> <|{language}|> <|{task}|> $A <|endoftext|>")
+
+
+def marking(num_tokens=258):
+    plain = byte_tokenizer()
+    tokenizer = MarkingTokenizer(
+        tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token, pad_token="<|pad|>"
+    )
+    names = ["startoftranscript", "german", "english", "transcribe", "translate"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
+    tokenizer.add_tokens([f"<|{number}|>" for number in range(num_tokens - len(tokenizer))])
+    return framed(tokenizer, "<|startoftranscript|> $A <|endoftext|>")
+
+
+def transcript(folder, tokenizer, **options):
+    data = SpeechData(folder, "bytes", val_fraction=0.3, target_length=12, seconds=1, mel_bins=16, **options)
+    data._tokenizer = tokenizer
+    data.setup("fit")
+    labels = data._train[0]["labels"]
+    return tokenizer.decode(labels[labels >= 0])[:-1]
+
+
+def test_a_transcript_begins_as_the_model_reads_it_in_use(tmp_path, monkeypatch):
+    folder = record(tmp_path, 0.5, 0.5, 0.5)
+    said = "<|{}|><|{}|>tone {}"
+    assert transcript(folder, marking())[:-1].startswith("tone"), "English alone has neither language nor task"
+    assert transcript(folder, marking(), language="german").startswith(said.format("german", "transcribe", ""))
+    assert transcript(folder, marking(), language="english", task="translate").startswith("<|english|><|translate|>")
+    own = marking()
+    own.set_prefix_tokens(language="german", task="translate")
+    assert transcript(folder, own).startswith("<|german|><|translate|>")
+    monkeypatch.setattr(speech, "_MANY_LANGUAGES", 300)
+    for options in ({}, {"task": "transcribe"}):
+        with pytest.raises(
+            ValueError, match="`language` is not set, but the tokenizer is for a model of many languages"
+        ):
+            transcript(folder, marking(300), **options)
+    with pytest.raises(ValueError, match="`language='klingon'` is none of the tokenizer's"):
+        transcript(folder, marking(300), language="klingon")
+
+
+def test_the_same_recordings_at_another_place_are_the_same(tmp_path):
+    digests = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        digests.append(made(record(tmp_path / name, *[0.5] * 4))._train.content_digest())
+    assert digests[0] == digests[1]
 
 
 def test_a_language_needs_a_tokenizer_that_marks_it(tmp_path):

@@ -43,6 +43,21 @@ def log_probability(network, ids, labels):
     return sum(float(logs[at - 1, labels[at]]) for at in range(1, len(ids)) if labels[at] >= 0)
 
 
+def test_nothing_is_gained_before_the_first_step_in_training_either():
+    """The model's dropout would make noise of it: the reference has none."""
+    gpt2 = {"model_type": "gpt2", "vocab_size": 258, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    with_some = {**gpt2, "bos_token_id": 256, "eos_token_id": 256, "resid_pdrop": 0.3}
+    gains = []
+    for config in (gpt2 | {"bos_token_id": 256, "eos_token_id": 256}, with_some):
+        module = PreferenceLM(config=config, learning_rate=1e-3)
+        module.configure_model()
+        module.train()
+        with torch.no_grad():
+            gains.append(float(module._gains(some_batch()).abs().max()))
+    assert gains[0] < 1e-4
+    assert gains[1] > 1e-3, "what the user has chosen stays"
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_loss_is_that_of_the_paper(smoothing):
     module, batch = moved(built(beta=0.3, label_smoothing=smoothing)), some_batch()
