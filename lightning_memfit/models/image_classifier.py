@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_memfit.models.architecture import build, resolve_config
+from lightning_memfit.models.metrics import WeightedMean
 from lightning_memfit.models.network_module import NetworkModule
 from lightning_memfit.models.trained import export_folder
 
@@ -61,8 +61,8 @@ class ImageClassifier(NetworkModule):
         if num_labels < 2:
             raise ValueError(f"`num_labels={num_labels}` must be at least 2.")
         self.save_hyperparameters()
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
-        self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
+        self.val_accuracy, self.test_accuracy = WeightedMean(), WeightedMean()
 
     @override
     def read_architecture(self) -> PretrainedConfig:

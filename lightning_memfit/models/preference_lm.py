@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
-from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_memfit.adapters.layer import adapters_off
 from lightning_memfit.adapters.lora import adapter_parameters
 from lightning_memfit.models.causal_lm import CausalLM
+from lightning_memfit.models.metrics import WeightedMean
 from lightning_memfit.models.network_module import check_range
 
 _REFERENCE = "reference."
@@ -92,8 +92,8 @@ class PreferenceLM(CausalLM):
             raise ValueError(f"`reference_dtype={reference_dtype!r}` is for `reference: copy`. Leave it out.")
         self.save_hyperparameters()
         del self.val_perplexity, self.test_perplexity
-        self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
-        self.val_margin, self.test_margin = MeanMetric(), MeanMetric()
+        self.val_accuracy, self.test_accuracy = WeightedMean(), WeightedMean()
+        self.val_margin, self.test_margin = WeightedMean(), WeightedMean()
         self.reference: Any = None
 
     @override

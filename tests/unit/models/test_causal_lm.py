@@ -10,7 +10,7 @@ from torchmetrics.text import Perplexity
 from lightning_memfit.data.packed import PackedBlocks
 from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM
-from lightning_memfit.models.causal_lm import LossPerplexity
+from lightning_memfit.models.metrics import LossPerplexity
 from tests.helpers.trainers import quiet_trainer
 
 TINY = {
