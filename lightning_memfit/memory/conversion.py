@@ -27,9 +27,9 @@ class StaysFloat32(nn.Module):
         return applied
 
 
-def not_converted(module: nn.Module, dtype: torch.dtype | None) -> set[int]:
-    """Ids of the parameters and buffers that `module.to(dtype)` leaves in their own dtype."""
-    if dtype is None or torch.promote_types(dtype, torch.float32) == dtype:
-        return set()
+def not_converted(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """Return the parameters and buffers that `module.to(dtype)` leaves in their own dtype."""
+    if torch.promote_types(dtype, torch.float32) == dtype:
+        return []
     keeping = [child for child in module.modules() if isinstance(child, StaysFloat32)]
-    return {id(tensor) for child in keeping for tensor in (*child.parameters(), *child.buffers())}
+    return [tensor for child in keeping for tensor in (*child.parameters(), *child.buffers())]
