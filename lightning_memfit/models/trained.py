@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
-from lightning_memfit.models.architecture import auto_class
+from lightning_memfit.models.architecture import auto_class, hears_speech, is_encoder_decoder
 from lightning_memfit.models.network_module import ARCHITECTURE_KEY
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _PREFIX = "model."
 
@@ -51,12 +51,9 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     Args:
         checkpoint: What `load_checkpoint` returned.
     """
-    from transformers import AutoConfig
-
     if ADAPTERS in checkpoint:
         return _merged_network(checkpoint)
-    entries = checkpoint[ARCHITECTURE_KEY]
-    config = type(AutoConfig.for_model(entries["model_type"])).from_dict(entries)
+    config = _architecture_of(checkpoint)
     weights = {k.removeprefix(_PREFIX): v for k, v in checkpoint["state_dict"].items() if k.startswith(_PREFIX)}
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
     network: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
@@ -65,14 +62,23 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     return network
 
 
+def _architecture_of(checkpoint: dict[str, Any]) -> PretrainedConfig:
+    """Return the configuration that the network was built from."""
+    from transformers import AutoConfig
+
+    entries = checkpoint[ARCHITECTURE_KEY]
+    config: PretrainedConfig = type(AutoConfig.for_model(entries["model_type"])).from_dict(entries)
+    return config
+
+
 def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """Return the pretrained network with the checkpoint's adapters merged into it."""
-    from transformers import AutoModelForCausalLM
-
     from lightning_memfit.adapters.lora import merge_into
 
-    network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        _base_of(checkpoint), dtype="auto", trust_remote_code=False
+    config = _architecture_of(checkpoint)
+    config.dtype = None  # that of the training; `auto` means that of the weights then
+    network: PreTrainedModel = auto_class(config).from_pretrained(
+        _base_of(checkpoint), config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
     )
     weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
     trained = checkpoint["state_dict"]
@@ -102,15 +108,26 @@ def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
         folder: Folder to write; created if missing.
 
     Raises:
-        ValueError: If the checkpoint has no adapters, or the folder is not empty.
+        ValueError: If the checkpoint has no adapters, the folder is not empty, or peft can't read all that was trained.
     """
     from lightning_memfit.adapters.checkpoint import write_peft_folder
 
     if ADAPTERS not in checkpoint:
         raise ValueError("`ckpt_path` holds no adapters. Leave `--adapters_only` out.")
+    config = _architecture_of(checkpoint)
+    with torch.device("meta"):
+        network = auto_class(config).from_config(config)
     target = new_folder(folder)
-    write_peft_folder(target, checkpoint, _PREFIX, checkpoint["hyper_parameters"].get("pretrained"))
+    base = checkpoint["hyper_parameters"].get("pretrained")
+    write_peft_folder(target, checkpoint, _PREFIX, network, base, _peft_task(config))
     return target
+
+
+def _peft_task(config: PretrainedConfig) -> str | None:
+    """Return peft's name of an architecture's task, by which it passes on arguments; it has none for speech."""
+    if not is_encoder_decoder(config):
+        return "CAUSAL_LM"
+    return None if hears_speech(config) else "SEQ_2_SEQ_LM"
 
 
 def new_folder(folder: str | Path) -> Path:
