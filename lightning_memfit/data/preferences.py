@@ -160,7 +160,8 @@ class TokenizedComparisons(Dataset[dict[str, torch.Tensor]]):
         answers = sum(message["role"] == _ANSWERING for message in way)
         learned = is_answer.copy()
         learned[: starts[-answers]] = False
-        return ids.astype(np.uint32) | np.where(learned, _LEARNED, np.uint32(0))
+        tokens: np.ndarray = ids.astype(np.uint32) | np.where(learned, _LEARNED, np.uint32(0))
+        return tokens
 
     def _padded(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
         input_ids = torch.full((self.sequence_length,), self.pad)

@@ -85,14 +85,15 @@ class CausalLM(NetworkModule):
         datamodule = getattr(self.trainer, "datamodule", None)
         self._check_length(getattr(datamodule, "sequence_length", None))
         vocabulary = getattr(datamodule, "vocab_size", None)
-        if vocabulary is not None and vocabulary > self.architecture.vocab_size:
+        known: int = self.architecture.get_text_config().vocab_size
+        if vocabulary is not None and vocabulary > known:
             # Tokenizers may have tokens for more than text (Gemma 3's for images), which text models leave out.
             find = getattr(datamodule, "largest_id", None)
             largest = find() if find is not None else None
-            if largest is not None and largest < self.architecture.vocab_size:
+            if largest is not None and largest < known:
                 return
             raise ValueError(
-                f"The tokenizer has {vocabulary} tokens, the model {self.architecture.vocab_size}. "
+                f"The tokenizer has {vocabulary} tokens, the model {known}. "
                 "Use the model's own tokenizer (`data.tokenizer`) or a larger `config.vocab_size`."
             )
 
