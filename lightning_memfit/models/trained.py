@@ -10,12 +10,14 @@ import torch
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
 from lightning_memfit.models.architecture import auto_class, hears_speech, is_encoder_decoder
-from lightning_memfit.models.network_module import ARCHITECTURE_KEY
+from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _PREFIX = "model."
+_FRAMES_PER_SECOND = 100
+"""Of Whisper's spectrograms."""
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -51,6 +53,8 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     Args:
         checkpoint: What `load_checkpoint` returned.
     """
+    from transformers import GenerationConfig
+
     if ADAPTERS in checkpoint:
         return _merged_network(checkpoint)
     config = _architecture_of(checkpoint)
@@ -58,6 +62,8 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
     network: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     network.load_state_dict(weights)
+    if GENERATION_KEY in checkpoint:
+        network.generation_config = GenerationConfig.from_dict(checkpoint[GENERATION_KEY])
     network.eval()
     return network
 
@@ -149,6 +155,8 @@ def new_folder(folder: str | Path) -> Path:
 def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Path:
     """Write a Hugging Face folder that `from_pretrained` loads again.
 
+    One of Whisper gets the feature extractor of its spectrograms, with which transformers' pipeline hears.
+
     Args:
         network: The model.
         folder: Folder to write; created if missing.
@@ -165,4 +173,9 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
         network.config.use_cache = was_cached
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
+    if network.config.model_type == "whisper":
+        from transformers import WhisperFeatureExtractor
+
+        seconds = 2 * network.config.max_source_positions // _FRAMES_PER_SECOND  # two frames for each position
+        WhisperFeatureExtractor(network.config.num_mel_bins, chunk_length=seconds).save_pretrained(target)
     return target

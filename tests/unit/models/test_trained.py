@@ -2,13 +2,14 @@ import json
 
 import pytest
 import torch
+from transformers import WhisperFeatureExtractor
 
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, describe
 from lightning_memfit.adapters.linears import linear_layers
 from lightning_memfit.models import CausalLM, Seq2SeqLM
-from lightning_memfit.models.network_module import ARCHITECTURE_KEY
-from lightning_memfit.models.trained import export_adapters, network_from_checkpoint
+from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
+from lightning_memfit.models.trained import export_adapters, export_folder, network_from_checkpoint
 
 IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
 QWEN = {
@@ -147,3 +148,24 @@ def test_a_layer_with_an_adapter_that_was_also_trained_is_refused(tmp_path):
     checkpoint, _ = trained_adapters(tmp_path / "base", QWEN, ("model.model.layers.0.mlp.up_proj",))
     with pytest.raises(ValueError, match="Leave `--adapters_only` out"):
         export_adapters(checkpoint, tmp_path / "alone")
+
+
+def test_what_a_model_says_of_generation_and_hears_is_exported(tmp_path):
+    said = {"lang_to_id": {"<|en|>": 5}, "is_multilingual": True, "begin_suppress_tokens": [4]}
+    base = Seq2SeqLM(config=WHISPER | {"max_source_positions": 50})
+    base.configure_model()
+    base.network.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "generation_config.json"
+    derived = {name: value for name, value in json.loads(file.read_text()).items() if name != "_from_model_config"}
+    file.write_text(json.dumps(derived | said))
+    module = Seq2SeqLM(pretrained=str(tmp_path / "base"))
+    module.configure_model()
+    checkpoint = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    folder = export_folder(network_from_checkpoint(checkpoint), tmp_path / "exported", None)
+    exported = json.loads((folder / "generation_config.json").read_text())
+    assert {name: exported[name] for name in said} == said
+    hears = WhisperFeatureExtractor.from_pretrained(folder)
+    assert (hears.feature_size, hears.chunk_length) == (8, 1)
+    del checkpoint[GENERATION_KEY]  # as an earlier version wrote them
+    assert network_from_checkpoint(checkpoint).generation_config.begin_suppress_tokens != [4]
