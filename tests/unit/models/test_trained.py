@@ -4,12 +4,18 @@ import pytest
 import torch
 from transformers import WhisperFeatureExtractor
 
+from cli.trained import load_verified
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, describe
 from lightning_memfit.adapters.linears import linear_layers
 from lightning_memfit.models import CausalLM, Seq2SeqLM
 from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
-from lightning_memfit.models.trained import export_adapters, export_folder, network_from_checkpoint
+from lightning_memfit.models.trained import (
+    export_adapters,
+    export_folder,
+    network_from_checkpoint,
+    refuse_no_language_model,
+)
 
 IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
 QWEN = {
@@ -169,3 +175,21 @@ def test_what_a_model_says_of_generation_and_hears_is_exported(tmp_path):
     assert (hears.feature_size, hears.chunk_length) == (8, 1)
     del checkpoint[GENERATION_KEY]  # as an earlier version wrote them
     assert network_from_checkpoint(checkpoint).generation_config.begin_suppress_tokens != [4]
+
+
+VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [(VIT, "holds a 'vit' model"), ({"sample_size": 8}, "holds no model of transformers")],
+)
+def test_networks_without_language_are_refused_with_the_way_to_export_them(tmp_path, architecture, message):
+    torch.save({ARCHITECTURE_KEY: architecture, "state_dict": {}}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=rf"{message}.* `ImageClassifier.export`"):
+        load_verified(str(tmp_path / "last.ckpt"))
+
+
+@pytest.mark.parametrize("config", [QWEN, GPT2, T5, BART, WHISPER], ids=lambda config: config["model_type"])
+def test_language_models_are_not_refused(config):
+    refuse_no_language_model({ARCHITECTURE_KEY: config}, "last.ckpt")
