@@ -10,7 +10,7 @@ from lightning_memfit.data.pairs import set_languages
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.hub import asked_once
 from lightning_memfit.models.architecture import auto_class
-from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
+from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint, refuse_no_language_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,14 +61,16 @@ def load_verified(ckpt_path: str) -> dict[str, Any]:
     """Check a checkpoint and load it; a sharded one is consolidated in memory.
 
     Raises:
-        ValueError: If it is missing, damaged or no checkpoint.
+        ValueError: If it is missing, damaged, no checkpoint, or not one of a language model.
     """
     from lightning_memfit.strategies.checkpoints import consolidated
     from lightning_memfit.strategies.integrity import verify
 
     path = Path(ckpt_path).expanduser()
     verify(path)
-    return consolidated(path) if path.is_dir() else load_checkpoint(path)
+    checkpoint = consolidated(path) if path.is_dir() else load_checkpoint(path)
+    refuse_no_language_model(checkpoint, path)
+    return checkpoint
 
 
 def load_exported(folder: str) -> Trained:

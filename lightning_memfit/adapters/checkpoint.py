@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,37 +236,97 @@ def originals_of(module: nn.Module) -> Originals | None:
     return found
 
 
-def write_peft_folder(folder: Path, checkpoint: Mapping[str, Any], prefix: str, base_model: str | None) -> None:
+def write_peft_folder(
+    folder: Path,
+    checkpoint: Mapping[str, Any],
+    prefix: str,
+    network: nn.Module,
+    base_model: str | None,
+    task_type: str | None,
+) -> None:
     """Write adapters as `peft.PeftModel.from_pretrained(model, folder)` reads them.
+
+    What was trained beside them goes along, as modules that peft saves as a whole.
 
     Args:
         folder: A new or empty folder.
         checkpoint: A checkpoint with the entry `KEY`.
         prefix: Prefix of the names of the model's own modules, such as `model.`.
+        network: The model without adapters, on the meta device: not changed.
         base_model: Name or folder of the frozen model, noted in the configuration.
+        task_type: What peft calls the model's task; None for one that it has no name for.
+
+    Raises:
+        ValueError: If peft would not read everything that was trained from it.
     """
     require("peft", "Writing a peft folder")
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    record = checkpoint[KEY]
-    refuse_incomplete(record, checkpoint["state_dict"])
+    record, entries = checkpoint[KEY], checkpoint["state_dict"]
+    refuse_incomplete(record, entries)
+    own = {name.removeprefix(prefix): value for name, value in entries.items()}
+    layers = {name.removeprefix(prefix): layer for name, layer in record["layers"].items()}
+    whole = _trained_as_a_whole(own, network)
     config = LoraConfig(
         r=record["rank"],
         lora_alpha=record["alpha"],
-        target_modules=sorted(name.removeprefix(prefix) for name in record["layers"]),
-        fan_in_fan_out=all(layer["transposed"] for layer in record["layers"].values()),
+        target_modules=sorted(layers),
+        modules_to_save=sorted(whole) or None,
+        fan_in_fan_out=all(layer["transposed"] for layer in layers.values()),
         base_model_name_or_path=base_model,
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         inference_mode=True,
     )
     weights = {
-        f"base_model.model.{name.removeprefix(prefix)}.lora_{part}.weight": checkpoint["state_dict"][
-            f"{name}.lora_{part}.{NAME}.weight"
-        ].contiguous()
-        for name in record["layers"]
-        for part in "AB"
+        f"{name}.lora_{part}.weight": own[f"{name}.lora_{part}.{NAME}.weight"] for name in layers for part in "AB"
     }
+    for name, module in whole.items():
+        weights |= {f"{name}.{key}": own[f"{name}.{key}"] for key in module.state_dict()}
+    # Tied weights are written twice: in the folder they are parts of two modules.
+    named = {f"base_model.model.{name}": value.clone().contiguous() for name, value in weights.items()}
+    _refuse_what_peft_reads_otherwise(network, config, named)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    save_file(weights, folder / "adapter_model.safetensors")
+    save_file(named, folder / "adapter_model.safetensors")
+
+
+def _trained_as_a_whole(entries: Mapping[str, Tensor], network: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules, by dotted name, whose own parameters and buffers are among a checkpoint's entries.
+
+    Raises:
+        ValueError: If only some of a module's are.
+    """
+    here = network.state_dict().keys() & entries.keys()
+    whole = {name.rpartition(".")[0]: network.get_submodule(name.rpartition(".")[0]) for name in here}
+    for name, module in whole.items():
+        lacking = [key for key in module.state_dict() if f"{name}.{key}" not in entries]
+        if lacking or not name:
+            some = min(key for key in here if key.rpartition(".")[0] == name)
+            raise ValueError(
+                f"`ckpt_path` has trained {some}, but not all of {name or 'the model'}, which is what a peft folder "
+                "can hold. Leave `--adapters_only` out: the merged model has it."
+            )
+    return whole
+
+
+def _refuse_what_peft_reads_otherwise(network: nn.Module, config: Any, weights: Mapping[str, Tensor]) -> None:
+    """Refuse a folder if peft, given its configuration, would look for other tensors in it.
+
+    Names are ends of names to peft, and may mean more modules than were trained.
+
+    Raises:
+        ValueError: If it would.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    with torch.device("meta"):
+        adapted = get_peft_model(deepcopy(network), config)
+    found = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    shapes = {name: tuple(value.shape) for name, value in found.items()}
+    differ = sorted(shapes.items() ^ {(name, tuple(value.shape)) for name, value in weights.items()})
+    if differ:
+        raise ValueError(
+            f"`ckpt_path` has adapters that peft can't read: it would look for others, such as {differ[0][0]}. Leave "
+            "`--adapters_only` out: the merged model has what was trained."
+        )

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memfit.adapters.quantized import Codes
+from lightning_memfit.memory.conversion import StaysFloat32
 
 NAME = "default"
 """Name of the adapter; peft's default, so that names in checkpoints are those of peft."""
@@ -32,23 +33,26 @@ def is_conv1d(module: nn.Module) -> bool:
     return own.__name__ == "Conv1D" and own.__module__ == "transformers.pytorch_utils"
 
 
-class Factor(nn.Module):
+class Factor(StaysFloat32):
     """One of an adapter's two weights.
+
+    It is in float32 whatever the precision of the frozen weights, and computes in that of its input: most updates of
+    fine-tuning are smaller than what bfloat16 can add to a weight (Micikevicius et al., 2018, arXiv 1710.03740).
 
     No `nn.Linear`, as code that goes over a module's linear layers, for a penalty or to initialize them, means those
     that the module's author made.
     """
 
-    def __init__(self, inputs: int, outputs: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
         """Begin with the random weight that a linear layer without bias begins with."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=torch.float32))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the weight to `(..., in)`."""
-        return F.linear(input, self.weight)
+        """Apply the weight to `(..., in)`, in the precision of the input."""
+        return F.linear(input, self.weight.to(input.dtype))
 
 
 class FrozenLinear(nn.Module):
@@ -89,7 +93,7 @@ class FrozenLinear(nn.Module):
         if self.lora_A is None or self.lora_B is None or self.lora_dropout is None or _switched_off:
             return output
         inner, outer = self.lora_A[NAME], self.lora_B[NAME]
-        change: Tensor = outer(inner(self.lora_dropout(input).to(inner.weight.dtype))) * self.lora_scale
+        change: Tensor = outer(inner(self.lora_dropout(input))) * self.lora_scale
         return output + change.to(output.dtype)
 
     @property
@@ -203,13 +207,13 @@ def dequantize(layer: FrozenLinear) -> None:
     thaw(layer)
 
 
-def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float, dtype: torch.dtype) -> FrozenLinear:
+def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float) -> FrozenLinear:
     """Give a layer an adapter that begins as zero (Hu et al., 2021, arXiv 2106.09685), in place."""
     frozen = freeze(layer)
     rows, columns = frozen.raw.shape
     outputs, inputs = (columns, rows) if is_conv1d(frozen) else (rows, columns)
     device = frozen.like.device
-    inner, outer = Factor(inputs, rank, device, dtype), Factor(rank, outputs, device, dtype)
+    inner, outer = Factor(inputs, rank, device), Factor(rank, outputs, device)
     nn.init.zeros_(outer.weight)
     frozen._modules["lora_A"] = nn.ModuleDict({NAME: inner})
     frozen._modules["lora_B"] = nn.ModuleDict({NAME: outer})

@@ -25,11 +25,11 @@ def inject(
     rank: int,
     alpha: float,
     dropout: float,
-    fake_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Freeze a module and add trainable adapters to its linear layers, in place.
 
-    Adapters are made in float32 on the device of the layers. Layers that have their weight in common get one adapter.
+    Adapters are in float32, on the device of the layers, and stay so when the module is converted. Layers that have
+    their weight in common get one adapter.
 
     Args:
         module: Any module without adapters.
@@ -37,19 +37,17 @@ def inject(
         rank: Inner width of the adapters.
         alpha: Scale: the adapters' outputs are multiplied by `alpha / rank`.
         dropout: Dropout probability of the adapters' inputs.
-        fake_dtype: Dtype of adapters in a module of fake tensors, which no precision plugin converts later.
     """
     module.requires_grad_(False)
     for frozen in frozen_layers(module).values():
         frozen.raw.requires_grad_(False)  # one that waits is no part of the module
-    dtype = fake_dtype if is_fake(module) else torch.float32
     first: dict[int, FrozenLinear] = {}
     for layer in layers:
         weight = id(weight_of(layer))
         if weight in first:
             share_adapter(layer, first[weight])
         else:
-            first[weight] = add_adapter(layer, rank, alpha / rank, dropout, dtype)
+            first[weight] = add_adapter(layer, rank, alpha / rank, dropout)
 
 
 def is_fake(module: nn.Module) -> bool:

@@ -307,6 +307,8 @@ class ImageData(BatchedSamples):
         self.with_labels = labels
         self.num_classes: int | None = None
         """Number of classes; None before `setup`, and without labels."""
+        self.classes: list[str] | None = None
+        """Names of the classes, in the order of their numbers; None before `setup`, and without labels."""
         self.save_hyperparameters()
 
     @override
@@ -326,7 +328,7 @@ class ImageData(BatchedSamples):
         else:
             val = np.arange(len(held_out.labels))
         if self.with_labels:
-            self.num_classes = len(images.classes)
+            self.num_classes, self.classes = len(images.classes), list(images.classes)
         options = (self.image_size, self.mean, self.std)
         return (
             ImageSamples(images, chosen, *options, self.augment, self.seed, self.with_labels),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 from typing_extensions import override
 
@@ -17,6 +18,9 @@ from lightning_memfit.data.chats import NOT_PREDICTED, TemplatedChats
 from lightning_memfit.data.sources import load_documents, split_by_content
 
 _ANSWERING = "assistant"
+_ASKING = ("user", "system", "developer")
+_LEARNED = np.uint32(1 << 31)
+"""Bit that marks the tokens that are learned."""
 Messages = list[dict[str, str]]
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -35,7 +39,7 @@ def comparison_of(prompt: Any, chosen: Any, rejected: Any) -> Comparison:
 
     Args:
         prompt: A question or a list of messages; None if both answers are whole conversations, which begin alike.
-        chosen: The better answer or the messages with it.
+        chosen: The better answer or the messages with it, which may begin with those of the prompt.
         rejected: The worse one.
 
     Raises:
@@ -47,11 +51,16 @@ def comparison_of(prompt: Any, chosen: Any, rejected: Any) -> Comparison:
         shared = next((place for place, (one, other) in enumerate(pairs) if one != other), min(map(len, ways)))
         begun = ways[0][:shared]
     else:
-        begun, shared = _messages(prompt, "user", "prompt"), 0
-    first, second = (way[shared:] for way in ways)
+        begun = _messages(prompt, "user", "prompt")
+    first, second = (way[len(begun) :] if way[: len(begun)] == begun else way for way in ways)
     for name, way in (("chosen", first), ("rejected", second)):
         if not any(message["role"] == _ANSWERING for message in way):
             raise ValueError(f"{name!r} has no answer of the assistant that the other one doesn't have")
+        if prompt is not None and way[0]["role"] in _ASKING:
+            raise ValueError(
+                f"{name!r} begins with a message of {way[0]['role']!r} and not with those of the prompt, so that there "
+                "are two prompts; with `prompt_column: null` that of the conversations counts"
+            )
     if first == second:
         raise ValueError("both answers are the same")
     if not begun:
@@ -75,17 +84,20 @@ def _messages(value: Any, role: str, name: str) -> Messages:
 
 
 class TokenizedComparisons(Dataset[dict[str, torch.Tensor]]):
-    """Comparisons tokenized on access and padded to one length, so that every batch needs the same memory.
+    """Comparisons, tokenized once and padded on access to one length, so that every batch needs the same memory.
 
     Items are `input_ids`, `attention_mask` and `labels`, `(2, sequence_length)` int64, the chosen answer first. Labels
     are -100 but on what answers say after the prompt. Of a conversation that is too long the beginning of the prompt is
-    cut, as much of it in both; answers that are still too long lose their end.
+    cut, as much of it in both, down to half of `sequence_length`; answers that are still too long lose their end.
 
     Args:
         comparisons: What is compared.
         template: The chat template.
         sequence_length: Tokens of a conversation.
         pad: Id of the padding.
+
+    Raises:
+        ValueError: If the template can't write one of the comparisons.
     """
 
     def __init__(
@@ -95,25 +107,51 @@ class TokenizedComparisons(Dataset[dict[str, torch.Tensor]]):
         self.template = template
         self.sequence_length = sequence_length
         self.pad = pad
+        self.num_prompts_cut = self.num_answers_cut = 0
+        rows = [row for index in range(len(comparisons)) for row in self._rows(index)]
+        self._ends = np.cumsum([0, *map(len, rows)])
+        self._tokens = np.concatenate(rows) if rows else np.empty(0, np.uint32)
 
     def content_digest(self) -> str:
         """Return a digest of some of the comparisons."""
         return digest_of(len(self.comparisons), lambda place: repr(self.comparisons[place]).encode())
+
+    def largest_id(self) -> int:
+        """Return the largest token id in the samples."""
+        return max(self.pad, int((self._tokens & ~_LEARNED).max(initial=0)))
+
+    def describe(self) -> str:
+        """Say in one line how many there are, and what is missing."""
+        parts = [f"{len(self):,} comparisons in {self.sequence_length} tokens for each answer"]
+        if self.num_prompts_cut:
+            parts.append(f"the beginning of the prompt cut in {self.num_prompts_cut:,}")
+        if self.num_answers_cut:
+            parts.append(f"the end of an answer cut in {self.num_answers_cut:,}")
+        return ", ".join(parts)
 
     def __len__(self) -> int:
         return len(self.comparisons)
 
     @override
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        prompt, *ways = self.comparisons[index]
-        encoded = [self._encode(prompt, way, index) for way in ways]
-        begin = min(int(learned.argmax()) for _, learned in encoded)
-        cut = max(0, min(begin - 1, max(len(ids) for ids, _ in encoded) - self.sequence_length))
-        rows = [self._padded(ids[cut:], learned[cut:]) for ids, learned in encoded]
+        first = 2 * range(len(self))[index]
+        rows = [self._padded(self._tokens[slice(*self._ends[at : at + 2])]) for at in (first, first + 1)]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _encode(self, prompt: Messages, way: Messages, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a conversation, and which of them are answers after the prompt."""
+    def _rows(self, index: int) -> list[np.ndarray]:
+        """Return the tokens of both conversations, cut to the length."""
+        prompt, *ways = self.comparisons[index]
+        encoded = [self._encode(prompt, way, index) for way in ways]
+        begin = min(int((tokens >= _LEARNED).argmax()) for tokens in encoded)
+        kept = min(begin, self.sequence_length // 2)  # an answer that follows no question teaches something else
+        too_long = max(map(len, encoded)) - self.sequence_length
+        cut = max(0, min(begin - kept, too_long))
+        self.num_prompts_cut += cut > 0
+        self.num_answers_cut += too_long > cut
+        return [tokens[cut : cut + self.sequence_length] for tokens in encoded]
+
+    def _encode(self, prompt: Messages, way: Messages, index: int) -> np.ndarray:
+        """Return the ids of a conversation, with a bit that marks the answers after the prompt."""
         try:
             ids, is_answer = self.template.encode([*prompt, *way])
         except ValueError as error:
@@ -122,15 +160,16 @@ class TokenizedComparisons(Dataset[dict[str, torch.Tensor]]):
         answers = sum(message["role"] == _ANSWERING for message in way)
         learned = is_answer.copy()
         learned[: starts[-answers]] = False
-        return ids, learned
+        tokens: np.ndarray = ids.astype(np.uint32) | np.where(learned, _LEARNED, np.uint32(0))
+        return tokens
 
-    def _padded(self, ids: np.ndarray, learned: np.ndarray) -> dict[str, torch.Tensor]:
-        length = min(len(ids), self.sequence_length)
+    def _padded(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
         input_ids = torch.full((self.sequence_length,), self.pad)
-        input_ids[:length] = torch.from_numpy(ids[:length])
+        input_ids[: len(tokens)] = torch.from_numpy((tokens & ~_LEARNED).astype(np.int64))
         labels = torch.full((self.sequence_length,), NOT_PREDICTED)
-        labels[:length] = torch.where(torch.from_numpy(learned[:length]), input_ids[:length], NOT_PREDICTED)
-        mask = (torch.arange(self.sequence_length) < length).long()
+        learned = torch.from_numpy(tokens >= _LEARNED)
+        labels[: len(tokens)] = torch.where(learned, input_ids[: len(tokens)], NOT_PREDICTED)
+        mask = (torch.arange(self.sequence_length) < len(tokens)).long()
         return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
 
@@ -149,7 +188,7 @@ class ComparedAnswers(TemplatedChats):
         batch_size: Comparisons in a micro-batch of one device, of two conversations each.
         global_batch_size: Comparisons in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the comparisons kept for validation, chosen by their prompts.
-        num_workers: Loader processes, which tokenize too.
+        num_workers: Loader processes.
         seed: Seed for the order of the training comparisons.
 
     Raises:
@@ -162,13 +201,24 @@ class ComparedAnswers(TemplatedChats):
 
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """Make data sets that tokenize the comparisons on access."""
+        """Tokenize the comparisons.
+
+        Raises:
+            ValueError: If the template can't write one of them.
+        """
         template = self.make_template()
         train, val = (
             TokenizedComparisons(comparisons, template, self.sequence_length, self.pad)
             for comparisons in self.load_comparisons()
         )
+        rank_zero_info(f"{type(self).__name__}: {train.describe()}")
         return train, val
+
+    @override
+    def largest_id(self) -> int | None:
+        """Return the largest token id in the samples; None before `setup`."""
+        both = [samples for samples in (self._train, self._val) if isinstance(samples, TokenizedComparisons)]
+        return max((samples.largest_id() for samples in both), default=None)
 
     def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
         """Return a training batch of the right shapes without reading data or tokenizer; see `PackedText`.
@@ -201,7 +251,8 @@ class PreferenceData(ComparedAnswers):
     """Comparisons for preference tuning, from local files or the Hugging Face hub.
 
     A row has a `prompt`, a `chosen` and a `rejected` answer, each a text or a list of messages; without a prompt both
-    answers are whole conversations that begin alike, as in UltraFeedback.
+    answers are whole conversations that begin alike. Answers that begin with the messages of the prompt, as in
+    UltraFeedback, are taken without them.
 
     Args:
         dataset: Local file or folder of jsonl or parquet files, a json file with a list, or a hub name.
@@ -215,11 +266,12 @@ class PreferenceData(ComparedAnswers):
         dataset_config: Configuration of a hub data set.
         split: Split of a hub data set to train on.
         val_split: Split of a hub data set to validate with. Null: `val_fraction` of the comparisons.
-        sequence_length: Tokens of a conversation; longer ones lose the beginning of their prompt.
+        sequence_length: Tokens of a conversation. Longer ones lose the beginning of their prompt, of which half of
+            these tokens are kept, and then the end of their answers; how many do is said when the data are read.
         batch_size: Comparisons in a micro-batch of one device, of two conversations each.
         global_batch_size: Comparisons in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the comparisons kept for validation, chosen by their prompts.
-        num_workers: Loader processes, which tokenize too.
+        num_workers: Loader processes.
         seed: Seed for the order of the training comparisons.
         cache_dir: Where `datasets` keeps its files.
 

@@ -246,7 +246,7 @@ class StandardLibraryComparisons(ComparedAnswers):
         batch_size: Comparisons in a micro-batch of one device, of two conversations each.
         global_batch_size: Comparisons in an optimizer step, accumulation and all devices included. Null: not checked.
         val_fraction: Share of the comparisons kept for validation, chosen by their prompts.
-        num_workers: Loader processes, which tokenize too.
+        num_workers: Loader processes.
         seed: Seed for the order of the training comparisons.
         max_files: Read only this many files, in the order of their names. Null: all of them.
 

@@ -126,7 +126,7 @@ def make_batch(architecture: Architecture, config: Any, size: int, length: int |
     if architecture.kind == "speech recognition":
         features = torch.zeros(size, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": features, "labels": torch.full((size, length), 3)}
-    tokens = 3 + torch.arange(size * length).view(size, length) % (min(config.vocab_size, 1000) - 3)
+    tokens = 3 + torch.arange(size * length).view(size, length) % (min(config.get_text_config().vocab_size, 1000) - 3)
     return {"input_ids": tokens, "labels": classes if architecture.kind == "text classification" else tokens.clone()}
 
 

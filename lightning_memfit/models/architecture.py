@@ -136,6 +136,7 @@ def hears_speech(config: PretrainedConfig) -> bool:
 
 def max_positions(config: PretrainedConfig) -> int | None:
     """Longest sequence in tokens that the architecture has positions for; None if it has no such bound."""
+    config = config.get_text_config()  # of models that see or hear as well
     named = getattr(config, "max_position_embeddings", None)
     return getattr(config, "max_target_positions", None) if named is None else named
 

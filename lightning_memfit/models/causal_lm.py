@@ -1,7 +1,4 @@
-"""`CausalLM`: any Hugging Face causal language model as a LightningModule.
-
-A perplexity metric that needs no logits comes first.
-"""
+"""`CausalLM`: any Hugging Face causal language model as a LightningModule."""
 
 from __future__ import annotations
 
@@ -9,53 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from lightning_memfit.models.architecture import build, is_encoder_decoder, max_positions, resolve_config
+from lightning_memfit.models.metrics import LossPerplexity, WeightedMean
 from lightning_memfit.models.network_module import NetworkModule
 from lightning_memfit.models.sampling import continue_text
 from lightning_memfit.models.trained import export_folder
-
-# --- perplexity from the losses: no second softmax over the vocabulary ------------------------------------------------
-
-
-class LossPerplexity(Metric):
-    """Perplexity `exp(sum of token losses / tokens)` over all updates and processes.
-
-    It equals `torchmetrics.text.Perplexity`, which needs the logits and another `(batch, length, vocabulary)` tensor.
-    """
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-    total: torch.Tensor
-    tokens: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-        self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    @override
-    def update(self, mean_loss: torch.Tensor, num_tokens: torch.Tensor | int) -> None:
-        """Add one batch.
-
-        Args:
-            mean_loss: Mean cross-entropy in nats of the batch's predicted tokens.
-            num_tokens: Number of tokens in that mean.
-        """
-        self.total += mean_loss.detach().float() * num_tokens
-        self.tokens += num_tokens
-
-    @override
-    def compute(self) -> torch.Tensor:
-        """Return the perplexity so far; NaN before the first token."""
-        return torch.exp(self.total / self.tokens)
-
-
-# --- the module -------------------------------------------------------------------------------------------------------
-
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -102,7 +59,7 @@ class CausalLM(NetworkModule):
             learning_rate, min_learning_rate_fraction, warmup_steps, weight_decay, optimizer, optimizer_options
         )
         self.save_hyperparameters()
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
         self.val_perplexity, self.test_perplexity = LossPerplexity(), LossPerplexity()
 
     # --- the model --------------------------------------------------------------------------------------------------
@@ -128,14 +85,15 @@ class CausalLM(NetworkModule):
         datamodule = getattr(self.trainer, "datamodule", None)
         self._check_length(getattr(datamodule, "sequence_length", None))
         vocabulary = getattr(datamodule, "vocab_size", None)
-        if vocabulary is not None and vocabulary > self.architecture.vocab_size:
+        known: int = self.architecture.get_text_config().vocab_size
+        if vocabulary is not None and vocabulary > known:
             # Tokenizers may have tokens for more than text (Gemma 3's for images), which text models leave out.
             find = getattr(datamodule, "largest_id", None)
             largest = find() if find is not None else None
-            if largest is not None and largest < self.architecture.vocab_size:
+            if largest is not None and largest < known:
                 return
             raise ValueError(
-                f"The tokenizer has {vocabulary} tokens, the model {self.architecture.vocab_size}. "
+                f"The tokenizer has {vocabulary} tokens, the model {known}. "
                 "Use the model's own tokenizer (`data.tokenizer`) or a larger `config.vocab_size`."
             )
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_memfit.extras import require
+from lightning_memfit.models.metrics import WeightedMean
 from lightning_memfit.models.network_module import NetworkModule
 
 
@@ -71,7 +71,7 @@ class DiffusionUNet(NetworkModule):
         self.save_hyperparameters()
         schedule: Any = DDPMScheduler
         self.noise_schedule = schedule(train_timesteps, beta_schedule=beta_schedule, prediction_type=prediction_type)
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
 
     @override
     def read_architecture(self) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_memfit.models.architecture import build, resolve_config
+from lightning_memfit.models.metrics import WeightedMean
 from lightning_memfit.models.network_module import NetworkModule
 from lightning_memfit.models.trained import export_folder
 
@@ -61,8 +61,8 @@ class ImageClassifier(NetworkModule):
         if num_labels < 2:
             raise ValueError(f"`num_labels={num_labels}` must be at least 2.")
         self.save_hyperparameters()
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
-        self.val_accuracy, self.test_accuracy = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
+        self.val_accuracy, self.test_accuracy = WeightedMean(), WeightedMean()
 
     @override
     def read_architecture(self) -> PretrainedConfig:
@@ -85,11 +85,20 @@ class ImageClassifier(NetworkModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse data with another number of classes, or other images, before any weight is loaded."""
+        """Refuse data with another number of classes, or other images, before any weight is loaded.
+
+        The names of the classes become part of the architecture, and of what is exported.
+        """
         data = getattr(self.trainer, "datamodule", None)
         classes, wanted = getattr(data, "num_classes", None), self.hparams["num_labels"]
         if classes is not None and classes != wanted:
             raise ValueError(f"`num_labels={wanted}`, but the data have {classes} classes. Set `model.num_labels`.")
+        names = getattr(data, "classes", None)
+        if (
+            isinstance(names, list) and len(names) == wanted
+        ):  # those of a pretrained head are others, even if there are as many
+            self.architecture.id2label = dict(enumerate(names))
+            self.architecture.label2id = {name: place for place, name in enumerate(names)}
         side, own = getattr(data, "image_size", None), getattr(self.architecture, "image_size", None)
         # Position embeddings are of one size; networks without them (ConvNeXt) take any.
         if side is not None and own is not None and side != own and hasattr(self.architecture, "num_attention_heads"):

@@ -24,6 +24,7 @@ from lightning_memfit.memory.collectives import of_every_rank
 from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
 
 ARCHITECTURE_KEY = "memfit_architecture"
+GENERATION_KEY = "memfit_generation"
 _RANDOM_STATE = "memfit_random_state"
 
 
@@ -182,11 +183,16 @@ class NetworkModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add architecture (a checkpoint loads without the hub) and every rank's random state (dropout continues).
 
+        What the pretrained model says of generation (ends, suppressed tokens, languages) goes along.
+
         With several processes all of them have to save, as Lightning does. While an error is handled, each may save
         alone; random numbers of several processes are drawn anew after that.
         """
         config = self.network.config
         checkpoint[ARCHITECTURE_KEY] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        generation = getattr(self.network, "generation_config", None)
+        if generation is not None:
+            checkpoint[GENERATION_KEY] = generation.to_dict()
         mine = collect_random_state()
         checkpoint[_RANDOM_STATE] = [mine] if self._trainer is None else of_every_rank(self._trainer, mine)
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
-from lightning_memfit.models.architecture import auto_class
-from lightning_memfit.models.network_module import ARCHITECTURE_KEY
+from lightning_memfit.models.architecture import auto_class, hears_speech, is_encoder_decoder
+from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _PREFIX = "model."
+_FRAMES_PER_SECOND = 100
+"""Of Whisper's spectrograms."""
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -43,6 +45,28 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
+def refuse_no_language_model(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Refuse a checkpoint of a network that reads and writes no language, such as an image classifier.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    )
+
+    kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+    named = checkpoint.get(ARCHITECTURE_KEY, {}).get("model_type")
+    if named is None or not any(type(_architecture_of(checkpoint)) in kind for kind in kinds):
+        what = "no model of transformers" if named is None else f"a {named!r} model"
+        raise ValueError(
+            f"`ckpt_path={str(path)!r}` holds {what}, and this command takes language models. Other modules write "
+            "their folder from Python, where the run ends: `ImageClassifier.export`, `DiffusionUNet.export`."
+        )
+
+
 def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """Build the trained network in evaluation mode and in its saved precision, without asking the hub.
 
@@ -51,28 +75,38 @@ def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     Args:
         checkpoint: What `load_checkpoint` returned.
     """
-    from transformers import AutoConfig
+    from transformers import GenerationConfig
 
     if ADAPTERS in checkpoint:
         return _merged_network(checkpoint)
-    entries = checkpoint[ARCHITECTURE_KEY]
-    config = type(AutoConfig.for_model(entries["model_type"])).from_dict(entries)
+    config = _architecture_of(checkpoint)
     weights = {k.removeprefix(_PREFIX): v for k, v in checkpoint["state_dict"].items() if k.startswith(_PREFIX)}
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
     network: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     network.load_state_dict(weights)
+    if GENERATION_KEY in checkpoint:
+        network.generation_config = GenerationConfig.from_dict(checkpoint[GENERATION_KEY])
     network.eval()
     return network
 
 
+def _architecture_of(checkpoint: dict[str, Any]) -> PretrainedConfig:
+    """Return the configuration that the network was built from."""
+    from transformers import AutoConfig
+
+    entries = checkpoint[ARCHITECTURE_KEY]
+    config: PretrainedConfig = type(AutoConfig.for_model(entries["model_type"])).from_dict(entries)
+    return config
+
+
 def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """Return the pretrained network with the checkpoint's adapters merged into it."""
-    from transformers import AutoModelForCausalLM
-
     from lightning_memfit.adapters.lora import merge_into
 
-    network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        _base_of(checkpoint), dtype="auto", trust_remote_code=False
+    config = _architecture_of(checkpoint)
+    config.dtype = None  # that of the training; `auto` means that of the weights then
+    network: PreTrainedModel = auto_class(config).from_pretrained(
+        _base_of(checkpoint), config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
     )
     weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
     trained = checkpoint["state_dict"]
@@ -102,15 +136,26 @@ def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
         folder: Folder to write; created if missing.
 
     Raises:
-        ValueError: If the checkpoint has no adapters, or the folder is not empty.
+        ValueError: If the checkpoint has no adapters, the folder is not empty, or peft can't read all that was trained.
     """
     from lightning_memfit.adapters.checkpoint import write_peft_folder
 
     if ADAPTERS not in checkpoint:
         raise ValueError("`ckpt_path` holds no adapters. Leave `--adapters_only` out.")
+    config = _architecture_of(checkpoint)
+    with torch.device("meta"):
+        network = auto_class(config).from_config(config)
     target = new_folder(folder)
-    write_peft_folder(target, checkpoint, _PREFIX, checkpoint["hyper_parameters"].get("pretrained"))
+    base = checkpoint["hyper_parameters"].get("pretrained")
+    write_peft_folder(target, checkpoint, _PREFIX, network, base, _peft_task(config))
     return target
+
+
+def _peft_task(config: PretrainedConfig) -> str | None:
+    """Return peft's name of an architecture's task, by which it passes on arguments; it has none for speech."""
+    if not is_encoder_decoder(config):
+        return "CAUSAL_LM"
+    return None if hears_speech(config) else "SEQ_2_SEQ_LM"
 
 
 def new_folder(folder: str | Path) -> Path:
@@ -132,6 +177,8 @@ def new_folder(folder: str | Path) -> Path:
 def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Path:
     """Write a Hugging Face folder that `from_pretrained` loads again.
 
+    One of Whisper gets the feature extractor of its spectrograms, with which transformers' pipeline hears.
+
     Args:
         network: The model.
         folder: Folder to write; created if missing.
@@ -148,4 +195,9 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
         network.config.use_cache = was_cached
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
+    if network.config.model_type == "whisper":
+        from transformers import WhisperFeatureExtractor
+
+        seconds = 2 * network.config.max_source_positions // _FRAMES_PER_SECOND  # two frames for each position
+        WhisperFeatureExtractor(network.config.num_mel_bins, chunk_length=seconds).save_pretrained(target)
     return target

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_memfit.memory.conversion import not_converted
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.replaced import replaced
 
@@ -37,16 +38,17 @@ class _FakeCopy(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.clone:
-            return self._fake(args[0])
+            return self.fake(args[0])
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
-                memo[id(tensor)] = self._fake(tensor)
+                memo[id(tensor)] = self.fake(tensor)
             return memo[id(tensor)]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a tensor."""
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
         with self.fake_mode, torch.no_grad():
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
@@ -111,6 +113,9 @@ def fake_clone(
         memo[id(trainer)] = None  # a fitted module points at its trainer, which is not part of it
     for generator in _generators(value):
         memo[id(generator)] = generator.clone_state()
+    if dtype is not None and isinstance(value, torch.nn.Module):
+        as_it_is = _FakeCopy(fake_mode, None, on_copy)
+        memo.update((id(tensor), as_it_is.fake(tensor)) for tensor in not_converted(value, dtype))
     with _FakeCopy(fake_mode, dtype, on_copy):
         clone = copied(value, memo)
     if isinstance(clone, torch.nn.Module):

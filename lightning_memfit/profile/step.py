@@ -20,6 +20,7 @@ import torch
 from typing_extensions import override
 
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.conversion import not_converted
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.callbacks import CallbackError, is_own, leave_out_other_hooks, runs_at_epoch_start
@@ -577,11 +578,13 @@ def parameter_table(module: torch.nn.Module, dtype: torch.dtype | None = None) -
         dtype: Count floating parameters as after `module.to(dtype)`.
     """
     first_name: dict[int, str] = {}
+    kept = set() if dtype is None else {id(tensor) for tensor in not_converted(module, dtype)}
     table = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shared = first_name.get(id(parameter), "")
         first_name.setdefault(id(parameter), name)
-        size = dtype.itemsize if dtype and parameter.is_floating_point() else parameter.element_size()
+        is_converted = parameter.is_floating_point() and id(parameter) not in kept
+        size = dtype.itemsize if dtype and is_converted else parameter.element_size()
         shape = tuple(parameter.shape)
         info = ParameterInfo(name, parameter.numel(), size, parameter.requires_grad, len(shape), shared, shape)
         table.append(info)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -73,6 +74,10 @@ class StochasticRounding(TechniqueCallback):
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
 
     def _convert(self, optimizer: Optimizer) -> Optimizer:
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(p.dtype is torch.float32 for p in weights):  # adapters beside frozen bfloat16 weights
+            self.announce(f"{type(optimizer).__name__} trains float32 weights alone, which need no other rounding")
+            return optimizer
         rounding = _ROUNDINGS[self.rounding]()
         converted = Float32Step(optimizer, rounding, self.chunk_elements, self.seed)
         self.announce(f"{type(optimizer).__name__} steps bfloat16 weights in float32, {self.rounding} rounding")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -42,7 +41,6 @@ from lightning_memfit.techniques.core.facts import Run, is_compiled
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before
 
-_TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
@@ -152,7 +150,7 @@ class Lora(TechniqueCallback):
         def configure(inner: Callable[[], Any]) -> None:
             inner()
             if not lora.adapted_layers(pl_module):  # Lightning asks that it may be called twice
-                self._inject(pl_module, trainer.precision)
+                self._inject(pl_module)
 
         def optimizers(inner: Callable[[], Any]) -> Any:
             seen: list[Optimizer] = []
@@ -279,7 +277,7 @@ class Lora(TechniqueCallback):
 
     # --- adapters in and out ----------------------------------------------------------------------------------------
 
-    def _inject(self, module: nn.Module, precision: str) -> None:
+    def _inject(self, module: nn.Module) -> None:
         _refuse_unready(module)
         targets, left_out = linear_layers(module, self.target_modules)
         wholly_trained = [_named(module, name) for name in self.train]
@@ -290,8 +288,7 @@ class Lora(TechniqueCallback):
         self._before = None if lora.is_fake(module) else originals_of(module)
         # This runs before a precision plugin converts the weights, because checkpoints are loaded before that too.
         flags = [parameter for parameter in base_weights(module).values() if parameter.requires_grad]
-        fake_dtype = _TRUE_DTYPES.get(precision, torch.float32)
-        lora.inject(module, targets.values(), self.rank, self.alpha, self.dropout, fake_dtype)
+        lora.inject(module, targets.values(), self.rank, self.alpha, self.dropout)
         for child in wholly_trained:
             child.requires_grad_(True)
         adapters = {id(parameter) for parameter in lora.adapter_parameters(module)}

@@ -16,15 +16,19 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import DataLoader
 
 import lightning_memfit
+from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
 from lightning_memfit.adapters.lora import add_product, frozen_layers
 from lightning_memfit.adapters.quantized import Codes
+from lightning_memfit.profile.fake import fake_clone
+from lightning_memfit.profile.step import parameter_table
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.lora import Lora
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
@@ -311,6 +315,79 @@ def test_weights_are_merged_as_peft_merges_them():
     torch.testing.assert_close(merged.eval()(BATCH), keep.output, rtol=1e-4, atol=1e-5)
     for (name, ours), theirs in zip(module.named_parameters(), merged.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
+
+
+# --- adapters in float32 --------------------------------------------------------------------------------------------
+
+
+class AdapterState(pl.Callback):
+    """What is known of the adapters at the end of training."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.before = {name: p.detach().clone() for name, p in self.adapters(pl_module)}
+        self.dtypes = set()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.dtypes |= {p.grad.dtype for _, p in self.adapters(pl_module)}
+
+    def on_train_end(self, trainer, pl_module):
+        after = dict(self.adapters(pl_module))
+        self.dtypes |= {p.dtype for p in after.values()}
+        states = trainer.optimizers[0].state.values()
+        self.dtypes |= {value.dtype for state in states for value in state.values() if value.dim() > 0}
+        still = [(after[name] == value).double().mean() for name, value in self.before.items() if "lora_A" in name]
+        self.still = max(still).item()
+
+    def adapters(self, module):
+        return ((name, p) for name, p in module.named_parameters() if "lora_" in name)
+
+
+def adam_with_small_steps(self):
+    return torch.optim.AdamW(self.parameters(), lr=1e-5, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", LORA)
+def test_updates_too_small_for_bfloat16_reach_the_adapters(name, precision):
+    module, seen = net(), AdapterState()
+    module.configure_optimizers = adam_with_small_steps.__get__(module)
+    fitted([*fresh(name), seen], module, precision=precision)
+    assert seen.dtypes == {torch.float32}
+    assert seen.still < 0.2
+    assert module.head.weight.dtype is (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+
+def test_there_is_nothing_to_round_beside_adapters(monkeypatch):
+    module, seen, said = net(), AdapterState(), []
+    monkeypatch.setattr(StochasticRounding, "announce", lambda self, message: said.append(message))
+    module.configure_optimizers = adam_with_small_steps.__get__(module)
+    fitted([Lora(4), StochasticRounding(), seen], module, precision="bf16-true")
+    assert said == ["AdamW trains float32 weights alone, which need no other rounding"]
+    assert seen.dtypes == {torch.float32}
+
+
+def test_adapters_of_a_checkpoint_in_bfloat16_go_on_in_float32(tmp_path):
+    _, run = fitted(fresh(), precision="bf16-true")
+    run.save_checkpoint(tmp_path / "now.ckpt")
+    checkpoint = torch.load(tmp_path / "now.ckpt")
+    entries = checkpoint["state_dict"]
+    entries.update({name: value.bfloat16() for name, value in entries.items() if "lora_" in name})
+    torch.save(checkpoint, tmp_path / "earlier.ckpt")
+    seen = AdapterState()
+    fitted([*fresh(), seen], ckpt_path=tmp_path / "earlier.ckpt", precision="bf16-true", max_epochs=2)
+    assert seen.dtypes == {torch.float32}
+    assert all(torch.equal(value, entries[name].float()) for name, value in seen.before.items())
+
+
+def test_a_trace_of_a_module_with_adapters_keeps_them_in_float32():
+    module = net().bfloat16()
+    lora.inject(module, [module.head], rank=4, alpha=8.0, dropout=0.0)
+    sizes = {info.name: info.itemsize for info in parameter_table(module.to(torch.bfloat16), torch.bfloat16)}
+    clone = fake_clone(module, FakeTensorMode(), torch.bfloat16)
+    for name, parameter in clone.named_parameters():
+        assert parameter.dtype is (torch.float32 if "lora_" in name else torch.bfloat16)
+        assert sizes[name] == parameter.element_size()
+    assert {p.dtype for p in lora.adapter_parameters(module.double())} == {torch.float64}
 
 
 # --- any order ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Plus(nn.Module):
 
 def adapted(layer, rank=3):
     torch.manual_seed(1)
-    add_adapter(layer, rank, SCALE, 0.0, layer.weight.dtype)
+    add_adapter(layer, rank, SCALE, 0.0).to(layer.weight.dtype)
     nn.init.normal_(layer.lora_B[NAME].weight)
     return layer
 
@@ -98,7 +98,7 @@ def test_begins_and_ends_as_the_layer_that_it_was():
     seen = []
     layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
     before, x, kept = layer(torch.ones(2, 8)), torch.ones(2, 8), vars(layer).keys()
-    add_adapter(layer, 2, SCALE, 0.0, torch.float32)
+    add_adapter(layer, 2, SCALE, 0.0)
     assert isinstance(layer, nn.Linear)
     assert torch.equal(layer(x), before)
     assert len(seen) == 2
@@ -232,5 +232,5 @@ def test_quantized_layers_work_in_function_transforms(bits, kind):
 
 def test_factors_are_no_linear_layers():
     model = nn.Sequential(nn.Linear(8, 6))
-    add_adapter(model[0], 2, SCALE, 0.0, torch.float32)
+    add_adapter(model[0], 2, SCALE, 0.0)
     assert [child for child in model.modules() if isinstance(child, nn.Linear)] == [model[0]]

@@ -1,4 +1,6 @@
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from lightning_memfit.data import PreferenceData, StandardLibraryComparisons
 from lightning_memfit.data.chat_template import CHATML, ChatTemplate
 from lightning_memfit.data.preferences import TokenizedComparisons, comparison_of
 from lightning_memfit.data.tokenization import byte_tokenizer
+from lightning_memfit.models import PreferenceLM
 
 ASKED = {"role": "user", "content": "How many legs?"}
 
@@ -21,8 +24,10 @@ def said(text):
         ("How many legs?", "Six.", "Seven, I think."),
         ([ASKED], [said("Six.")], [said("Seven, I think.")]),
         (None, [ASKED, said("Six.")], [ASKED, said("Seven, I think.")]),
+        ("How many legs?", [ASKED, said("Six.")], [ASKED, said("Seven, I think.")]),
+        ([ASKED], [ASKED, said("Six.")], "Seven, I think."),
     ],
-    ids=["text", "messages", "whole conversations"],
+    ids=["text", "messages", "whole conversations", "both, as in UltraFeedback", "both, in one answer"],
 )
 def test_rows_of_each_kind_are_one_comparison(row):
     assert comparison_of(*row) == ([ASKED], [said("Six.")], [said("Seven, I think.")])
@@ -37,6 +42,10 @@ def test_rows_of_each_kind_are_one_comparison(row):
         (("?", [ASKED], "Seven."), "'chosen' has no answer of the assistant"),
         (("?", [{"role": "assistant"}], "Seven."), "'chosen' has a message without"),
         ((None, "Six.", "Seven."), "there is no prompt"),
+        (
+            ("How many arms?", [ASKED, said("Six.")], "Seven."),
+            "'chosen' begins with a message of 'user' .* null`",
+        ),
         ((None, [ASKED, said("Six.")], [ASKED]), "'rejected' has no answer"),
     ],
 )
@@ -70,14 +79,33 @@ def test_labels_are_the_answers_after_the_prompt():
 
 
 def test_long_conversations_lose_the_beginning_of_their_prompt():
-    """As much of it in both, so that both answers follow the same words; a long answer loses its end."""
+    """As much of it in both, so that both answers follow the same words"""
     whole = tokenized(256, comparison_of("How many legs?", "Six.", "Seven, I think."))[0]
     longest = int(whole["attention_mask"].sum(dim=-1).max())
     cut = tokenized(longest - 20, comparison_of("How many legs?", "Six.", "Seven, I think."))[0]
     assert learned(cut) == learned(whole)
     assert all(full.endswith(part) for full, part in zip(read(whole), read(cut), strict=True))
-    first = tokenized(8, comparison_of("How many legs?", "Six.", "Seven, I think."))[0]
-    assert learned(first) == ["Six.<|endoftext|>", "Seven, "]
+
+
+def test_answers_keep_half_of_the_room_for_their_prompt():
+    """Answers that follow no question would be compared for what they are, not for what they answer."""
+    samples = tokenized(96, comparison_of("How many legs?", "Six. " * 30, "Seven. " * 30))
+    assert all("How many legs?<|endoftext|>\n<|im_start|>assistant\nS" in text for text in read(samples[0]))
+    assert [len(text) for text in learned(samples[0])] == [48, 48]
+    short = tokenized(96, comparison_of("How many legs?", "Six.", "Seven. " * 30))[-1]
+    assert learned(short)[0] == "Six.<|endoftext|>"
+
+
+def test_what_is_cut_is_counted():
+    fits, long = ("Legs?", "Six.", "Seven."), ("How many legs has a beetle of the usual kind?", "Six.", "Seven.")
+    samples = tokenized(80, *(comparison_of(*row) for row in (fits, long, ("Legs?", "Six. " * 30, "Seven."))))
+    assert samples.describe() == (
+        "3 comparisons in 80 tokens for each answer, the beginning of the prompt cut in 2, "
+        "the end of an answer cut in 1"
+    )
+    assert tokenized(80, comparison_of(*fits)).describe() == "1 comparisons in 80 tokens for each answer"
+    with pytest.raises(IndexError):
+        samples[3]
 
 
 def write(path, *rows):
@@ -112,6 +140,37 @@ def test_bad_rows_are_named(tmp_path, row, options, message):
     file = write(tmp_path / "some.jsonl", {"prompt": "?", "chosen": "a", "rejected": "b"}, row)
     with pytest.raises(ValueError, match=message):
         PreferenceData(file, "bytes", CHATML, num_workers=0, **options).setup("fit")
+
+
+def test_a_comparison_that_the_template_refuses_is_named_before_training(tmp_path):
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    rows = [{"prompt": f"{n}?", "chosen": [said("Six.")], "rejected": [said("Seven.")]} for n in range(20)]
+    rows[5]["chosen"].append({"role": "tool", "content": "6"})
+    data = PreferenceData(write(tmp_path / "some.jsonl", *rows), "bytes", str(template), num_workers=0)
+    with pytest.raises(ValueError, match=r"Comparison .* can't be used: .*no tools here"):
+        data.setup("fit")
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model_if_none_occurs(tmp_path):
+    rows = [{"prompt": f"{n}?", "chosen": "Six.", "rejected": "Seven."} for n in range(20)]
+    data = PreferenceData(write(tmp_path / "some.jsonl", *rows), "bytes", CHATML, sequence_length=64, num_workers=0)
+    assert data.largest_id() is None
+    data.setup("fit")
+    largest = max(int(sample["input_ids"].max()) for samples in (data._train, data._val) for sample in samples)
+    assert data.largest_id() == largest
+    tiny = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 64}
+    data.tokenizer.add_tokens(["<image>"])
+    assert data.vocab_size == largest + 2
+    for size in (largest + 1, largest):
+        module = PreferenceLM(config={**tiny, "vocab_size": size})
+        module._trainer = SimpleNamespace(datamodule=data)
+        with nullcontext() if size > largest else pytest.raises(ValueError, match="larger `config.vocab_size`"):
+            module.setup("fit")
 
 
 def test_comparisons_from_the_standard_library():

@@ -10,7 +10,7 @@ from torchmetrics.text import Perplexity
 from lightning_memfit.data.packed import PackedBlocks
 from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM
-from lightning_memfit.models.causal_lm import LossPerplexity
+from lightning_memfit.models.metrics import LossPerplexity
 from tests.helpers.trainers import quiet_trainer
 
 TINY = {
@@ -136,6 +136,44 @@ def test_unfitting_data_is_refused_before_the_model_is_built(tmp_path, data, mes
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(module, datamodule=data)
     assert module.model is None
+
+
+SEEING = {
+    "model_type": "gemma3",
+    "text_config": {
+        "vocab_size": 258,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 16,
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
+
+
+def test_models_that_see_as_well_are_trained_on_text(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.fit(CausalLM(config=SEEING), datamodule=Blocks())
+    assert trainer.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [(Blocks(vocab_size=300), "300 tokens, the model 258"), (Blocks(sequence_length=17), "the model's 16 positions")],
+)
+def test_models_that_see_as_well_have_the_bounds_of_their_text(tmp_path, data, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path).fit(CausalLM(config=SEEING), datamodule=data)
 
 
 def test_long_batches_from_any_loader_are_refused(tmp_path):

@@ -1,5 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
+from PIL import Image
+from transformers import AutoConfig
 
 from lightning_memfit.data import ImageData, RandomTensors
 from lightning_memfit.models import ImageClassifier
@@ -34,6 +38,26 @@ def test_a_pretrained_head_gives_way_to_the_own_classes(tmp_path, config):
     same = [name for name in old if old[name].shape == new[name].shape and "classifier" not in name]
     assert len(same) == len(old) - 2
     assert all(torch.equal(old[name], new[name]) for name in same)
+
+
+def test_classes_have_their_names_in_what_is_exported(tmp_path):
+    for name in ("bee", "ant"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(4):
+            image = Image.new("RGB", (8, 8), (number, 0, 0))
+            image.save(tmp_path / "images" / name / f"{number}.png")
+    first = ImageClassifier(2, config=VIT)
+    first.configure_model()
+    first.export(tmp_path / "pretrained")  # with as many classes of other names
+    data = ImageData(str(tmp_path / "images"), image_size=16, batch_size=2, val_fraction=0.4, num_workers=0)
+    data.setup("fit")
+    module = ImageClassifier(2, pretrained=str(tmp_path / "pretrained"))
+    module._trainer = SimpleNamespace(datamodule=data)
+    module.setup("fit")
+    module.configure_model()
+    exported = AutoConfig.from_pretrained(module.export(tmp_path / "out"))
+    assert exported.id2label == {0: "ant", 1: "bee"}
+    assert exported.label2id == {"ant": 0, "bee": 1}
 
 
 def test_data_that_do_not_fit_are_refused():

@@ -1,0 +1,195 @@
+import json
+
+import pytest
+import torch
+from transformers import WhisperFeatureExtractor
+
+from cli.trained import load_verified
+from lightning_memfit.adapters import lora
+from lightning_memfit.adapters.checkpoint import KEY, describe
+from lightning_memfit.adapters.linears import linear_layers
+from lightning_memfit.models import CausalLM, Seq2SeqLM
+from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
+from lightning_memfit.models.trained import (
+    export_adapters,
+    export_folder,
+    network_from_checkpoint,
+    refuse_no_language_model,
+)
+
+IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+QWEN = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 64}
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 64,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+BART = {
+    "model_type": "bart",
+    "vocab_size": 64,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 32,
+}
+WHISPER = {
+    **{name: value for name, value in BART.items() if name != "max_position_embeddings"},
+    "model_type": "whisper",
+    "num_mel_bins": 8,
+    "max_source_positions": 8,
+    "max_target_positions": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+
+
+def inputs_of(config):
+    if config["model_type"] == "whisper":
+        return {"input_features": torch.ones(2, 8, 16), "decoder_input_ids": IDS}
+    return {"input_ids": IDS, **({"decoder_input_ids": IDS} if config in (T5, BART) else {})}
+
+
+def trained_adapters(folder, config, train=(), changes=None):
+    """A checkpoint of adapters that were trained beside a saved model, and what the trained model computes."""
+    kind = Seq2SeqLM if config in (T5, BART, WHISPER) else CausalLM
+    torch.manual_seed(0)
+    base = kind(config=config)
+    base.configure_model()
+    base.network.save_pretrained(folder)
+    module = kind(pretrained=str(folder), config=changes)
+    module.configure_model()
+    module.eval()
+    lora.inject(module, linear_layers(module, "auto")[0].values(), rank=2, alpha=4.0, dropout=0.0)
+    for name in train:
+        module.get_submodule(name).requires_grad_(True)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    named = module.named_parameters(remove_duplicate=False)
+    kept = {name for name, parameter in named if parameter.requires_grad}
+    checkpoint = {
+        KEY: describe(module, 2, 4.0),
+        ARCHITECTURE_KEY: module.network.config.to_dict(),
+        "state_dict": {name: value for name, value in module.state_dict().items() if name in kept},
+        "hyper_parameters": {"pretrained": str(folder)},
+    }
+    with torch.no_grad():
+        return checkpoint, module.network(**inputs_of(config)).logits
+
+
+@pytest.mark.parametrize(
+    ("config", "train", "task"),
+    [
+        (QWEN, (), "CAUSAL_LM"),
+        (QWEN, ("model.lm_head",), "CAUSAL_LM"),
+        (QWEN, ("model.model.norm", "model.model.embed_tokens"), "CAUSAL_LM"),
+        (GPT2, ("model.lm_head",), "CAUSAL_LM"),  # tied to the embedding
+        (T5, ("model.lm_head",), "SEQ_2_SEQ_LM"),
+        (BART, (), "SEQ_2_SEQ_LM"),
+        (WHISPER, (), None),
+    ],
+)
+def test_merged_and_alone_adapters_compute_what_was_trained(tmp_path, config, train, task):
+    from peft import PeftModel
+
+    checkpoint, trained = trained_adapters(tmp_path / "base", config, train)
+    inputs = inputs_of(config)
+    with torch.no_grad():
+        torch.testing.assert_close(network_from_checkpoint(checkpoint)(**inputs).logits, trained)
+    folder = export_adapters(checkpoint, tmp_path / "alone")
+    assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == task
+    base = (Seq2SeqLM if config in (T5, BART, WHISPER) else CausalLM)(pretrained=str(tmp_path / "base"))
+    base.configure_model()
+    with torch.no_grad():
+        alone = PeftModel.from_pretrained(base.network, folder).eval().base_model.model(**inputs).logits
+    torch.testing.assert_close(alone, trained)
+
+
+def test_the_merged_model_has_the_entries_that_the_run_changed(tmp_path):
+    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+    checkpoint, trained = trained_adapters(tmp_path / "base", QWEN, changes=changes)
+    merged = network_from_checkpoint(checkpoint)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=IDS).logits, trained)
+
+
+def test_the_merged_model_has_the_precision_of_the_pretrained_one(tmp_path):
+    checkpoint, _ = trained_adapters(tmp_path / "base", QWEN)
+    saved = network_from_checkpoint(checkpoint).bfloat16()
+    saved.save_pretrained(tmp_path / "base")
+    assert network_from_checkpoint(checkpoint).dtype is torch.bfloat16
+
+
+def test_a_module_that_was_trained_in_part_is_not_left_out_in_silence(tmp_path):
+    checkpoint, _ = trained_adapters(tmp_path / "base", GPT2, ("model.transformer.ln_f",))
+    del checkpoint["state_dict"]["model.transformer.ln_f.bias"]
+    checkpoint[KEY]["trained"].remove("model.transformer.ln_f.bias")
+    with pytest.raises(ValueError, match=r"trained transformer.ln_f.weight, but not all of transformer.ln_f"):
+        export_adapters(checkpoint, tmp_path / "alone")
+
+
+def test_a_layer_with_an_adapter_that_was_also_trained_is_refused(tmp_path):
+    checkpoint, _ = trained_adapters(tmp_path / "base", QWEN, ("model.model.layers.0.mlp.up_proj",))
+    with pytest.raises(ValueError, match="Leave `--adapters_only` out"):
+        export_adapters(checkpoint, tmp_path / "alone")
+
+
+def test_what_a_model_says_of_generation_and_hears_is_exported(tmp_path):
+    said = {"lang_to_id": {"<|en|>": 5}, "is_multilingual": True, "begin_suppress_tokens": [4]}
+    base = Seq2SeqLM(config=WHISPER | {"max_source_positions": 50})
+    base.configure_model()
+    base.network.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "generation_config.json"
+    derived = {name: value for name, value in json.loads(file.read_text()).items() if name != "_from_model_config"}
+    file.write_text(json.dumps(derived | said))
+    module = Seq2SeqLM(pretrained=str(tmp_path / "base"))
+    module.configure_model()
+    checkpoint = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    folder = export_folder(network_from_checkpoint(checkpoint), tmp_path / "exported", None)
+    exported = json.loads((folder / "generation_config.json").read_text())
+    assert {name: exported[name] for name in said} == said
+    hears = WhisperFeatureExtractor.from_pretrained(folder)
+    assert (hears.feature_size, hears.chunk_length) == (8, 1)
+    del checkpoint[GENERATION_KEY]  # as an earlier version wrote them
+    assert network_from_checkpoint(checkpoint).generation_config.begin_suppress_tokens != [4]
+
+
+VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [(VIT, "holds a 'vit' model"), ({"sample_size": 8}, "holds no model of transformers")],
+)
+def test_networks_without_language_are_refused_with_the_way_to_export_them(tmp_path, architecture, message):
+    torch.save({ARCHITECTURE_KEY: architecture, "state_dict": {}}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=rf"{message}.* `ImageClassifier.export`"):
+        load_verified(str(tmp_path / "last.ckpt"))
+
+
+@pytest.mark.parametrize("config", [QWEN, GPT2, T5, BART, WHISPER], ids=lambda config: config["model_type"])
+def test_language_models_are_not_refused(config):
+    refuse_no_language_model({ARCHITECTURE_KEY: config}, "last.ckpt")
