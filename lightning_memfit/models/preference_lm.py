@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -21,15 +20,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _REFERENCE = "reference."
-
-
-def _without_dropout(network: nn.Module) -> None:
-    """Switch a network's dropout off, in place: its layers', and the probabilities that others pass to a function."""
-    for module in network.modules():
-        of_layer = "dropout" in type(module).__name__.lower()
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (of_layer and name == "p")):
-                setattr(module, name, 0.0)
 
 
 class PreferenceLM(CausalLM):
@@ -53,8 +43,6 @@ class PreferenceLM(CausalLM):
         label_smoothing: Share of the pairs that are taken to be labelled the wrong way round.
         reference: `copy` holds the frozen model a second time; `adapters_off` runs the model without its adapters, for
             runs with `Lora`, and takes no memory.
-        dropout: Train with the model's own dropout. By default there is none, as the reference has none: noise in
-            log-probabilities of whole answers is larger than what is learned of them.
         reference_dtype: Type of the copy's weights, for mixed precision, which computes in that type anyway. Null: that
             of the model's weights.
         pretrained: Hub name or local folder (safetensors) of the model to fine-tune. Null: random weights.
@@ -88,7 +76,6 @@ class PreferenceLM(CausalLM):
         weight_decay: float = 0.0,
         optimizer: str = "AdamW",
         optimizer_options: dict[str, Any] | None = None,
-        dropout: bool = False,
     ) -> None:
         super().__init__(
             pretrained,
@@ -126,8 +113,6 @@ class PreferenceLM(CausalLM):
         """Build the model, and with `reference: copy` freeze a copy of it. A second call does nothing."""
         is_new = self.model is None
         super().configure_model()
-        if is_new and not self.hparams["dropout"]:
-            _without_dropout(self.network)
         if is_new and self.hparams["reference"] == "copy":
             self.reference = self._make_reference().requires_grad_(False).eval()
 
