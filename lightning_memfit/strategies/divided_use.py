@@ -72,7 +72,8 @@ def refuse_gradient_hooks(name: str, weight: torch.Tensor) -> None:
             f"`{name}` has a hook of its gradient (`register_hook`, or `register_post_accumulate_grad_hook` before "
             "FSDP2 has divided the module), which FSDP2 would drop: it computes with other parameters. Change "
             "gradients in `on_before_optimizer_step`, where each rank has its parts, register a hook for accumulated "
-            "gradients in `on_train_start`, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
+            "gradients in `on_train_start` (not beside `MicroBatching`, which accumulates them over parts of a batch), "
+            "or train with `strategy=memfit_zero_2` or `memfit_ddp`."
         )
 
 

@@ -249,3 +249,19 @@ def test_they_go_on_with_equal_numbers(tmp_path: Path) -> None:
     for process in run_ranks(lambda: run_unevenly(module, max_epochs=2, **limits), 2, tmp_path, seconds=60):
         assert process.code == 0, process.output[-5000:]
         assert process.result == 4
+
+
+class HookOfParts(Tagger):
+    def on_train_start(self) -> None:
+        for weight in self.parameters():
+            weight.register_post_accumulate_grad_hook(lambda part: (part.grad.mul_(0.5), None)[1])
+
+
+def test_hooks_of_parts_that_change_sums_are_refused_where_the_batch_is_split(tmp_path: Path) -> None:
+    def refused() -> None:
+        train(HookOfParts(), MicroBatching(micro_batch_size=8))  # the whole batch
+        with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="hook for accumulated gradients"):
+            train(HookOfParts(), MicroBatching(micro_batch_size=4))
+
+    (only,) = run_ranks(refused, 1, tmp_path, seconds=60)
+    assert not only.error, only.output[-5000:]
