@@ -1,6 +1,6 @@
 """Where code that communicates says so beforehand, and who wants to know; a broadcast of tensors of any layout.
 
-Besides, what every rank adds to a checkpoint.
+Besides, what FSDP2 communicates at once, and what every rank adds to a checkpoint.
 """
 
 from collections.abc import Callable, Iterable
@@ -66,6 +66,14 @@ def broadcast_from_first(tensors: Iterable[Tensor], device: torch.device | None 
         distributed.broadcast(value, src=0)
         if value is not place:
             place.copy_(value)
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """FSDP2's records of the parameters that it gathers at once for one of its modules: one, several, or none."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
 def of_every_rank(trainer: Trainer, mine: Any) -> list[Any]:
