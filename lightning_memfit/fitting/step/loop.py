@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_memfit.fitting.recovery.retry import WITH_SEVERAL_DEVICES, retry
 from lightning_memfit.fitting.step.gradient_hooks import refusing_early_changes
 from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine
+from lightning_memfit.fitting.upstream.torch import num_writes
 from lightning_memfit.memory.wrapping import wrap_method
 
 LIGHTNING_VERSION = "2.6"
@@ -219,7 +220,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         return obstacle
 
     def _weights_version(self) -> int:
-        return sum(p._version for p in self.module.parameters()) if self._overrides(_STEP_HOOKS) else 0
+        return num_writes(self.module) if self._overrides(_STEP_HOOKS) else 0
 
     @contextmanager
     def logged_already(self) -> Iterator[None]:
