@@ -54,18 +54,19 @@ def refuse_divided_loss(loss: Any, module: nn.Module) -> None:
         )
 
 
-def refuse_gradient_hooks(name: str, weight: torch.Tensor) -> None:
+def refuse_gradient_hooks(name: str, weight: torch.Tensor, are_parts: bool) -> None:
     """Refuse hooks of a weight that FSDP2 is to divide, or of its parts, that FSDP2 would not call.
 
     Args:
         name: The weight's name.
         weight: The weight, or its parts.
+        are_parts: Whether FSDP2 has divided it.
 
     Raises:
         MisconfigurationException: If it has one.
     """
     hooks = [*(weight._backward_hooks or {}).values()]
-    if not isinstance(weight, DTensor):  # parts keep the other kind, and FSDP2 calls it with their gradients
+    if not are_parts:  # which keep the other kind, and FSDP2 calls it with their gradients
         hooks += (weight._post_accumulate_grad_hooks or {}).values()
     if not all(map(_only_looks, hooks)):
         raise MisconfigurationException(

@@ -193,7 +193,7 @@ class GatheredWeights:
         for weight in group.fsdp_params:
             self._refuse_new_data(weight)
             if torch.is_grad_enabled():
-                refuse_gradient_hooks(weight._param_fqn, weight.sharded_param)
+                refuse_gradient_hooks(weight._param_fqn, weight.sharded_param, are_parts=True)
         gather()
         if self._shows_gradients and group in parameter_groups(self._root):
             for weight in group.fsdp_params:
