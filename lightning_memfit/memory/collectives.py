@@ -1,6 +1,6 @@
 """Where code that communicates says so beforehand, and who wants to know; a broadcast of tensors of any layout.
 
-Besides, what every rank adds to a checkpoint.
+Besides, what FSDP2 communicates at once, and what every rank adds to a checkpoint.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, distributed
 from torch.autograd import Function
@@ -68,16 +69,29 @@ def broadcast_from_first(tensors: Iterable[Tensor], device: torch.device | None 
             place.copy_(value)
 
 
+def parameter_groups(module: Any) -> list[Any]:
+    """FSDP2's records of the parameters that it gathers at once for one of its modules: one, several, or none."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
 def of_every_rank(trainer: Trainer, mine: Any) -> list[Any]:
     """Return what every rank adds to a checkpoint, in the order of ranks; while an error is handled, this rank's alone.
 
-    An error may be this rank's alone. The others don't come then, and nothing would be saved.
+    An error may be this rank's alone. The others don't come then, and nothing would be saved. Once a run has ended in
+    one, and where each rank has a part of the weights, ranks save together or not at all.
 
     Args:
         trainer: The Trainer that saves, on all ranks together unless it was interrupted.
         mine: What this rank adds; anything that can be pickled.
     """
-    if trainer.world_size == 1 or trainer.state.status == TrainerStatus.INTERRUPTED:
+    is_handled = (
+        trainer.state.status == TrainerStatus.INTERRUPTED and trainer.state.stage is not None
+    )  # else it is over
+    # Ranks that divide weights have to come together to any save.
+    if trainer.world_size == 1 or (is_handled and isinstance(trainer.strategy, DDPStrategy)):
         return [mine]
     found: list[Any] = [None] * trainer.world_size
     distributed.all_gather_object(found, mine)

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
 from lightning_memfit.strategies.launched import check_num_nodes
@@ -171,8 +172,14 @@ class DataParallelStrategy(DDPStrategy):
         wrapped, module = self.model, self.lightning_module
         if not isinstance(wrapped, DistributedDataParallel) or module is None:
             return
-        looks_for_unused = bool(self._ddp_kwargs.get("find_unused_parameters"))
         added = self._added()
+        if not wrapped.require_forward_param_sync and not wrapped.require_backward_grad_sync:
+            # `MicroBatching` sums gradients itself, over ranks that may train different weights: only what DDP does
+            # for new layers is left to do, and only it is done alike by all.
+            broadcast_from_first(added)
+            self._known.update((id(one), one) for one in added)
+            return
+        looks_for_unused = bool(self._ddp_kwargs.get("find_unused_parameters"))
         changed = [one for one in chain(self._apart, added) if one.requires_grad]
         if not looks_for_unused:
             left = zip(self._averaged, self._left, strict=True)

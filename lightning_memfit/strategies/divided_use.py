@@ -54,25 +54,27 @@ def refuse_divided_loss(loss: Any, module: nn.Module) -> None:
         )
 
 
-def refuse_gradient_hooks(name: str, weight: torch.Tensor) -> None:
+def refuse_gradient_hooks(name: str, weight: torch.Tensor, are_parts: bool) -> None:
     """Refuse hooks of a weight that FSDP2 is to divide, or of its parts, that FSDP2 would not call.
 
     Args:
         name: The weight's name.
         weight: The weight, or its parts.
+        are_parts: Whether FSDP2 has divided it.
 
     Raises:
         MisconfigurationException: If it has one.
     """
     hooks = [*(weight._backward_hooks or {}).values()]
-    if not isinstance(weight, DTensor):  # parts keep the other kind, and FSDP2 calls it with their gradients
+    if not are_parts:  # which keep the other kind, and FSDP2 calls it with their gradients
         hooks += (weight._post_accumulate_grad_hooks or {}).values()
     if not all(map(_only_looks, hooks)):
         raise MisconfigurationException(
             f"`{name}` has a hook of its gradient (`register_hook`, or `register_post_accumulate_grad_hook` before "
             "FSDP2 has divided the module), which FSDP2 would drop: it computes with other parameters. Change "
             "gradients in `on_before_optimizer_step`, where each rank has its parts, register a hook for accumulated "
-            "gradients in `on_train_start`, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
+            "gradients in `on_train_start` (not beside `MicroBatching`, which accumulates them over parts of a batch), "
+            "or train with `strategy=memfit_zero_2` or `memfit_ddp`."
         )
 
 

@@ -163,10 +163,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
             fix = "Name a folder that is mounted here, or write one file (`save_distributed_checkpoint=False`)."
             refuse_remote_folders(trainer, self.strategy_name, fix)
         synchronize_batch_norms(trainer, module, self.strategy_name)
+        is_divided = any(isinstance(child, FSDPModule) for child in module.modules())
         for name, weight in module.named_parameters():
-            refuse_gradient_hooks(name, weight)
+            refuse_gradient_hooks(name, weight, is_divided)
         self._compared.clear()
-        if not any(isinstance(child, FSDPModule) for child in module.modules()):
+        if not is_divided:
             self._start_alike(module)
             self._shard(module)
         for name in _STEPS:

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed, nn
@@ -70,13 +70,23 @@ def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
     Raises:
         MisconfigurationException: If a callback is to write to one while it trains.
     """
-    for callback in trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else ():
-        folder = str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+    writers: list[Any] = [one for one in trainer.callbacks if hasattr(one, "dirpath")]  # type: ignore[attr-defined]
+    for callback in writers if trainer.state.fn == TrainerFn.FITTING else ():
+        if isinstance(callback, ModelCheckpoint) and not (callback.save_top_k or callback.save_last):
+            continue
+        folder = str(callback.dirpath or _default_folder(trainer))
         if "://" in folder:
             raise MisconfigurationException(
                 f"`dirpath={folder}` of `{type(callback).__name__}`: under `strategy={strategy}` each rank writes a "
                 f"file of its own into a checkpoint's folder, which is done on this machine only. {fix}"
             )
+
+
+def _default_folder(trainer: Trainer) -> str:
+    """Where what names no folder saves: beside the first `ModelCheckpoint`, else in the run's folder."""
+    named = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.dirpath]
+    root = str(named[0] if named else trainer.default_root_dir)
+    return str(trainer.log_dir or root) if "://" in root and not named else root  # ranks tell each other the former
 
 
 def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:

@@ -3,11 +3,13 @@
 Gradients of a weight that is in none of DDP's buckets are averaged by nobody, and nothing tells.
 """
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_memfit import MicroBatching
 from lightning_memfit.strategies import DataParallelStrategy
@@ -95,3 +97,31 @@ def test_ranks_have_the_weights_of_one_device(ranks: list[dict[str, Any]], label
 def test_what_no_bucket_has_is_refused(ranks: list[dict[str, Any]], label: str) -> None:
     for found in ranks:
         assert REFUSED[label][2] in found.get(label, "trained")
+
+
+class FrozenOnOneRank(usual_modules.Base):
+    """Trains a layer on the second rank alone, from the second batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.inp.requires_grad_(self.global_rank > 0 or batch_idx == 0)
+
+
+def trained_apart() -> list[dict[str, torch.Tensor]]:
+    found = []
+    for kind in (DDPStrategy, DataParallelStrategy):
+        options = {"strategy": kind(process_group_backend="gloo"), "devices": 2, "use_distributed_sampler": False}
+        trainer = quiet_trainer(MicroBatching(micro_batch_size=1), limit_val_batches=0, max_epochs=1, **options)
+        module = FrozenOnOneRank()
+        trainer.fit(module)
+        found.append({key: one.detach().clone() for key, one in module.named_parameters()})
+    return found
+
+
+def test_ranks_may_train_different_weights_with_micro_batching(tmp_path: Path) -> None:
+    ended = run_ranks(trained_apart, 2, tmp_path, seconds=40)
+    assert [one.error for one in ended] == ["", ""]
+    lightnings, *others = [weights for one in ended for weights in (one.result or [{}])]
+    assert len(others) == 3, ended[0].output[-3000:]
+    for found in others:
+        for key, weight in lightnings.items():
+            torch.testing.assert_close(found[key], weight, atol=1e-6, rtol=0, msg=key)

@@ -8,6 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit.device.limit import MemoryLimit
@@ -249,3 +252,33 @@ def test_they_go_on_with_equal_numbers(tmp_path: Path) -> None:
     for process in run_ranks(lambda: run_unevenly(module, max_epochs=2, **limits), 2, tmp_path, seconds=60):
         assert process.code == 0, process.output[-5000:]
         assert process.result == 4
+
+
+class HookOfParts(Tagger):
+    def on_train_start(self) -> None:
+        for weight in self.parameters():
+            weight.register_post_accumulate_grad_hook(lambda part: (part.grad.mul_(0.5), None)[1])
+
+
+def test_hooks_of_parts_that_change_sums_are_refused_where_the_batch_is_split(tmp_path: Path) -> None:
+    def refused() -> None:
+        train(HookOfParts(), MicroBatching(micro_batch_size=8))  # the whole batch
+        with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="hook for accumulated gradients"):
+            train(HookOfParts(), MicroBatching(micro_batch_size=4))
+
+    (only,) = run_ranks(refused, 1, tmp_path, seconds=60)
+    assert not only.error, only.output[-5000:]
+
+
+class HookOfTensorParallel(Tagger):
+    """Has a DTensor that FSDP2 is still to divide, with a hook for its accumulated gradient."""
+
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        self.net[4].weight = nn.Parameter(distribute_tensor(self.net[4].weight.detach(), mesh, [Replicate()]))
+        self.net[4].weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def test_hooks_of_dtensors_that_fsdp2_is_to_divide_are_refused(tmp_path: Path) -> None:
+    (only,) = run_ranks(lambda: train(HookOfTensorParallel(), max_steps=1), 1, tmp_path, seconds=60)
+    assert "`net.4.weight` has a hook of its gradient" in only.error, only.output[-5000:]

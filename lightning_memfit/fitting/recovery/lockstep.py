@@ -77,10 +77,16 @@ class Alone(OfModule):
     """What a single rank does under FSDP2, which computes with other tensors than those whose gradients are stepped."""
 
     @override
+    def forget(self) -> None:
+        """Let FSDP2 forget it, and divide what it has gathered: gradients of the parts can be cleared then."""
+        forget_pass(self._module)
+        divide_weights(self._module)
+
+    @override
     def together(
         self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True
     ) -> tuple[T | None, Exception | None]:
-        """Do it; a pass that fails is forgotten, and what it has gathered divided: its gradients can be cleared then.
+        """Do it; a pass that fails is forgotten.
 
         Args:
             action: What to do.
@@ -91,8 +97,7 @@ class Alone(OfModule):
         if failure is not None:
             if is_out_of_memory(failure):
                 release(failure)
-            forget_pass(self._module)
-            divide_weights(self._module)
+            self.forget()
         return result, failure
 
 

@@ -178,7 +178,7 @@ class NonFiniteGuard(Callback):
         saved = ""
         if not self._is_blind:  # else the weights are not finite either
             folder = checkpoint_folder(trainer, self.dirpath)
-            path = unused_checkpoint(trainer, folder / f"non-finite-step={self.skipped[-1]}.ckpt")
+            path = unused_checkpoint(trainer, folder, f"non-finite-step={self.skipped[-1]}")
             trainer.save_checkpoint(path)
             saved = f" Weights and states of the last good step are in {path}."
         raise NonFiniteError(

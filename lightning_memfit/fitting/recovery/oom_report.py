@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.postmortem import explain
-from lightning_memfit.fitting.recovery.whole_steps import check_folders, from_where_it_began
+from lightning_memfit.fitting.recovery.whole_steps import check_folders, from_where_it_began, is_remote
 from lightning_memfit.fitting.size.device_memory import find_device_memory
 from lightning_memfit.fitting.size.prediction import is_divided, profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
@@ -89,7 +89,7 @@ class OutOfMemoryReport(Callback):
 
     Args:
         folder: Folder for snapshots named `out_of_memory_rank0.pickle`; older ones are kept. None takes the Trainer's
-            `default_root_dir`.
+            `default_root_dir`, or the working folder where that is a URL.
         record_history: On CUDA, record where allocations come from, so that a snapshot shows the lines of code; this
             costs some microseconds per allocation. A history that is recorded already is left as it is. With
             allocators that record none (cudaMallocAsync) the run goes without, and says so.
@@ -97,9 +97,14 @@ class OutOfMemoryReport(Callback):
     Attributes:
         text: The report; None before an error.
         snapshot_path: File of the snapshot; None without one.
+
+    Raises:
+        ValueError: If the folder is a URL.
     """
 
     def __init__(self, folder: str | Path | None = None, record_history: bool = True) -> None:
+        if folder is not None and is_remote(folder):
+            raise ValueError(f"`folder={folder}`: torch writes snapshots on this machine only. Name a folder here.")
         self.folder = folder
         self.record_history = record_history
         self.text: str | None = None
@@ -197,7 +202,8 @@ class OutOfMemoryReport(Callback):
             return []
         path = None
         try:
-            folder = from_where_it_began(trainer, self.folder or trainer.default_root_dir)
+            root = self.folder or trainer.default_root_dir
+            folder = from_where_it_began(trainer, "." if is_remote(root) else root)
             path = _free_path(folder, trainer.global_rank)
             dump_snapshot(path)
         except Exception as failure:

@@ -80,8 +80,8 @@ class Preemption(Callback):
 
     Args:
         grace_seconds: How long a signal may wait for a step boundary.
-        dirpath: Folder of the checkpoint, which is tried before training. Null: that of the first `ModelCheckpoint`,
-            else `checkpoints` in the run's.
+        dirpath: Folder or URL of the checkpoint; a folder is tried before training. Null: that of the first
+            `ModelCheckpoint`, else `checkpoints` in the run's.
         signals: Names of the signals.
 
     Attributes:
@@ -301,7 +301,7 @@ class Preemption(Callback):
             return
         self._stop_timer()
         folder = checkpoint_folder(trainer, self.dirpath)
-        path = unused_checkpoint(trainer, folder / f"preempted-step={trainer.global_step}.ckpt")
+        path = unused_checkpoint(trainer, folder, f"preempted-step={trainer.global_step}")
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
 

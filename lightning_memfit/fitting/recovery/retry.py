@@ -24,6 +24,7 @@ from lightning_memfit.checkpointing.state import restore_dict
 from lightning_memfit.fitting.recovery.drawn import BatchContents, stored
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import RandomState
+from lightning_memfit.fitting.upstream.torch import forget_pass
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.wrapping import wrap_method
 
@@ -206,6 +207,8 @@ class TrainerGuard:
 
         def undo_all() -> None:
             self._module._current_fx_name = hook  # Lightning doesn't reset it when a hook raises
+            if self._trainer.world_size == 1:
+                forget_pass(self._module)  # that of a hook: its own forward under FSDP2
             if undo is not None:
                 undo()
 

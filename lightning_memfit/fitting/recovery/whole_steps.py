@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -272,11 +273,16 @@ _BEGAN_IN: weakref.WeakKeyDictionary[Trainer, Path] = weakref.WeakKeyDictionary(
 """The working folders in which runs began: relative paths are meant from there, wherever the user's code goes."""
 
 
-def checkpoint_folder(trainer: Trainer, dirpath: str | None) -> Path:
-    """A folder that was named, else that of the first `ModelCheckpoint`, else `checkpoints` in the run's."""
+def checkpoint_folder(trainer: Trainer, dirpath: str | Path | None) -> str:
+    """A folder or URL that was named, else that of the first `ModelCheckpoint`, else `checkpoints` in the run's."""
     named = (c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
-    folder = dirpath or next(named, None) or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-    return Path(folder) if "://" in str(folder) else from_where_it_began(trainer, folder)
+    folder = dirpath or next(named, None) or f"{trainer.log_dir or trainer.default_root_dir}/checkpoints"
+    return str(folder) if is_remote(folder) else str(from_where_it_began(trainer, folder))
+
+
+def is_remote(folder: str | Path) -> bool:
+    """Whether it is a URL, which stays text: a `Path` has one slash where it has two."""
+    return "://" in str(folder)
 
 
 def from_where_it_began(trainer: Trainer, folder: str | Path) -> Path:
@@ -314,7 +320,7 @@ def check_folders(trainer: Trainer, argument: str, folder: str | Path | None) ->
 
 def _obstacle(folder: str | Path) -> str:
     """Why a folder can't be made and written to; nothing is left behind."""
-    if "://" in str(folder):
+    if is_remote(folder):
         return ""
     place = Path(folder).absolute()
     try:
@@ -333,7 +339,7 @@ def _obstacle(folder: str | Path) -> str:
     return ""
 
 
-def unused_checkpoint(trainer: Trainer, path: Path) -> Path:
+def unused_checkpoint(trainer: Trainer, folder: str, name: str) -> str:
     """The path for a checkpoint that replaces none: `NAME.ckpt`, else `NAME-v1.ckpt` and so on, as Lightning counts.
 
     Runs may share a folder. What another run is writing at this moment (`NAME.ckpt.partial`) is taken, too. The first
@@ -341,10 +347,13 @@ def unused_checkpoint(trainer: Trainer, path: Path) -> Path:
 
     Args:
         trainer: The Trainer of the run.
-        path: Where the checkpoint would lie.
+        folder: Where the checkpoint would lie, a folder or a URL.
+        name: Its name without `.ckpt`.
     """
-    chosen, number = path, 0
-    while trainer.is_global_zero and any(os.path.lexists(one) for one in (chosen, f"{chosen}.partial")):
+    exists = get_filesystem(folder).exists if is_remote(folder) else os.path.lexists
+    start = f"{folder.rstrip('/')}/{name}"
+    chosen, number = f"{start}.ckpt", 0
+    while trainer.is_global_zero and any(exists(one) for one in (chosen, f"{chosen}.partial")):
         number += 1
-        chosen = path.with_name(f"{path.stem}-v{number}{path.suffix}")
-    return Path(trainer.strategy.broadcast(str(chosen)))
+        chosen = f"{start}-v{number}.ckpt"
+    return str(trainer.strategy.broadcast(chosen))

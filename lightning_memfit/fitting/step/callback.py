@@ -199,6 +199,7 @@ class MicroBatching(Callback):
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._loop is not None
+        _refuse_synchronized_norm(trainer, pl_module)  # again: `configure_model` runs after `setup`
         if self._session is not None:  # that of Lightning's learning rate finder, or of an earlier run
             self.state_dict()
             self._session.close()
@@ -379,11 +380,17 @@ def check_strategy(strategy: Strategy, accumulate_grad_batches: int, options: Op
         )
 
 
-def _synchronized_norm(trainer: Trainer, module: LightningModule) -> str | None:
-    """Name of a batch norm that communicates, or will as `Trainer(sync_batchnorm=True)` asks for."""
+def _refuse_synchronized_norm(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse a batch norm that communicates, or will as `Trainer(sync_batchnorm=True)` asks for."""
     asked = trainer._accelerator_connector._layer_sync is not None
     kinds = (_BatchNorm,) if asked else (SyncBatchNorm,)
-    return next((name for name, one in module.named_modules() if isinstance(one, kinds)), None)
+    norm = next((name for name, one in module.named_modules() if isinstance(one, kinds)), None)
+    if norm is not None and trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"`MicroBatching`: `{norm}` takes its statistics over all ranks, which would wait for each other in every "
+            "micro-batch: one that runs out of memory, or has fewer of them, would hang the others. Leave out "
+            "`sync_batchnorm` (`SyncBatchNorm`), or `MicroBatching`."
+        )
 
 
 def _check_support(trainer: Trainer, module: LightningModule, options: Options) -> None:
@@ -392,13 +399,7 @@ def _check_support(trainer: Trainer, module: LightningModule, options: Options) 
         raise MisconfigurationException(f"`MicroBatching`: {reason}")
     strategy = trainer.strategy
     check_strategy(strategy, trainer.accumulate_grad_batches, options)
-    norm = _synchronized_norm(trainer, module) if trainer.world_size > 1 else None
-    if norm is not None:
-        raise MisconfigurationException(
-            f"`MicroBatching`: `{norm}` takes its statistics over all ranks, which would wait for each other in every "
-            "micro-batch: one that runs out of memory, or has fewer of them, would hang the others. Leave out "
-            "`sync_batchnorm` (`SyncBatchNorm`), or `MicroBatching`."
-        )
+    _refuse_synchronized_norm(trainer, module)
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         raise MisconfigurationException(
             "`MicroBatching` adds up the gradients of ranks itself, so that `ddp_comm_hook` would not be used. Remove "

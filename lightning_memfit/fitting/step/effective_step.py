@@ -214,6 +214,7 @@ class EffectiveStep:
 
     def go_back(self) -> None:
         """Return to the start of the loader batch that was run last; the next `run` repeats it, and logs nothing."""
+        self._consensus.forget()  # a hook's own forward
         self._outputs.clear()
         self._rollback.clear_gradients()
         self._load(self._last[1], is_first=not self._past)

@@ -9,7 +9,7 @@ Counters, hooks, precision plugins, clipping, schedulers and checkpoints stay Li
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,9 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.retry import WITH_SEVERAL_DEVICES, retry
+from lightning_memfit.fitting.step.gradient_hooks import refusing_early_changes
 from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine
+from lightning_memfit.fitting.upstream.torch import num_writes
 from lightning_memfit.memory.wrapping import wrap_method
 
 LIGHTNING_VERSION = "2.6"
@@ -218,7 +220,7 @@ class MicroBatchLoop(_AutomaticOptimization):
         return obstacle
 
     def _weights_version(self) -> int:
-        return sum(p._version for p in self.module.parameters()) if self._overrides(_STEP_HOOKS) else 0
+        return num_writes(self.module) if self._overrides(_STEP_HOOKS) else 0
 
     @contextmanager
     def logged_already(self) -> Iterator[None]:
@@ -283,18 +285,23 @@ class MicroBatchLoop(_AutomaticOptimization):
         """Run backward of one micro-batch of several, as `backward` does.
 
         Raises:
-            MisconfigurationException: If the module's own `backward` does more than calling `loss.backward`.
+            MisconfigurationException: If the module's own `backward` does more than calling `loss.backward`, or a hook
+                for accumulated gradients changes what is no whole batch's yet.
         """
         if self._overrides_backward is None:
             self._overrides_backward = is_overridden("backward", self.module)
-        if not self._overrides_backward or self._skip_backward:
+        with ExitStack() as stack:
+            stack.enter_context(refusing_early_changes(self.module, self._trained()))
+            if self._overrides_backward and not self._skip_backward:
+                stack.callback(wrap_method(self.module, "backward", self._only_backward, innermost=True))
             self.backward(request, loss, announce, is_final)
-            return
-        unwrap = wrap_method(self.module, "backward", self._only_backward, innermost=True)
-        try:
-            self.backward(request, loss, announce, is_final)
-        finally:
-            unwrap()
+
+    def _trained(self) -> Iterator[Tensor]:
+        """Weights of the module and of its optimizers, which step others while FSDP2 has gathered the module's."""
+        yield from self.module.parameters()
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _only_backward(self, backward: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Call the module's own `backward`, and refuse it if it does anything with tensors but `loss.backward`."""

@@ -1,17 +1,22 @@
 """Non-public parts of torch that fitting on several devices needs, written for torch 2.11 to 2.13.
 
 FSDP2 lets others do its collectives (`set_custom_all_gather`, `set_custom_reduce_scatter`), and forgets a pass that was
-broken off (`reset_iter_state`, from torch 2.13 on). What it used for collectives before, over which ranks they go, and
-the gradients that a broken pass leaves, it tells nobody: these are looked up here.
+broken off (`reset_iter_state`, from torch 2.13 on; before, that is done here). What it used for collectives, over
+which ranks they go, and the gradients that a broken pass leaves, it tells nobody: these are looked up here.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_memfit.memory.collectives import parameter_groups
+from lightning_memfit.memory.kind import synchronize
 
 
 def store_under(prefix: str) -> Store:
@@ -53,7 +58,7 @@ def sharded_units(module: nn.Module) -> list[ShardedUnit]:
         return []
     found = []
     for child in sharded:
-        groups = _groups(child)
+        groups = parameter_groups(child)
         if len(groups) > 1 or any(group._use_post_forward_mesh for group in groups):
             return []  # several meshes in one module, or another mesh for backward
         for group in groups:
@@ -65,22 +70,61 @@ def sharded_units(module: nn.Module) -> list[ShardedUnit]:
 
 
 def forget_pass(module: nn.Module) -> None:
-    """Put FSDP2 in the state before a pass, after one that has been broken off; its gradients are lost.
-
-    Before torch 2.13 gradients alone are cleared.
-    """
+    """Put FSDP2 in the state before a pass, after one that has been broken off; its gradients are lost."""
     inner: set[int] = set()
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            if id(child) not in inner and hasattr(child, "reset_iter_state"):
-                child.reset_iter_state()
+            if id(child) not in inner:
+                reset = getattr(child, "reset_iter_state", None) or partial(_reset_by_hand, child)
+                reset()
                 inner |= {id(other) for other in child.modules()}
-            for group in _groups(child):
+            for group in parameter_groups(child):
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None
                     if getattr(parameter, "_unsharded_param", None) is not None:
                         parameter._unsharded_param.grad = None
 
 
-def _groups(module: Any) -> list[Any]:
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+def num_writes(module: nn.Module) -> int:
+    """How often weights were written so far; of those that FSDP2 divides, parts and what it gathers them into."""
+    sharded: list[Any] = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    divided = [one for child in sharded for group in parameter_groups(child) for one in group.fsdp_params]
+    weights = {id(one): one for one in module.parameters()}
+    for one in divided:
+        gathered = getattr(one, "_unsharded_param", None)
+        weights.update((id(each), each) for each in (one.sharded_param, gathered) if each is not None)
+    return sum(map(_version, weights.values()))
+
+
+def _version(weight: Any) -> int:
+    """Writes into a weight; an operation on one that is divided counts for it or for this rank's part."""
+    return int(weight._version) + (_version(weight._local_tensor) if isinstance(weight, DTensor) else 0)
+
+
+def _reset_by_hand(module: Any) -> None:
+    """Do what `reset_iter_state` does from torch 2.13 on; nothing is in flight once the device has no work left."""
+    state = module._get_fsdp_state()
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            own: Any = child
+            own_state = own._get_fsdp_state()
+            own_state._modules_to_run_forward.clear()
+            own_state._training_state = type(own_state._training_state).IDLE
+            for group in parameter_groups(child):
+                _reset_group(group)
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any) -> None:
+    work = group._all_gather_result.all_gather_work if group._all_gather_result is not None else None
+    if work is not None:
+        work.wait()
+    synchronize(group.device)
+    group._all_gather_result = group._post_reduce_event = group._reshard_after_forward_event = None
+    group._all_reduce_state = group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = type(group._training_state).IDLE
+    group._to_sharded()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_memfit.memory.collectives import parameter_groups
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.divided_use import refuse_gradient_hooks
 
@@ -58,7 +59,7 @@ class GatheredWeights:
         self._undo: list[Callable[[], None]] = []
         self._units: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]  # type: ignore[attr-defined]
         for unit in self._units:
-            for group in _groups(unit):
+            for group in parameter_groups(unit):
                 take_over = partial(self._take_over, group, unit is module)
                 self._undo.append(wrap_method(group, "unshard", partial(self._renew, group)))
                 self._undo.append(wrap_method(group, "_to_unsharded", partial(self._note, group)))
@@ -73,7 +74,7 @@ class GatheredWeights:
 
     @property
     def _all_groups(self) -> list[Any]:
-        return [group for unit in self._units for group in _groups(unit)]
+        return [group for unit in self._units for group in parameter_groups(unit)]
 
     def begin(self) -> None:
         """Note what parts are like once they lie on the device, before any hook of the user's runs.
@@ -109,7 +110,7 @@ class GatheredWeights:
     @property
     def are_gathered(self) -> bool:
         """Whether the weights of no block are gathered at the moment."""
-        return any(group.is_unsharded for group in _groups(self._root))
+        return any(group.is_unsharded for group in parameter_groups(self._root))
 
     def gather(self) -> None:
         """Gather the weights of no block, on all ranks."""
@@ -149,7 +150,7 @@ class GatheredWeights:
 
     def switch(self, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what sets `requires_grad` of parts; the gathered weights have it at once."""
-        gathered = [group for group in _groups(self._root) if group.is_unsharded]
+        gathered = [group for group in parameter_groups(self._root) if group.is_unsharded]
         for group in gathered:
             for weight, noted in zip(group.fsdp_params, self._noted[id(group)], strict=True):
                 _take_flag(weight, noted)
@@ -192,9 +193,9 @@ class GatheredWeights:
         for weight in group.fsdp_params:
             self._refuse_new_data(weight)
             if torch.is_grad_enabled():
-                refuse_gradient_hooks(weight._param_fqn, weight.sharded_param)
+                refuse_gradient_hooks(weight._param_fqn, weight.sharded_param, are_parts=True)
         gather()
-        if self._shows_gradients and group in _groups(self._root):
+        if self._shows_gradients and group in parameter_groups(self._root):
             for weight in group.fsdp_params:
                 _show_gradient(weight)
         self._noted[id(group)] = [
@@ -223,13 +224,6 @@ class GatheredWeights:
                 _copy(copies)
                 _let_gathering_wait(group)
         put_away()
-
-
-def _groups(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
 def _let_gathering_wait(group: Any) -> None:

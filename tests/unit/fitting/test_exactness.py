@@ -874,6 +874,59 @@ def test_an_own_backward_may_do_more_with_the_whole_batch(kind: type[Toy]) -> No
     assert_exact(kind, BATCH)
 
 
+class HookOfSums(Toy):
+    """Has hooks for accumulated gradients, which do nothing but look."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.hook)
+
+    def hook(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        assert float(parameter.grad.mul(2).abs_().max()) < 1e3
+
+
+class HalvesSums(HookOfSums):
+    def hook(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+class ClampsSums(HookOfSums):
+    """Clamps what is small enough already, past autograd and its version counters."""
+
+    def hook(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.data[:1].clamp_(-1e3, 1e3)
+
+
+class ClipsSums(HookOfSums):
+    def hook(self, parameter: Tensor) -> None:
+        nn.utils.clip_grad_norm_([parameter], 1e-3)
+
+
+class ReplacesSums(HookOfSums):
+    def hook(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.sign()
+
+
+def test_hooks_may_look_at_the_sums_of_micro_batches() -> None:
+    _, ours = assert_exact(HookOfSums)
+    for parameter in ours.parameters():
+        assert list((parameter._post_accumulate_grad_hooks or {}).values()) == [ours.hook]  # as the user has put it
+
+
+@pytest.mark.parametrize("kind", [HalvesSums, ClampsSums, ClipsSums, ReplacesSums])
+def test_hooks_that_change_the_sums_are_refused_where_the_batch_is_split(kind: type[Toy]) -> None:
+    assert_refused(kind, r"`net\..*` has a hook for accumulated gradients .* changes them|would give other weights")
+
+
+@pytest.mark.parametrize("kind", [HalvesSums, ClipsSums, ReplacesSums])
+def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
+    assert_exact(kind, BATCH)
+
+
 class PaddedWithAToken(Toy):
     """Padding is a token like any other, rows that are full end in two equal tokens, and no part names its index."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -99,6 +100,43 @@ def test_a_relative_folder_stays_where_it_was_meant(tmp_path: Path, monkeypatch:
     assert path.parent == tmp_path / "saved"
     assert f"--ckpt_path {path}" in str(preemption.error)
     assert torch.load(path, weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.parametrize("owner", ["Preemption", "ModelCheckpoint", "default_root_dir"])
+def test_a_url_stays_one(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url, files = f"memory://{tmp_path.name}/{owner}", fsspec.filesystem("memory")
+    for number in ("", "-v1"):  # a second one replaces none
+        preemption = Preemption(dirpath=url if owner == "Preemption" else None)
+        callbacks = [ModelCheckpoint(url, monitor="never")] if owner == "ModelCheckpoint" else []
+        options: dict[str, Any] = {"default_root_dir": url} if owner == "default_root_dir" else {}
+        trainer = quiet_trainer(
+            Leaves(tmp_path),
+            *callbacks,
+            preemption,
+            limit_val_batches=0,
+            enable_checkpointing=bool(callbacks),
+            **options,
+        )
+        with pytest.raises(SystemExit):
+            trainer.fit(BoringModel())
+        folder = f"{url}/checkpoints" if owner == "default_root_dir" else url
+        assert f"--ckpt_path {folder}/preempted-step=2{number}.ckpt`" in str(preemption.error)
+        assert files.exists(f"{folder}/preempted-step=2{number}.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_snapshots_are_written_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"`folder=s3://bucket`: .* Name a folder here"):
+        OutOfMemoryReport("s3://bucket")
+    monkeypatch.chdir(tmp_path)
+    kinds = SimpleNamespace(of=lambda _: SimpleNamespace(has_caching_allocator=True))
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.oom_report.DeviceKind", kinds)
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.oom_report.dump_snapshot", lambda path: path.write_text(""))
+    report = OutOfMemoryReport()
+    report._take_snapshot(quiet_trainer(default_root_dir="memory://bucket"))
+    assert report.snapshot_path == tmp_path / "out_of_memory_rank0.pickle"
+    assert report.snapshot_path.exists()
 
 
 def test_a_default_folder_that_cant_be_written_is_a_warning(tmp_path: Path) -> None:

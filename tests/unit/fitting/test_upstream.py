@@ -4,17 +4,23 @@ What `fitting.step.loop` extends has its own test in `test_loop.py`.
 """
 
 import inspect
+from contextlib import suppress
+from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch.core import LightningModule
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchmetrics import SumMetric
 
+from lightning_memfit.fitting.upstream.torch import forget_pass
 from tests.helpers.fitting import Tagger
+from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import fit, quiet_trainer
 
 
@@ -107,3 +113,64 @@ def test_logged_tensors_are_copies() -> None:
             return loss
 
     fit(Reusing(), max_steps=1, max_epochs=-1)
+
+
+class Breaking(nn.Module):
+    """A layer in which a pass is broken off, in forward or in backward."""
+
+    breaks = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(x))
+        if self.breaks == "forward":
+            raise MemoryError
+        if self.breaks == "backward":
+            hidden.register_hook(self.fail)
+        return hidden
+
+    def fail(self, gradient: Tensor) -> None:
+        raise MemoryError
+
+
+def gradients_after_broken_passes(by_hand: bool) -> float:
+    """The largest difference of gradients from those of a module that is not sharded."""
+    torch.distributed.init_process_group("gloo")
+    if by_hand and hasattr(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Breaking() for _ in range(4)), nn.Linear(4, 1))
+    data = torch.randn(6, 4)
+    module(data).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    for block in module[:4]:
+        fully_shard(block)
+    fully_shard(module)
+    found = [0.0]
+    for place in (0, 1, 3):
+        for where in ("forward", "backward"):
+            module[place].breaks = where
+            with suppress(MemoryError):
+                module(data).square().mean().backward()
+                raise AssertionError("not broken off")
+            module[place].breaks = ""
+            forget_pass(module)
+            module.zero_grad()
+            for scale in (1.0, 2.0):  # two passes, the second one on top of the first
+                module(data).square().mean().backward()
+                for parameter, gradient in zip(module.parameters(), expected, strict=True):
+                    found.append(float((parameter.grad.full_tensor() - scale * gradient).abs().max()))
+            module.zero_grad()
+    return max(found)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("by_hand", [False, True], ids=["this torch", "before 2.13"])
+def test_fsdp2_forgets_a_pass_that_was_broken_off(by_hand: bool, tmp_path: Path) -> None:
+    (only,) = run_ranks(gradients_after_broken_passes, 1, tmp_path, by_hand, seconds=30)
+    assert not only.error, only.output[-5000:]
+    assert only.result < 1e-6

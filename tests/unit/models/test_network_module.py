@@ -110,6 +110,28 @@ def test_a_rank_that_fails_alone_saves(tmp_path: Path, callbacks: list[Any]) -> 
     assert len(saved["memfit_random_state"]) == 1
 
 
+class AllFail(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.trainer = trainer
+        raise ArithmeticError
+
+
+def save_when_it_is_over(folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    failing = AllFail()
+    with pytest.raises(ArithmeticError):
+        train(folder, 0, failing)
+    failing.trainer.save_checkpoint(folder / "over.ckpt")
+
+
+@pytest.mark.medium
+def test_ranks_that_save_when_an_error_has_ended_the_run_save_all_states(tmp_path: Path) -> None:
+    ended = run_ranks(save_when_it_is_over, 2, tmp_path, tmp_path)
+    assert [one.error for one in ended] == ["", ""]
+    saved = torch.load(tmp_path / "over.ckpt", weights_only=False)
+    assert len(saved["memfit_random_state"]) == 2
+
+
 def test_one_process_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
     whole, resumed = stop_and_go_on(tmp_path, tmp_path / "two.ckpt")
     assert resumed == whole

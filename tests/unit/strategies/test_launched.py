@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -68,15 +69,29 @@ class Normed(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
 
 
-def synchronized(strategy: str, *callbacks: Callback) -> str:
+class NormedLate(Normed):
+    """Makes its network when the run has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential()
+
+    def configure_model(self) -> None:
+        # In this rank's process: on the CPU DDP refuses such norms before `MicroBatching` can.
+        nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None
+        if not self.net:
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def synchronized(strategy: str, *callbacks: Callback, kind: type[Normed] = Normed) -> str:
     """What a run on two ranks of the CPU says, and whether its weights are those that it had."""
-    module = Normed()
+    module = kind()
     before = copy.deepcopy(module.state_dict())
     trainer = quiet_trainer(*callbacks, strategy=strategy, devices=2, max_steps=1, sync_batchnorm=True)
     try:
         trainer.fit(module)
     except Exception as error:
-        same = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+        same = all(torch.equal(before.get(name, value), value) for name, value in module.state_dict().items())
         return f"{error} same: {same}"
     return "nothing"
 
@@ -93,9 +108,11 @@ def test_synchronized_batch_norms_are_refused_on_the_cpu(strategy: str, tmp_path
 
 
 @pytest.mark.medium
-def test_micro_batches_refuse_norms_that_wait_for_other_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Normed, NormedLate])
+def test_micro_batches_refuse_norms_that_wait_for_other_ranks(kind: type[Normed], tmp_path: Path) -> None:
     micro_batching = MicroBatching(micro_batch_size=1, allow_batch_statistics=True)
-    for ended in run_ranks(synchronized, 2, tmp_path, "memfit_ddp", micro_batching):
+    run = partial(synchronized, "memfit_ddp", micro_batching, kind=kind)
+    for ended in run_ranks(run, 2, tmp_path):
         assert "`MicroBatching`: `net.1` takes its statistics over all ranks" in ended.result, ended.output[-2000:]
         assert ended.result.endswith("same: True")
 
