@@ -18,7 +18,7 @@ from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.search import Outcome, Search, why_slower
 from lightning_memfit.planner.sensitivity import sensitivities_of
-from lightning_memfit.planner.solve import Solution, TooLarge
+from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload
@@ -168,7 +168,7 @@ def largest_micro_batch(search: Search, setting: Setting) -> int:
         return setting.micro_batch_size
 
     def fits(size: int) -> bool:
-        return not isinstance(search.solver.solve_at_size(model, replace(alone, micro_batch_size=size)), TooLarge)
+        return search.solver.fits_at_size(model, replace(alone, micro_batch_size=size))
 
     low, high = setting.micro_batch_size, setting.micro_batch_size
     while high < _MAX_MICRO_BATCH and fits(2 * high):

@@ -510,6 +510,7 @@ class MemoryModels:
         self._passes: dict[Setting, ForwardBackward] = {}
         self._models: dict[Setting, MemoryModel] = {}
         self._bounds: dict[Setting, MemoryModel] = {}
+        self._placements: dict[Setting, Placement | None] = {}
 
     def read_with(self, other: MemoryModels) -> None:
         """Share what is read off traces of forward and backward with the models of a workload on the same traces."""
@@ -584,10 +585,12 @@ class MemoryModels:
 
     def deepspeed(self, setting: Setting) -> Placement | None:
         """What DeepSpeed keeps where, by the plain step's parameters; None if it isn't the strategy."""
-        sharding = setting.sharding
-        if sharding is None or not sharding.deepspeed:
-            return None
-        return deepspeed_placement(self.deepspeed_run(setting, sharding))
+        if setting not in self._placements:
+            sharding = setting.sharding
+            is_deepspeed = sharding is not None and sharding.deepspeed
+            run = self.deepspeed_run(setting, sharding) if is_deepspeed and sharding is not None else None
+            self._placements[setting] = None if run is None else deepspeed_placement(run)
+        return self._placements[setting]
 
     def deepspeed_run(self, setting: Setting, sharding: Sharding) -> DeepSpeedRun:
         """A setting as DeepSpeed would run it, with the sizes that the run or our strategies configure.

@@ -177,6 +177,14 @@ class Solver:
             return Unknown()
         return self._fastest(model, setting, model.frontier(size), self.budget.usable_bytes, rival)
 
+    def fits_at_size(self, model: MemoryModel, setting: Setting) -> bool:
+        """Whether some plan of a setting fits at its micro-batch; one that isn't known not to counts as fitting."""
+        size = _size_of(setting)
+        frontier = model.frontier(size) if model.is_bounded_at(size) else None
+        if frontier is not None and self._least_needed(model, frontier, size) <= self.budget.usable_bytes:
+            return True  # without replaying the allocator for the others
+        return not isinstance(self.solve_at_size(model, setting), TooLarge)
+
     def fastest_within(self, setting: Setting, usable_bytes: Sequence[int]) -> Iterator[Solution]:
         """Every micro-batch's fastest plan within each of several limits on the device, and the one that needs least.
 
