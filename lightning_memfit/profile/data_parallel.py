@@ -45,7 +45,7 @@ class TracedDataParallel(DistributedDataParallel):
         nn.Module.__init__(self)
         self.module = module
         self.static_graph = static_graph
-        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = self.require_backward_grad_sync = True
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.broadcast_buffers = broadcast_buffers
         self.bucket_cap_bytes = round((25 if bucket_cap_mb is None else bucket_cap_mb) * (1 << 20))

@@ -39,14 +39,7 @@ def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
     assert not lacking, {case.name: (predicted[case.name], found[case.name]) for case in lacking}
 
 
-_GATHERED_AHEAD = ("MLP, zero 3, 2 ranks, rank 1", "MLP, zero 3, 2 ranks, rank 1, 2 accumulated")
-"""Runs in which buffers of gloo for gathers that run ahead, which no estimate counts, are much of little memory."""
-
-SMALL = [
-    case
-    for case in CASES
-    if case.under_deepspeed and case.model in ("MLP", "LSTM") and case.width < 200 and case.name not in _GATHERED_AHEAD
-]
+SMALL = [case for case in CASES if case.under_deepspeed and case.model in ("MLP", "LSTM") and case.width < 200]
 
 
 @pytest.mark.medium
