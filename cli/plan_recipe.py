@@ -19,7 +19,7 @@ from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.plan import Plan, overlay_of, own_adapter, technique_classes
+from lightning_memfit.planner.plan import BATCHING, Plan, overlay_of, own_adapter, technique_classes
 from lightning_memfit.planner.plan_page import render_plan
 from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.time import (
@@ -105,8 +105,10 @@ def plan_recipe(
     data = plan.to_dict()
     origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
 
+    cuts_batches = any(type(one).__name__ == BATCHING.rpartition(".")[2] for one in run.callbacks)
+
     def laid(one: Plan) -> dict[str, Any]:
-        return {**origin, **overlay_of(one, run.takes_batch_size, arguments.nvme_path)}
+        return {**origin, **overlay_of(one, run.takes_batch_size, arguments.nvme_path, cuts_batches)}
 
     data["overlay"] = laid(plan) if plan.fits else None
     data["notes"] += [*run.notes, *_assumed(workload, plan, arguments)]

@@ -142,6 +142,7 @@ NAMES: dict[str, str] = {
     "_gen_transform_infos": "torch.distributed.tensor._redistribute",
     "_get_ddp_logging_data": "torch.nn.parallel.DistributedDataParallel",
     "_get_fsdp_state": "torch.distributed.fsdp.FSDPModule",
+    "_is_root": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_get_foreach_kernels_supported_devices": "torch.optim.optimizer",
     "_get_train_description": "lightning.pytorch.callbacks.RichProgressBar",
     "_getframe": "sys",

@@ -292,12 +292,14 @@ def write_peft_folder(
 
 
 def _trained_as_a_whole(entries: Mapping[str, Tensor], network: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules, by dotted name, whose own parameters and buffers are among a checkpoint's entries.
+    """Return the modules, by dotted name, that have parameters of their own among a checkpoint's entries.
+
+    Buffers tell nothing: a checkpoint of adapters has all of them.
 
     Raises:
-        ValueError: If only some of a module's are.
+        ValueError: If only some of a module's parameters and buffers are among them.
     """
-    here = network.state_dict().keys() & entries.keys()
+    here = dict(network.named_parameters(remove_duplicate=False)).keys() & entries.keys()
     whole = {name.rpartition(".")[0]: network.get_submodule(name.rpartition(".")[0]) for name in here}
     for name, module in whole.items():
         lacking = [key for key in module.state_dict() if f"{name}.{key}" not in entries]

@@ -1,6 +1,26 @@
-"""Count the processes of a run that see different samples."""
+"""Count the processes of a run that see different samples, and note which loop sums their gradients."""
 
 from typing import Any
+from weakref import WeakSet
+
+from torch.nn.parallel import DistributedDataParallel
+
+_summed_by_loop: "WeakSet[DistributedDataParallel]" = WeakSet()
+
+
+def sum_by_loop(wrapped: DistributedDataParallel) -> None:
+    """Note that the loop sums a module's gradients itself, over ranks that may train different weights.
+
+    DDP then synchronizes nothing, in forward neither. Its own flags don't tell: it clears them after passes without
+    gradients and with `no_sync` as well.
+    """
+    wrapped.require_forward_param_sync = False
+    _summed_by_loop.add(wrapped)
+
+
+def is_summed_by_loop(wrapped: DistributedDataParallel) -> bool:
+    """Whether `sum_by_loop` was said of a wrapped module."""
+    return wrapped in _summed_by_loop
 
 
 def ranks_together(trainer: Any) -> int:

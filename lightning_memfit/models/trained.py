@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
 from lightning_memfit.models.architecture import auto_class, hears_speech, is_encoder_decoder
@@ -174,6 +176,36 @@ def new_folder(folder: str | Path) -> Path:
     return target
 
 
+def _writable(network: PreTrainedModel) -> Any:
+    """Return how a network generates, without what transformers reads but refuses to write.
+
+    That is settings of sampling where nothing is sampled, as many older models have: they have no effect there.
+    """
+    from transformers import GenerationConfig
+
+    own = network.generation_config
+    if own is None:
+        return None
+    greedy = deepcopy(own)
+    for name in _OF_SAMPLING:
+        if hasattr(greedy, name):
+            setattr(greedy, name, None)
+    for config in (own, *([] if own.do_sample else [greedy])):
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            reason = error
+        else:
+            return config
+    rank_zero_warn(
+        f"The exported model has no settings of generation: transformers refuses to write its own ({reason})."
+    )
+    return GenerationConfig.from_model_config(network.config)
+
+
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
 def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Path:
     """Write a Hugging Face folder that `from_pretrained` loads again.
 
@@ -188,11 +220,12 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
         ValueError: If the folder is not empty.
     """
     target = new_folder(folder)
-    was_cached, network.config.use_cache = network.config.use_cache, True  # off only for training
+    was_cached, generation = network.config.use_cache, network.generation_config
+    network.config.use_cache, network.generation_config = True, _writable(network)  # no cache is only for training
     try:
         network.save_pretrained(target)
     finally:
-        network.config.use_cache = was_cached
+        network.config.use_cache, network.generation_config = was_cached, generation
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
     if network.config.model_type == "whisper":

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
+from lightning_memfit.techniques.core.facts import arguments_of
 from lightning_memfit.techniques.core.registry import techniques
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 
@@ -299,16 +300,21 @@ FEEDBACK = "lightning_memfit.PlanFeedback"
 BATCHING = "lightning_memfit.MicroBatching"
 
 
-def overlay_of(plan: Plan, batch_size_in_data: bool, nvme_path: str | None = None) -> dict[str, Any]:
+def overlay_of(
+    plan: Plan, batch_size_in_data: bool, nvme_path: str | None = None, cuts_batches: bool = False
+) -> dict[str, Any]:
     """What the plan says, as recipe configuration.
 
     Its callbacks are appended to the recipe's; the command line takes out those that `is_planned` names.
-    The loader makes the micro-batches if the data module takes a `batch_size`; otherwise `MicroBatching` cuts them.
+    The loader makes the micro-batches if the data module takes a `batch_size`; otherwise `MicroBatching` cuts them, as
+    it does where a recipe has it: then a mean over what a batch predicts stays one over the whole batch. DeepSpeed's
+    engines accumulate themselves.
 
     Args:
         plan: A plan that fits.
         batch_size_in_data: Whether `data` has an argument `batch_size`.
         nvme_path: Folder for data offloaded to disk; by default the strategy reads it from the environment.
+        cuts_batches: Whether the recipe has `MicroBatching`.
 
     Raises:
         ValueError: If the plan doesn't fit.
@@ -322,14 +328,16 @@ def overlay_of(plan: Plan, batch_size_in_data: bool, nvme_path: str | None = Non
     trainer: dict[str, Any] = {"precision": setting.precision, **alone, **laid}
     if setting.sharding is not None and setting.sharding.on_disk:
         trainer["strategy"]["init_args"] = {**trainer["strategy"]["init_args"], "nvme_path": nvme_path}
-    if batch_size_in_data:
-        trainer["accumulate_grad_batches"] = setting.accumulate_grad_batches
-    elif setting.accumulate_grad_batches > 1:
+    accumulate, is_engine = setting.accumulate_grad_batches, setting.sharding is not None and setting.sharding.deepspeed
+    is_cut = accumulate > 1 and (not batch_size_in_data or (cuts_batches and not is_engine))
+    if is_cut:
         chosen = [*chosen, {"class_path": BATCHING, "init_args": {"micro_batch_size": setting.micro_batch_size}}]
-        trainer["accumulate_grad_batches"] = 1
+    if batch_size_in_data or is_cut:
+        trainer["accumulate_grad_batches"] = 1 if is_cut else accumulate
     told = {"seconds": dict(plan.uncorrected), "rates": plan.rates, "peak_bytes": plan.peak_bytes}
     trainer["callbacks+"] = [*chosen, {"class_path": FEEDBACK, "init_args": told}]
-    data = {"data": {"init_args": {"batch_size": setting.micro_batch_size}}} if batch_size_in_data else {}
+    loaded = (setting.micro_batch_size or 1) * (accumulate if is_cut else 1)
+    data = {"data": {"init_args": {"batch_size": loaded}}} if batch_size_in_data else {}
     return {**data, "trainer": trainer}
 
 
@@ -348,15 +356,21 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
     Raises:
         ValueError: If no record describes them, so that a plan can't keep them.
     """
-    classes = {f"{type(one).__module__}.{type(one).__name__}": one for one in callbacks}
-    found = _of_adapters(classes)
+    paths = [f"{type(one).__module__}.{type(one).__name__}" for one in callbacks]
+    found = _of_adapters(paths)
+    own = [one for one, path in zip(callbacks, paths, strict=True) if path in found]
     if not found:
         return None
     try:
-        adapter = Setting.from_callbacks([classes[path] for path in found], precision).of_kind("adapter")
+        adapter = Setting.from_callbacks(own, precision).of_kind("adapter")
         reason = "no adapters of its own are trained by that"
     except ValueError as error:
         adapter, reason = None, str(error)
+    if adapter is not None:
+        made = {spec.class_path: spec.arguments for spec in adapter.technique.configured(**adapter.options)[1]}
+        pairs = zip(own, found, strict=True)
+        if sorted(made) != sorted(found) or any(arguments_of(one) != made[path] for one, path in pairs):
+            adapter, reason = None, "arguments of one name, which a plan gives to all of its callbacks, differ in them"
     if adapter is None:
         raise ValueError(
             f"`trainer.callbacks` has {found[0].rpartition('.')[2]}, and no plan can keep it: {reason}. Choose the "

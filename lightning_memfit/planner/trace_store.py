@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -119,7 +119,8 @@ class TraceStore:
     def stepping(self, setting: Setting, rounding: int) -> SteadyState:
         """What the optimizer's steps alone, over all parameters, keep and need.
 
-        If there are many equal blocks, two small numbers of them are traced and extrapolated.
+        If there are many equal blocks, two small numbers of them are traced and extrapolated, unless a technique names
+        parts of the module, which may be in any block, or finds no such part in the first few.
 
         Args:
             setting: Only its optimizer, precision and gradient technique count.
@@ -131,11 +132,13 @@ class TraceStore:
         pure = stepping_of(setting)
         plain = self.plain()
         elements_per_block = plain.num_parameters // max(1, plain.num_blocks)
-        if plain.traced_blocks == plain.num_blocks or elements_per_block * _FEW_BLOCKS < _LARGEST_CHUNK:
-            return SteadyState.of(self._stepping(pure, None), rounding)
-        ahead = self._stepping_ahead(pure, _MORE_BLOCKS)
-        few = SteadyState.of(self._stepping(pure, _FEW_BLOCKS), rounding)
-        return few.extended(SteadyState.of(ahead(), rounding), _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
+        are_few = plain.traced_blocks == plain.num_blocks or elements_per_block * _FEW_BLOCKS < _LARGEST_CHUNK
+        if not are_few and not _names_parts(pure):
+            ahead = self._stepping_ahead(pure, _MORE_BLOCKS)
+            with suppress(TraceError):
+                few = SteadyState.of(self._stepping(pure, _FEW_BLOCKS), rounding)
+                return few.extended(SteadyState.of(ahead(), rounding), _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
+        return SteadyState.of(self._stepping(pure, None), rounding)
 
     def rounded_bytes(self) -> dict[Category, int]:
         """Bytes of what is not trained and a conversion to half precision would round, as the module holds it now.
@@ -229,6 +232,11 @@ class TraceStore:
         found = profile()
         # A `MemoryLimit` doesn't see what kernels give back before they end, and a plan for it must not, either.
         return found.without_scratch() if self.workload.target.counts_tensors else found
+
+
+def _names_parts(setting: Setting) -> bool:
+    """Whether a choice has lists among its options, as those of layers are."""
+    return any(isinstance(value, (list, tuple)) for choice in setting.chosen for value in choice.options.values())
 
 
 def _profile_steps(module: Any, num_blocks: int | None, batch: Any, **settings: Any) -> ModelProfile:

@@ -150,9 +150,14 @@ class ForkedWorker:
         """Take the next result; False if the worker has died."""
         if self._connection is not None:
             try:
-                self._received.append(self._connection.recv())
+                answer = self._connection.recv_bytes()
             except (EOFError, OSError):
                 self._lose()
+                return False
+            try:
+                self._received.append(pickle.loads(answer))  # nosec B301  # from a fork of this process
+            except Exception:  # an exception whose class takes other arguments than it holds, say
+                self._received.append(None)
         return not self._gone
 
     def _lose(self) -> None:
@@ -197,7 +202,12 @@ def _serve(connection: Connection, theirs: Connection, shared: tuple[object, ...
         while _autograd_works():
             task = connection.recv_bytes()
             try:
-                outcome: _Outcome = (_Unpickler(io.BytesIO(task), shared).load()(), None)
+                function = _Unpickler(io.BytesIO(task), shared).load()
+            except Exception:
+                connection.send_bytes(ForkingPickler.dumps(None))
+                continue
+            try:
+                outcome: _Outcome = (function(), None)
             except Exception as error:
                 outcome = (None, error)
             try:

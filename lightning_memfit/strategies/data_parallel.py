@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import synchronize
+from lightning_memfit.memory.replicas import is_summed_by_loop
 from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
 from lightning_memfit.strategies.launched import check_num_nodes
 from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, listed, parameter_names
@@ -173,9 +174,7 @@ class DataParallelStrategy(DDPStrategy):
         if not isinstance(wrapped, DistributedDataParallel) or module is None:
             return
         added = self._added()
-        if not wrapped.require_forward_param_sync and not wrapped.require_backward_grad_sync:
-            # `MicroBatching` sums gradients itself, over ranks that may train different weights: only what DDP does
-            # for new layers is left to do, and only it is done alike by all.
+        if is_summed_by_loop(wrapped):  # only what DDP does for new layers is left to do, and only it all do alike
             broadcast_from_first(added)
             self._known.update((id(one), one) for one in added)
             return

@@ -6,7 +6,13 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed, nn
@@ -70,7 +76,7 @@ def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
     Raises:
         MisconfigurationException: If a callback is to write to one while it trains.
     """
-    writers: list[Any] = [one for one in trainer.callbacks if hasattr(one, "dirpath")]  # type: ignore[attr-defined]
+    writers: list[Any] = [one for one in trainer.callbacks if _saves(one)]  # type: ignore[attr-defined]
     for callback in writers if trainer.state.fn == TrainerFn.FITTING else ():
         if isinstance(callback, ModelCheckpoint) and not (callback.save_top_k or callback.save_last):
             continue
@@ -80,6 +86,13 @@ def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
                 f"`dirpath={folder}` of `{type(callback).__name__}`: under `strategy={strategy}` each rank writes a "
                 f"file of its own into a checkpoint's folder, which is done on this machine only. {fix}"
             )
+
+
+def _saves(callback: Any) -> bool:
+    """Whether a callback saves checkpoints into a folder: Lightning's, what derives from them, and our own."""
+    return hasattr(callback, "dirpath") and (
+        isinstance(callback, Checkpoint) or type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
+    )
 
 
 def _default_folder(trainer: Trainer) -> str:

@@ -323,6 +323,16 @@ class Added(Base):
             optimizer.add_param_group({"params": list(self.extra.parameters())})
 
 
+class AddedValidating(Added):
+    """Is also validated, after which DDP's flags are those of a pass without gradients."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
 class AddedFrozen(Added):
     """Trains the layer from its third epoch on."""
 

@@ -29,6 +29,11 @@ CASES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
     "added": ("Added", {}, {}),
     "added, frozen at first": ("AddedFrozen", {}, {"max_epochs": 3}),
     "added, accumulating": ("Added", {}, {"accumulate_grad_batches": 2}),
+    "added after a validation, accumulating": (
+        "AddedValidating",
+        {},
+        {"accumulate_grad_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0},
+    ),
     "unfrozen, micro-batches": ("Unfrozen", {}, {}),
     "added, micro-batches": ("Added", {}, {"accumulate_grad_batches": 2}),
     "in a hook, micro-batches": ("AlternatingInHook", {}, {}),

@@ -42,7 +42,7 @@ from lightning_memfit.fitting.step.outputs import StepLogs
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.fitting.upstream.deepspeed import engine_of
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
-from lightning_memfit.memory.replicas import num_replicas
+from lightning_memfit.memory.replicas import num_replicas, sum_by_loop
 
 _ON_DISK = (
     "`MicroBatching` compares and tries steps, which can't be taken back where DeepSpeed keeps optimizer states or "
@@ -205,7 +205,7 @@ class FitSession:
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._reducer = GradientReducer(module)
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
-            trainer.strategy.model.require_forward_param_sync = False
+            sum_by_loop(trainer.strategy.model)
         # A CPU without a simulated device has only one memory.
         kind = DeviceKind.of(self._device)
         has_host = kind.has_own_memory or (kind.is_host and device_memory is not None)

@@ -74,7 +74,9 @@ def forget_pass(module: nn.Module) -> None:
     inner: set[int] = set()
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            if id(child) not in inner:
+            # Until the first forward there is no pass to forget, nor yet what it would be forgotten in.
+            is_used = child._get_fsdp_state()._is_root is not None
+            if id(child) not in inner and is_used:
                 reset = getattr(child, "reset_iter_state", None) or partial(_reset_by_hand, child)
                 reset()
                 inner |= {id(other) for other in child.modules()}

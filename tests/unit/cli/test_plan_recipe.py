@@ -17,6 +17,7 @@ from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner.plan import own_adapter
 from lightning_memfit.planner.workload import parse_device_count
 from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.techniques.lora import Lora
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights
 
@@ -150,3 +151,20 @@ def test_what_quantizes_weights_without_adapters_is_not_left_out_in_silence() ->
     with pytest.raises(ValueError, match="`trainer.callbacks` has QuantizedWeights, and no plan can keep it"):
         own_adapter([QuantizedWeights()], "bf16-mixed")
     assert own_adapter([pl.Callback()], "bf16-mixed") is None
+
+
+@pytest.mark.parametrize(
+    ("quantized", "adapters"),
+    [({}, {"target_modules": ["q_proj"]}), ({"target_modules": ["up_proj"]}, {}), ({"bits": 8}, {"rank": 4})],
+)
+def test_adapters_whose_arguments_a_plan_would_mix_up_are_refused(
+    quantized: dict[str, Any], adapters: dict[str, Any]
+) -> None:
+    callbacks = [QuantizedWeights(**quantized), Lora(**adapters)]
+    if "bits" in quantized:  # of one callback alone
+        kept = own_adapter(callbacks, "bf16-mixed")
+        assert kept is not None
+        assert kept.name == "lora_8bit"
+        return
+    with pytest.raises(ValueError, match="has QuantizedWeights, and no plan can keep it: arguments of one name"):
+        own_adapter(callbacks, "bf16-mixed")

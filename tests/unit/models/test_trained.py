@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from transformers import WhisperFeatureExtractor
+from transformers import GenerationConfig, WhisperFeatureExtractor
 
 from cli.trained import load_verified
 from lightning_memfit.adapters import lora
@@ -88,11 +88,11 @@ def trained_adapters(folder, config, train=(), changes=None):
             if parameter.requires_grad:
                 parameter.normal_(std=0.3)
     named = module.named_parameters(remove_duplicate=False)
-    kept = {name for name, parameter in named if parameter.requires_grad}
+    frozen = {name for name, parameter in named if not parameter.requires_grad}
     checkpoint = {
         KEY: describe(module, 2, 4.0),
         ARCHITECTURE_KEY: module.network.config.to_dict(),
-        "state_dict": {name: value for name, value in module.state_dict().items() if name in kept},
+        "state_dict": {name: value for name, value in module.state_dict().items() if name not in frozen},
         "hyper_parameters": {"pretrained": str(folder)},
     }
     with torch.no_grad():
@@ -175,6 +175,26 @@ def test_what_a_model_says_of_generation_and_hears_is_exported(tmp_path):
     assert (hears.feature_size, hears.chunk_length) == (8, 1)
     del checkpoint[GENERATION_KEY]  # as an earlier version wrote them
     assert network_from_checkpoint(checkpoint).generation_config.begin_suppress_tokens != [4]
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6}, {}),  # of sampling, without sampling: transformers reads and ignores it
+        ({"temperature": 0.9, "do_sample": True}, {"temperature": 0.9, "do_sample": True}),
+        ({"temperature": 0.9, "max_new_tokens": 7}, {"max_new_tokens": 7}),
+    ],
+)
+def test_settings_of_generation_that_have_no_effect_end_no_export(tmp_path, said, written):
+    module = CausalLM(config=GPT2)
+    module.configure_model()
+    module.network.generation_config = GenerationConfig(**said)
+    folder = export_folder(module.network, tmp_path / "exported", None)
+    exported = json.loads((folder / "generation_config.json").read_text())
+    assert {
+        name: exported[name] for name in ("temperature", "top_p", "do_sample", "max_new_tokens") if name in exported
+    } == written
+    assert module.network.generation_config.temperature == 0.9, "what runs is as it was"
 
 
 VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}

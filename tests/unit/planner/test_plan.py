@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -98,6 +99,23 @@ def test_without_a_batch_size_in_data_micro_batches_are_cut(plan: Plan) -> None:
     if plan.setting.accumulate_grad_batches > 1:
         assert cut[0]["init_args"] == {"micro_batch_size": plan.setting.micro_batch_size}
     assert "data" not in laid
+
+
+def test_micro_batches_of_a_recipe_that_cuts_its_batches_stay_cut(plan: Plan) -> None:
+    """`MicroBatching` takes means over the whole batch, which accumulation alone doesn't."""
+    setting = replace(plan.setting, micro_batch_size=2, accumulate_grad_batches=4)
+    laid = overlay_of(replace(plan, setting=setting), batch_size_in_data=True, cuts_batches=True)
+    assert laid["data"]["init_args"]["batch_size"] == 8
+    assert laid["trainer"]["accumulate_grad_batches"] == 1
+    cut = [spec for spec in laid["trainer"]["callbacks+"] if "MicroBatching" in spec["class_path"]]
+    assert [spec["init_args"] for spec in cut] == [{"micro_batch_size": 2}]
+    whole = replace(plan, setting=replace(setting, micro_batch_size=8, accumulate_grad_batches=1))
+    laid = overlay_of(whole, batch_size_in_data=True, cuts_batches=True)
+    assert laid["data"]["init_args"]["batch_size"] == 8
+    engine = replace(plan, setting=replace(setting, world_size=2).choose("zero_2"))
+    laid = overlay_of(engine, batch_size_in_data=True, cuts_batches=True)
+    assert laid["data"]["init_args"]["batch_size"] == 2
+    assert laid["trainer"]["accumulate_grad_batches"] == 4
 
 
 def test_allow() -> None:

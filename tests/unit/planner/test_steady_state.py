@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,37 @@ def test_only_a_copy_loses_blocks() -> None:
     assert len(alike.model.transformer.h) == 3
     assert len(module.model.transformer.h) == 9
     assert type(module) is CausalLM
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["h.7.attn.c_attn", "h.8.attn.c_attn"]},  # not in the first few
+        {"target_modules": ["h.0.attn.c_attn", "h.8.attn.c_attn"]},  # not all in the first few
+        {"train": ["model.transformer.h.8"]},
+    ],
+)
+def test_adapters_of_blocks_by_number_are_traced_with_all_blocks(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_store, "_LARGEST_CHUNK", 1)
+    traces = store()
+    setting = Setting().choose("lora", **options)
+    assert traces.stepping(setting, 512) == SteadyState.of(traces._stepping(setting, None), 512)
+
+
+def test_where_the_first_blocks_do_not_step_alone_all_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_store, "_LARGEST_CHUNK", 1)
+    traces, profile = store(), trace_store.profile_module
+
+    def fail(module: object, *args: Any, **settings: Any) -> Any:
+        if getattr(module, "memfit_num_blocks", None):
+            raise TraceError("it misses the last block")
+        return profile(module, *args, **settings)  # type: ignore[arg-type]
+
+    expected = SteadyState.of(traces._stepping(Setting(), None), 512)
+    monkeypatch.setattr(trace_store, "profile_module", fail)
+    assert traces.stepping(Setting(), 512) == expected
 
 
 def test_what_cannot_be_traced_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

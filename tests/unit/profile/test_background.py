@@ -138,7 +138,23 @@ def value_of(one: Unpicklable, added: int) -> tuple[int, int]:
     return os.getpid(), one.value + added
 
 
+class TwoArguments(RuntimeError):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first}, {second}")
+
+
+class NotReadBack:
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return NotReadBack, ("an argument that it doesn't take",)
+
+
+def read_back(one: NotReadBack) -> int:
+    return os.getpid()
+
+
 def made(what: str) -> object:
+    if what == "other arguments":
+        raise TwoArguments("one", "two")
     if what == "error":
         raise TraceError("values of tensors", ("an assumption",))
     return (lambda: None) if what == "unpicklable" else torch.arange(1 << 20).numpy()
@@ -182,6 +198,10 @@ def test_errors_of_a_worker_are_raised_here_and_what_it_cannot_send_is_made_here
         failing()
     assert caught.value.assumptions == ("an assumption",)
     assert callable(unsendable())
+    with pytest.raises(TwoArguments, match="one, two"):
+        worker.start(partial(made, "other arguments"))()
+    assert worker.start(partial(read_back, NotReadBack()))() == os.getpid()
+    assert worker.start(os.getpid)() != os.getpid()  # it lives on
 
 
 def test_what_a_worker_cannot_be_given_runs_in_a_fork_of_its_own() -> None:

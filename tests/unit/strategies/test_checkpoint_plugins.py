@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -113,7 +114,10 @@ def test_a_folder_of_shards_is_written_on_this_machine_only(kind):
 
 
 def test_who_saves_nothing_may_have_a_url(tmp_path):
-    callbacks = [ModelCheckpoint("memory://bucket", save_top_k=0), Preemption(dirpath=str(tmp_path))]
+    class OfAnotherKind(pl.Callback):
+        dirpath = "memory://bucket"
+
+    callbacks = [ModelCheckpoint("memory://bucket", save_top_k=0), Preemption(dirpath=str(tmp_path)), OfAnotherKind()]
     strategy = FullyShardedStrategy(process_group_backend="gloo")
     module = Small()
     quiet_trainer(strategy=strategy, callbacks=callbacks, max_steps=1, enable_checkpointing=True).fit(module)
