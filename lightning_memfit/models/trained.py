@@ -15,7 +15,7 @@ from lightning_memfit.models.architecture import auto_class, hears_speech, is_en
 from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _PREFIX = "model."
 _FRAMES_PER_SECOND = 100
@@ -176,31 +176,29 @@ def new_folder(folder: str | Path) -> Path:
     return target
 
 
-def _writable(network: PreTrainedModel) -> Any:
+def _writable(own: GenerationConfig, config: PretrainedConfig) -> GenerationConfig:
     """Return how a network generates, without what transformers reads but refuses to write.
 
     That is settings of sampling where nothing is sampled, as many older models have: they have no effect there.
-    """
-    from transformers import GenerationConfig
 
-    own = network.generation_config
-    if own is None:
-        return None
+    Args:
+        own: Its settings of generation.
+        config: Its architecture.
+    """
     greedy = deepcopy(own)
     for name in _OF_SAMPLING:
         if hasattr(greedy, name):
             setattr(greedy, name, None)
-    for config in (own, *([] if own.do_sample else [greedy])):
+    for settings in (own, *([] if own.do_sample else [greedy])):
         try:
-            config.validate(strict=True)
+            settings.validate(strict=True)
         except ValueError as error:
             reason = error
         else:
-            return config
-    rank_zero_warn(
-        f"The exported model has no settings of generation: transformers refuses to write its own ({reason})."
-    )
-    return GenerationConfig.from_model_config(network.config)
+            return settings
+    what = "The exported model has no settings of generation, as transformers refuses to write them"
+    rank_zero_warn(f"{what}: {reason}")
+    return type(own).from_model_config(config)
 
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -220,12 +218,16 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
         ValueError: If the folder is not empty.
     """
     target = new_folder(folder)
-    was_cached, generation = network.config.use_cache, network.generation_config
-    network.config.use_cache, network.generation_config = True, _writable(network)  # no cache is only for training
+    was_cached, generation = network.config.use_cache, getattr(network, "generation_config", None)
+    network.config.use_cache = True  # off only for training
+    if generation is not None:  # only what generates has one
+        network.generation_config = _writable(generation, network.config)
     try:
         network.save_pretrained(target)
     finally:
-        network.config.use_cache, network.generation_config = was_cached, generation
+        network.config.use_cache = was_cached
+        if generation is not None:
+            network.generation_config = generation
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
     if network.config.model_type == "whisper":
