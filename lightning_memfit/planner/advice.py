@@ -132,10 +132,9 @@ def _permissions(search: Search) -> Iterator[str]:
     kept, _ = candidates(replace(workload, allow=frozenset(NUMERICS)))
     fitting = [one for one in kept if bound.refuse(one) is None and not search.solver.models.of_host(one)]
     having: dict[tuple[Numerics, ...], list[Setting]] = {}
-    own = frozenset() if workload.adapter is None else workload.adapter.technique.numerics
     for technique, names in missing_permissions(workload):
         allowed = workload.allow | {*names}
-        let_in = [one for one in fitting if technique in one.techniques() and one.numerics - own <= allowed]
+        let_in = [one for one in fitting if technique in one.techniques() and workload.must_allow(one) <= allowed]
         if let_in:
             having[names] = having.get(names, []) + let_in
     mildest = sorted(having, key=lambda names: sum(TOLERANCES[name] for name in NUMERICS if name in names))

@@ -135,8 +135,7 @@ def _permissions(search: Search) -> Iterator[frozenset[Numerics]]:
     """Classes of numerics that would let in something of which forward and backward are traced."""
     workload = search.workload
     kept, _ = candidates(replace(workload, allow=frozenset(NUMERICS)))
-    own = frozenset() if workload.adapter is None else workload.adapter.technique.numerics
-    traced = [one.numerics - own for one in kept if search.store.has_passes(one, "none")]
+    traced = [workload.must_allow(one) for one in kept if search.store.has_passes(one, "none")]
     for names in dict.fromkeys(needed for _, needed in missing_permissions(workload)):
         allow = workload.allow.union(names)
         if any(one <= allow and not one <= workload.allow for one in traced):

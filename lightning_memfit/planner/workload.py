@@ -129,6 +129,10 @@ class Workload:
                 f"Use a number of devices that divides {samples}, or change the batch."
             )
 
+    def must_allow(self, setting: Setting) -> frozenset[Numerics]:
+        """What has to be allowed for a setting: everything but the adapters that the recipe itself trains."""
+        return (setting if self.adapter is None else setting.without("adapter")).numerics
+
     def samples_on_each(self, world_size: int = 1) -> int:
         """Samples per optimizer step of each of `world_size` devices."""
         return self.samples_per_step // world_size

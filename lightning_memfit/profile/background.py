@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, TypeVar
@@ -39,7 +40,7 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
     A result that nobody asks for costs only the child's time: the child is a daemon and ends with this process.
 
     Args:
-        function: Its result or exception must be picklable. It runs with one thread.
+        function: Runs with one thread; anew in this process if its result or exception can't be pickled.
     """
     if not _can_fork():
         return function
@@ -49,16 +50,13 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
 
     def result() -> T:
         try:
-            value, error = receiving.recv()
+            outcome = _read(receiving.recv_bytes())
         except EOFError:
-            return function()
+            outcome = None
         finally:
             process.join()
             receiving.close()
-        if error is not None:
-            raise error
-        found: T = value
-        return found
+        return _taken(outcome, function)
 
     return result
 
@@ -92,7 +90,7 @@ class ForkedWorker:
         """Start a function; the returned callable waits for its result, or raises its exception.
 
         Args:
-            function: Its result or exception must be picklable. It runs with one thread.
+            function: Runs with one thread; anew in this process if its result or exception can't be pickled.
         """
         if self._gone or os.getpid() != self._owner:
             return function
@@ -109,13 +107,7 @@ class ForkedWorker:
                 if not self._receive():
                     return function()
             outcome, self._received[number] = self._received[number], None
-            if outcome is None:
-                return function()
-            value, error = outcome
-            if error is not None:
-                raise error
-            found: T = value
-            return found
+            return _taken(outcome, function)
 
         return result
 
@@ -154,10 +146,7 @@ class ForkedWorker:
             except (EOFError, OSError):
                 self._lose()
                 return False
-            try:
-                self._received.append(pickle.loads(answer))  # nosec B301  # from a fork of this process
-            except Exception:  # an exception whose class takes other arguments than it holds, say
-                self._received.append(None)
+            self._received.append(_read(answer))
         return not self._gone
 
     def _lose(self) -> None:
@@ -204,19 +193,10 @@ def _serve(connection: Connection, theirs: Connection, shared: tuple[object, ...
             try:
                 function = _Unpickler(io.BytesIO(task), shared).load()
             except Exception:
-                connection.send_bytes(ForkingPickler.dumps(None))
-                continue
-            try:
-                outcome: _Outcome = (function(), None)
-            except Exception as error:
-                outcome = (None, error)
-            try:
-                answer = ForkingPickler.dumps(outcome)
-            except Exception:
-                answer = ForkingPickler.dumps(None)
-            connection.send_bytes(answer)
+                function = None
+            connection.send_bytes(_answer(function))
     except BaseException:
-        pass  # the other process runs the function itself, and sees it there
+        pass  # see `_run`
     connection.close()
 
 
@@ -244,13 +224,43 @@ def _run(function: Callable[[], T], sending: Connection) -> None:
     # operator would wait for them for ever.
     torch.set_num_threads(1)
     if _autograd_works():
-        try:
-            sending.send((function(), None))
-        except Exception as error:
-            sending.send((None, error))
-        except BaseException:
-            pass  # the other process runs the function itself, and sees it there
+        with suppress(BaseException):  # the other process runs the function itself, and sees it there
+            sending.send_bytes(_answer(function))
     sending.close()
+
+
+def _answer(function: Callable[[], Any] | None) -> Any:
+    """Run a function, and write its outcome down for the other process."""
+    if function is None:
+        return ForkingPickler.dumps(None)
+    try:
+        outcome: _Outcome = (function(), None)
+    except Exception as error:
+        outcome = (None, error)
+    try:
+        return ForkingPickler.dumps(outcome)
+    except Exception:  # objects raise what they like when they are asked for their state
+        return ForkingPickler.dumps(None)
+
+
+def _read(answer: bytes) -> _Outcome:
+    """Read what `_answer` wrote; None if that can't be, as where an exception takes other arguments than it holds."""
+    try:
+        found: _Outcome = pickle.loads(answer)  # nosec B301  # from a fork of this process
+        return found
+    except Exception:
+        return None
+
+
+def _taken(outcome: _Outcome, function: Callable[[], T]) -> T:
+    """Return the result of a function that ran elsewhere or raise its exception; without an outcome, run it here."""
+    if outcome is None:
+        return function()
+    value, error = outcome
+    if error is not None:
+        raise error
+    found: T = value
+    return found
 
 
 def _autograd_works() -> bool:
