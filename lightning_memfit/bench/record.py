@@ -75,6 +75,9 @@ class Speed:
     """Sum over all processes, from the median step time; None for batches without `input_ids`."""
     data_wait_fraction: float
     """Share of the time that passes between the end of a batch and the start of the next."""
+    queued_fraction: float | None = None
+    """Share of the time in which a thread was ready to compute and other programs had its core; None if the system
+    doesn't tell."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,13 @@ class Result:
 
     @property
     def had_cores(self) -> bool:
-        """Whether the row had the cores to itself; if not, its times say little, but memory and losses remain valid."""
+        """Whether the row had the cores to itself; if not, its times say little, but memory and losses remain valid.
+
+        Where the system doesn't tell how long its threads waited for a core, the load before the run stands for it.
+        """
+        queued = None if self.speed is None else self.speed.queued_fraction
+        if DeviceKind.of(self.device).is_host and queued is not None:
+            return queued <= _QUIET
         load, cores = self.hardware.get("load"), self.hardware.get("cores")
         return not DeviceKind.of(self.device).is_host or load is None or cores is None or bool(load <= cores)
 
@@ -191,6 +200,10 @@ def field_paths(kind: type = Result, prefix: str = "") -> list[str]:
         inner = nested.get(one.name) if kind is Result else None
         paths += field_paths(inner, f"{name}.") if inner else [name]
     return paths
+
+
+_QUIET = 0.03
+"""Share of the time that a quiet machine's own services take from a run's threads."""
 
 
 # --- where a result comes from: versions, hardware, commit (imports no torch) -----------------------------------------

@@ -35,6 +35,10 @@ class StepClock:
 
     On CUDA it waits for the device at the end of every optimizer step, so that each time belongs to its own step.
 
+    Attributes:
+        queued_fraction: Share of the timed steps in which a thread was ready to compute while others had its core, as
+            Linux counts it; None elsewhere.
+
     Args:
         warmup_steps: Optimizer steps before the clock starts.
     """
@@ -46,6 +50,8 @@ class StepClock:
         self._current = TimedStep()
         self._last = 0.0
         self._step_start = 0.0
+        self._queued: dict[str, int] | None = None
+        self.queued_fraction: float | None = None
         self._losses: list[torch.Tensor] = []
         self._first: list[torch.Tensor] = []
         self._final: list[torch.Tensor] = []
@@ -53,6 +59,8 @@ class StepClock:
     def start(self) -> None:
         """Start the clock before the first step."""
         self._step_start = self._last = time.perf_counter()
+        if not self.warmup_steps:
+            self._queued = queued_nanoseconds()
 
     def batch_starts(self) -> None:
         """Count the time between two batches as waiting."""
@@ -74,10 +82,22 @@ class StepClock:
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             self.steps.append(self._current)
+            self._count_queued()
+        if self.num_steps == self.warmup_steps:
+            self._queued = queued_nanoseconds()
         self._step_start = self._last = now
         self._current = TimedStep()
         self._first = self._first or self._losses
         self._final, self._losses = self._losses, []
+
+    def _count_queued(self) -> None:
+        """Add up what each thread waited for a core since the warm-up; a thread that has ended counts no more."""
+        now = queued_nanoseconds()
+        if self._queued is None or now is None:
+            return
+        waited = sum(value - self._queued.get(thread, 0) for thread, value in now.items())
+        seconds = sum(step.seconds for step in self.steps)
+        self.queued_fraction = waited * 1e-9 / seconds / torch.get_num_threads()
 
     @property
     def losses(self) -> tuple[float | None, float | None]:
@@ -103,6 +123,7 @@ class StepClock:
             samples_per_second=None if samples is None else samples * num_replicas / median,
             tokens_per_second=None if tokens is None else tokens * num_replicas / median,
             data_wait_fraction=sum(step.waited for step in self.steps) / float(seconds.sum()),
+            queued_fraction=self.queued_fraction,
         )
 
 
@@ -117,6 +138,24 @@ def _sum(total: int | None, count: int | None) -> int | None:
 def _mean(counts: list[int | None]) -> float | None:
     known = [count for count in counts if count is not None]
     return sum(known) / len(known) if len(known) == len(counts) and any(known) else None
+
+
+_TASKS = Path("/proc/self/task")
+
+
+def queued_nanoseconds() -> dict[str, int] | None:
+    """Return how long each thread of this process has been ready without a core; None where the system doesn't tell.
+
+    The second number of `/proc/PID/task/TID/schedstat` (`Documentation/scheduler/sched-stats.rst` of Linux).
+    """
+    found = {}
+    try:
+        for thread in _TASKS.iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                found[thread.name] = int((thread / "schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return found or None
 
 
 # --- resident memory --------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """What a run adds to resident memory, whatever was there before."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from lightning_memfit.bench.step_clock import ResidentGrowth
+from lightning_memfit.bench.step_clock import ResidentGrowth, StepClock
 
 MIB = 2**20
 
@@ -40,3 +42,60 @@ def test_without_the_kernels_help_nothing_is_said(monkeypatch: pytest.MonkeyPatc
     growth = ResidentGrowth()
     growth.start()
     assert growth.growth_bytes is None
+
+
+def test_time_without_a_core_is_that_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Linux counts nanoseconds for each thread; one that begins later begins at none."""
+    monkeypatch.setattr("lightning_memfit.bench.step_clock._TASKS", tmp_path)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    now = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))  # a second passes at every look
+
+    def told(**seconds: float) -> None:
+        for thread, waited in seconds.items():
+            (tmp_path / thread).mkdir(exist_ok=True)
+            (tmp_path / thread / "schedstat").write_text(f"123 {round(waited * 1e9)} 4\n")
+
+    clock = StepClock(warmup_steps=1)
+    clock.start()
+    told(first=50.0)
+    clock.step_ends(torch.device("cpu"))
+    assert clock.queued_fraction is None
+    told(first=50.25, second=0.5)
+    clock.step_ends(torch.device("cpu"))
+    (step,) = clock.steps
+    assert clock.queued_fraction == pytest.approx(0.75 / step.seconds / 2)
+    speed = clock.speed()
+    assert speed is not None
+    assert speed.queued_fraction == clock.queued_fraction
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts it")
+def test_another_program_on_the_same_core_is_noticed() -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    spin = "import os; os.sched_setaffinity(0, {" + core + "})\nprint('ready', flush=True)\nwhile True: pass"
+    shared = f"import os; os.sched_setaffinity(0, {{{core}}})\n{SHARES}"
+    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        done = subprocess.run([sys.executable, "-c", shared], capture_output=True, text=True, check=True)
+        other.kill()
+    found = done.stdout.split("QUEUED ")[1].strip()
+    if found == "None":
+        pytest.skip("this kernel does not count it")
+    assert float(found) > 0.2  # about half
+
+
+SHARES = """
+import time, torch
+from lightning_memfit.bench.step_clock import StepClock
+torch.set_num_threads(1)
+clock = StepClock(0)
+clock.start()
+for _ in range(3):
+    end = time.perf_counter() + 0.3
+    while time.perf_counter() < end:
+        pass
+    clock.step_ends(torch.device("cpu"))
+print("QUEUED", clock.queued_fraction)
+"""

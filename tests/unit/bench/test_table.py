@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from lightning_memfit.bench.record import Memory, Result, Speed
 from lightning_memfit.bench.table import better_peers, grouped, markdown, print_table, side_by_side
 
@@ -68,6 +70,9 @@ def test_speeds_of_a_busy_machine_are_marked():
     assert "say little: title of a." in text
     assert "All rows were timed while" in markdown([busy])
     assert "busy" not in markdown([quiet])
+    # Where it is known how long threads waited for a core, the load before the run says nothing.
+    waited = [replace(row, speed=Speed(5, 1, 1, 1, 4, None, 0.0, share)) for row, share in ((busy, 0.01), (quiet, 0.2))]
+    assert [row.had_cores for row in waited] == [True, False]
 
 
 def test_the_terminal_shows_the_same_rows(capsys):
