@@ -98,10 +98,15 @@ def plan_recipe(
             )
         except TraceError as error:
             mistake = user_mistake(error)
-            if mistake is not None:
-                raise mistake from None
-            print(f"memfit: cannot tell: {error} {run.example}".rstrip(), file=sys.stderr)
-            return None
+            if mistake is None:
+                print(f"memfit: cannot tell: {error} {run.example}".rstrip(), file=sys.stderr)
+                return None
+            if "lora" in (arguments.allow or "") and own_adapter(run.callbacks, run.options.precision) is not None:
+                raise ValueError(
+                    f"{mistake} A search that may choose adapters begins without those of the recipe. Leave `lora` out "
+                    "of `--allow`, and every plan keeps them."
+                ) from None
+            raise mistake from None
     data = plan.to_dict()
     origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
 

@@ -120,9 +120,9 @@ def page(rows: Sequence[Row], plans: Sequence[Row], text: str) -> str:
 
 
 def add_plans() -> None:
-    """Add the missing plans, one at a time; not of the recipe whose step runs with its adapters only."""
+    """Add the missing plans, one at a time."""
     rows = json.loads(PLANS.read_text())["rows"] if PLANS.exists() else []
-    wanted_plans = [(recipe, device) for recipe in reversed(TASKS) for device in DEVICES if recipe != "dpo_lora"]
+    wanted_plans = [(recipe, device) for recipe in reversed(TASKS) for device in DEVICES]
     for recipe, device in wanted_plans:
         if any((row["recipe"], row["device"]) == (recipe, device) for row in rows):
             continue

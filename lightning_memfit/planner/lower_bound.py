@@ -50,7 +50,7 @@ class LowerBound:
     def seconds(self, setting: Setting) -> float:
         """Seconds per step for matrix products, once per sample, and for the optimizer's step."""
         forward, backward = (float(self._plain.flops.get(phase, 0)) for phase in PHASES)
-        if setting.of_kind("adapter") is not None:
+        if setting.of_kind("adapter") not in (None, self._solver.workload.adapter):  # the recipe's own are in the trace
             # Frozen weights have no gradients, which are half of the products; nor has the input of the first block.
             backward *= 0.5 * (1 - 1 / max(1, self._plain.num_blocks))
         per_step = (

@@ -181,11 +181,16 @@ def largest_micro_batch(search: Search, setting: Setting) -> int:
 
 
 def _effects(search: Search, best: Solution) -> Iterator[TechniqueEffect]:
-    """Compare the plan with the one without each technique: by traces for loss and checkpointing, else closed form."""
+    """Compare the plan with the one without each technique: by traces for loss and checkpointing, else closed form.
+
+    Adapters of the recipe's own are none of the plan's, and every figure has them.
+    """
     setting, size = best.setting, best.setting.micro_batch_size
     assert size is not None
     model = search.solver.models.of(setting)
     for choice in setting.chosen:
+        if choice == search.workload.adapter:
+            continue
         kind = choice.technique.kind
         without = setting.without(kind)
         if kind == "strategy":

@@ -58,7 +58,7 @@ class Search:
         progress: Is told how far the search is.
 
     Attributes:
-        plain: Profile of the step without techniques.
+        plain: Profile of the step without techniques (`TraceStore.plain`).
         solver: Solves one combination.
         bound: The least time and memory that combinations take.
     """

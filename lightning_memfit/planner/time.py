@@ -217,7 +217,7 @@ class TimeModel:
     """Step time of the settings of one workload.
 
     Args:
-        plain: Profile of the step without techniques.
+        plain: Profile of the step without techniques but the recipe's own adapters.
         rates: Rates of one device on a machine of its own.
         per_machine: Devices of each machine, which share it if a setting takes several.
         machines: Machines.

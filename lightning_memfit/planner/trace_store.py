@@ -97,8 +97,13 @@ class TraceStore:
         return other
 
     def plain(self) -> ModelProfile:
-        """The step in the recipe's precision without any technique, traced with several assumed values."""
-        return self._profile(("plain",), self._whole_step(self._options(self.workload.options.precision), ()))
+        """The step in the recipe's precision, with its own adapters and no other technique.
+
+        What is trained by adapters may have no step without them: a preference's reference is the model without.
+        """
+        adapter = self.workload.adapter
+        callbacks = () if adapter is None else Setting(chosen=(adapter,)).traced_callbacks()
+        return self._profile(("plain",), self._whole_step(self._options(self.workload.options.precision), callbacks))
 
     def passes(self, setting: Setting, choice: Choice) -> ModelProfile:
         """The step with what a setting does in forward and backward, all blocks following one checkpointing choice.

@@ -1,5 +1,6 @@
 """What a recipe itself chooses, as a setting to compare plans with."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from cli import estimate_recipe, plan_recipe
 from cli.estimate_recipe import target_of
+from cli.main import main
 from cli.plan import make_parser
 from cli.recipe_run import RecipeRun, device_numbers, load_recipe
 from lightning_memfit.device.limit import MemoryLimit
@@ -145,6 +147,19 @@ def test_adapters_of_a_recipe_are_kept_as_they_are(config: str, adapter: str) ->
         assert (workload.adapter.name, workload.adapter.options["rank"]) == (adapter, own.rank)
         allowed = parser.parse_args(["--host-memory", "64GiB", "--allow", "exact,lora"])
         assert plan_recipe.workload_of(run, target, allowed).adapter is None  # then a plan chooses them
+
+
+@pytest.mark.medium
+def test_a_step_that_has_no_meaning_without_adapters_is_planned_with_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Preferences whose reference is the model without its adapters refuse a step that has none."""
+    command = ["plan", "--config", "dpo_lora", "--config", "quick/dpo", "--device", "12GiB", "--host-memory", "8GiB"]
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["setting"]["techniques"]["lora"] == {"rank": 16, "alpha": 32.0}
+    assert "lora" not in [effect["technique"] for effect in plan["bought"]]
+    assert not any("adapters" in words for words in plan["changes"])
+    assert main([*command, "--allow", "exact,lora"]) == 2
+    assert "Leave `lora` out of `--allow`, and every plan keeps them." in capsys.readouterr().err
 
 
 def test_what_quantizes_weights_without_adapters_is_not_left_out_in_silence() -> None:

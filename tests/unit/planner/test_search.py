@@ -9,6 +9,7 @@ from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.memory import standing_bytes, stored_as
 from lightning_memfit.planner.numerics import NumericsOf
 from lightning_memfit.planner.search import Outcome, Search
+from lightning_memfit.planner.time import PassWork
 from lightning_memfit.planner.workload import Devices, Limits
 from lightning_memfit.profile.record import ModelProfile, ParameterInfo
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
@@ -249,6 +250,18 @@ def test_a_recipes_own_adapters_are_in_every_combination_and_change_nothing() ->
     assert numerics.changes(Setting(chosen=(own,))) == ()
     assert NumericsOf(made_workload(1000)).severity(Setting(chosen=(own,))) > 0
     assert {one.name for one, _ in missing_permissions(workload)}.isdisjoint({"lora", "qlora", "lora_8bit"})
+
+
+def test_a_recipes_own_adapters_are_in_the_step_that_a_search_begins_with() -> None:
+    """The bound doesn't leave out twice what they don't compute, and they are nothing that the plan has chosen."""
+    own = TechniqueChoice("lora", {"rank": 4})
+    workload = made_workload(10_000, adapter=own)
+    found = Search(MadeTraceStore(workload))  # type: ignore[arg-type]
+    adapted = Setting(chosen=(own,))
+    work = PassWork(sum(found.plain.flops.values()) / 2 * 8, 0.0, 0.0)
+    assert found.bound.seconds(adapted) == found.solver.time.step(adapted, work, 1).total
+    other = Search(MadeTraceStore(made_workload(10_000)))  # type: ignore[arg-type]
+    assert other.bound.seconds(adapted) < found.bound.seconds(adapted)
 
 
 def test_adapters_go_with_no_strategy_that_shards_weights() -> None:
