@@ -201,7 +201,12 @@ class SpeechData(BatchedText):
                 raise ValueError(f"`{name}={value!r}`: the tokenizer has no marks for languages. Leave it out.")
             return tokenizer  # type: ignore[no-any-return]
         language = asked.get("language", tokenizer.language)
-        if language is None and ("task" in asked or len(tokenizer) >= _MANY_LANGUAGES):
+        if language is None and len(tokenizer) < _MANY_LANGUAGES and "task" in asked:
+            raise ValueError(
+                f"`task={asked['task']!r}` has no `language`, and the tokenizer is for a model of English alone, which "
+                "reads neither. Set `data.task` to null."
+            )
+        if language is None and len(tokenizer) >= _MANY_LANGUAGES:
             raise ValueError(
                 "`language` is not set, but the tokenizer is for a model of many languages, which reads the language "
                 "before a transcript. Set `data.language`, for example to `german`."

@@ -134,6 +134,8 @@ def test_a_transcript_begins_as_the_model_reads_it_in_use(tmp_path, monkeypatch)
     own = marking()
     own.set_prefix_tokens(language="german", task="translate")
     assert transcript(folder, own).startswith("<|german|><|translate|>")
+    with pytest.raises(ValueError, match="`task='transcribe'` has no `language`.*a model of English alone"):
+        transcript(folder, marking(), task="transcribe")
     monkeypatch.setattr(speech, "_MANY_LANGUAGES", 300)
     for options in ({}, {"task": "transcribe"}):
         with pytest.raises(
