@@ -15,11 +15,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 420
 OF_RANKS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR", "PL_GLOBAL_SEED")
+
+
+def selected(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
+    """Parameters with which a test of the fixture's file will run, so that no case is launched that none asks for."""
+    items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    return [item.callspec.params for item in items if item.originalname == test]
 
 
 def launch(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:

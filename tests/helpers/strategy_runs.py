@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +176,12 @@ def main(cases_file: str, results_file: str) -> None:
     torch.set_num_threads(1)
     results = {}
     for name, case in json.loads(Path(cases_file).read_text()).items():
+        start = time.monotonic()
         results[name] = run(case)
         ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
         if int(next((rank for rank in ranks if rank is not None), 0)) == 0:
             Path(results_file).write_text(json.dumps(results))
-            print("done", name, flush=True)
+            print(f"done {name} in {time.monotonic() - start:.2f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.closed_forms import layer_activation_bytes
-from tests.helpers.strategy_launch import launch
+from tests.helpers.strategy_launch import launch, selected
 from tests.helpers.strategy_runs import BATCH, CLIP, CONFIG, Tokens
 from tests.helpers.strategy_scenarios import evaluate_whole
 
@@ -83,12 +83,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folder):
+def results(request, folder):
     cases = TRAINED | {f"refused {name}": case | {"expect_error": True} for name, (case, _) in REFUSED.items()}
     cases["bf16"] = {**together(), "precision": "bf16-mixed"}
     for scenario in ("save", "resume", "validate", "fit_twice"):
         cases[scenario] = {**together(), "scenario": f"{SCENARIOS}.{scenario}", "folder": str(folder)}
-    for scenario in ("pieces", "logits", "whole_file", "compiled", "lightnings_sampler"):
+    compiled = ("compiled",) if selected(request, test_a_compiled_network_goes_on.__name__) else ()
+    for scenario in ("pieces", "logits", "whole_file", "lightnings_sampler", *compiled):
         (folder / scenario).mkdir()
         cases[scenario] = {**together(), "scenario": f"{OURS}.{scenario}", "folder": str(folder / scenario)}
     cases["dropout"] = together() | {
@@ -205,9 +206,10 @@ def test_lightnings_sampler_gives_them_the_same_samples(results):
 
 
 @pytest.fixture(scope="module")
-def on_four(tmp_path_factory):
+def on_four(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two-by-two")
     layouts = {"sharded": together(), "hybrid": together(sharding_size=2)}
+    trained = {of["name"] for of in selected(request, test_two_by_two_ranks_train_as_plain_torch.__name__)}
     cases = {name: {**layout, "devices": 4, "accumulate": 2, "clip": CLIP} for name, layout in layouts.items()}
     for name, layout in layouts.items():
         (folder / name).mkdir()
@@ -219,6 +221,7 @@ def on_four(tmp_path_factory):
     cases["llama"] = odd | {"clip": CLIP}
     for scenario in ("save", "validate"):
         cases[f"llama/{scenario}"] = {**odd, "folder": str(folder / "llama"), "scenario": f"{SCENARIOS}.{scenario}"}
+    cases = {name: case for name, case in cases.items() if name in trained or "/" in name}
     cases["sampler"] = {**together(), "devices": 4, "scenario": f"{OURS}.lightnings_sampler"}
     cases["data"] = {
         **together(),

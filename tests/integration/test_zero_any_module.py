@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.strategy_launch import launch
+from tests.helpers.strategy_launch import launch, selected
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ MAY_REFUSE = {"Clamped": IN_PARTS, "Penalized": IN_PARTS, "Halved": tuple(STRATE
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     folder, cases = tmp_path_factory.mktemp("zero-any-module"), {}
     for module in MODULES:
         for name, strategy in STRATEGIES.items():
@@ -46,9 +46,10 @@ def results(tmp_path_factory):
             inside.mkdir(parents=True)
             case = {"strategy": strategy, "devices": 2, "module": module, "folder": str(inside)}
             cases[f"{module}/{name}"] = case | {"scenario": "tests.helpers.strategy_modules.save_and_resume"}
+    asked = selected(request, test_what_a_step_or_hook_does_beside_takes_effect_or_is_refused.__name__)
     for module, steps in TRAINED.items():
         for name, strategy in STRATEGIES.items():
-            for accumulate in (1, 2):
+            for accumulate in sorted({of["accumulate"] for of in asked}):
                 case = {"devices": 2, "module": module, "steps": steps, "accumulate": accumulate}
                 if name == "ddp" and module in PLAINLY:
                     continue
@@ -68,9 +69,9 @@ def test_it_trains_and_resumes_as_under_ddp(results, module, name):
     assert found["missing"] == []
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "ddp"])
 @pytest.mark.parametrize("module", TRAINED)
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_a_step_or_hook_does_beside_takes_effect_or_is_refused(results, module, name, accumulate):
     found = results[f"{module}/{name}/{accumulate}"]
     expected = results[f"{PLAINLY.get(module, module)}/ddp/{accumulate}"]
