@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -147,7 +148,7 @@ class ForwardBackward:
         try:
             own, plain = (passes.figures("none", size, released) for passes in (self, self._lender))
         except BudgetError:
-            return True  # there are no blocks to borrow
+            return False  # all blocks follow one choice, of which the peak is the setting's own
         return bool(np.all(plain.kept <= own.kept) and np.all(plain.peak <= own.peak) and plain.head <= own.head)
 
     def recomputed(self, choice: Choice, size: int) -> PassWork:
@@ -384,17 +385,18 @@ class MemoryModel:
     def frontier(self, size: int) -> PlanFrontier | None:
         """Every checkpointing plan worth having at a micro-batch; None if there are no blocks to choose among.
 
-        Blocks of several groups all follow one choice, which counts as that of a single block.
+        Blocks of several groups all follow one choice, which counts as that of a single block, and so do blocks that
+        can't be told apart, as those that run twice in a pass.
         """
         if len(self._passes.choices) == 1:
             return None
-        if self._passes.has_other_blocks:
-            return PlanFrontier(CheckpointingProblem((self._uniform_options(size),), 0, self._step_bytes(size)))
-        try:
+        figures = None
+        if not self._passes.has_other_blocks:
             released = self._steady_state(size).released_gradients
-            figures = {choice: self._passes.figures(choice, size, released) for choice in self._passes.choices}
-        except BudgetError:
-            return None
+            with suppress(BudgetError):
+                figures = {choice: self._passes.figures(choice, size, released) for choice in self._passes.choices}
+        if figures is None:
+            return PlanFrontier(CheckpointingProblem((self._uniform_options(size),), 0, self._step_bytes(size)))
         seconds = {choice: self._recompute_seconds(choice, size) for choice in self._passes.choices}
         plain, shift = figures["none"], self._shift(size)
         blocks = tuple(

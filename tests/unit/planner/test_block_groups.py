@@ -12,7 +12,7 @@ from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
 from tests.helpers.modules import LanguageModel
-from tests.unit.checkpointing.models import t5
+from tests.unit.checkpointing.models import gpt2, t5
 
 pytestmark = pytest.mark.slow
 
@@ -20,15 +20,34 @@ SIZE = 4
 MODES = {"none": None, "full": {}, "selective": {"mode": "selective", "keep": ["matmul", "attention"]}}
 
 
-@pytest.fixture(scope="module")
-def search() -> Search:
-    torch.manual_seed(0)
-    module, target, options = LanguageModel(t5().train()), host_target(1 << 34), StepOptions("32-true", 1)
-    ids = torch.randint(0, 64, (2, 24))
+class Twice(LanguageModel):
+    """Its blocks run twice in a step, the first time without gradients, as those of preferences do."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            before = super().training_step(batch, batch_idx)
+        return (super().training_step(batch, batch_idx) - before).exp()
+
+
+def search_of(module: LanguageModel, length: int) -> Search:
+    target, options = host_target(1 << 34), StepOptions("32-true", 1)
+    ids = torch.randint(0, 64, (2, length))
     facts = facts_of(module, target, options)
     return Search(
         TraceStore(Workload(module, {"input_ids": ids, "labels": ids}, options, SIZE, target, rates_of(target), facts))
     )
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    torch.manual_seed(0)
+    return search_of(LanguageModel(t5().train()), 24)
+
+
+@pytest.fixture(scope="module")
+def of_twice() -> Search:
+    torch.manual_seed(0)
+    return search_of(Twice(gpt2().train()), 32)
 
 
 @pytest.mark.parametrize("released", [False, True])
@@ -44,6 +63,20 @@ def test_a_plan_covers_encoder_and_decoder_as_a_run_does(search: Search, mode: s
     assert solution.setting == setting
     exact = predict_peak_bytes(search.store.exactly(setting), SIZE)
     assert solution.peak_bytes == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_that_run_twice_follow_one_choice(of_twice: Search, mode: str) -> None:
+    setting = Setting(micro_batch_size=SIZE, accumulate_grad_batches=2)
+    if MODES[mode] is not None:
+        setting = setting.choose("activation_checkpointing", **MODES[mode])
+    solution = of_twice.solver.solve_uniform(setting)
+    assert solution.setting == setting
+    assert solution.peak_bytes == pytest.approx(predict_peak_bytes(of_twice.store.exactly(setting), SIZE), rel=0.01)
+    model = of_twice.solver.models.of(Setting())
+    frontier = model.frontier(SIZE)
+    assert frontier is not None
+    assert frontier.minimum_bytes < 0.8 * model.peak_bytes(SIZE)
 
 
 def test_less_memory_takes_a_plan_that_can_be_traced(search: Search) -> None:
