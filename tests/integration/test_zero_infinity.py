@@ -20,7 +20,7 @@ from lightning_memfit.nvme.folder import find_runs
 from lightning_memfit.profile.step import parameter_table
 from tests.helpers.aio import needs_aio
 from tests.helpers.small_drive import small_drive
-from tests.helpers.strategy_launch import finish, launch_anew, start
+from tests.helpers.strategy_launch import finish, launch_anew, selected, start
 from tests.helpers.strategy_scenarios import evaluate_whole
 
 pytest.importorskip("deepspeed")
@@ -58,21 +58,21 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory, drive: Path) -> dict[str, Any]:
+def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, drive: Path) -> dict[str, Any]:
     clipped = {"accumulate": 2, "clip": 0.5}
-    return launch_anew(
-        tmp_path_factory.mktemp("one-rank"),
-        {
-            "both": case(drive, **clipped),
-            "optimizer": case(drive, {"offload_parameters": False}, **clipped),
-            "parameters": case(drive, {"offload_optimizer": False}, **clipped),
-            "pipeline": case(drive, {"pipeline": True}, **clipped),
-            "in_host": case(drive, {"params_in_host": 2 * MIB}, **clipped),
-            "checkpointing": case(drive, callbacks=[CHECKPOINTING], **clipped),
-            "bf16": case(drive, precision="bf16-mixed"),
-            "bf16_same_kernel": case(drive, precision="bf16-mixed", module=MODULE | SAME_KERNEL),
-        },
-    )
+    cases = {
+        "both": case(drive, **clipped),
+        "optimizer": case(drive, {"offload_parameters": False}, **clipped),
+        "parameters": case(drive, {"offload_optimizer": False}, **clipped),
+        "pipeline": case(drive, {"pipeline": True}, **clipped),
+        "in_host": case(drive, {"params_in_host": 2 * MIB}, **clipped),
+        "checkpointing": case(drive, callbacks=[CHECKPOINTING], **clipped),
+        "bf16": case(drive, precision="bf16-mixed"),
+        "bf16_same_kernel": case(drive, precision="bf16-mixed", module=MODULE | SAME_KERNEL),
+    }
+    asked = {"both"} | {of["name"] for of in selected(request, test_losses_are_those_of_plain_torch.__name__)}
+    cases = {name: one for name, one in cases.items() if name in asked}
+    return launch_anew(tmp_path_factory.mktemp("one-rank"), cases)
 
 
 @pytest.mark.parametrize(
