@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -369,7 +370,7 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
     if adapter is not None:
         made = {spec.class_path: spec.arguments for spec in adapter.technique.configured(**adapter.options)[1]}
         pairs = zip(own, found, strict=True)
-        if sorted(made) != sorted(found) or any(arguments_of(one) != made[path] for one, path in pairs):
+        if sorted(made) != sorted(found) or any(_plain(arguments_of(one)) != _plain(made[path]) for one, path in pairs):
             adapter, reason = None, "arguments of one name, which a plan gives to all of its callbacks, differ in them"
     if adapter is None:
         raise ValueError(
@@ -377,6 +378,11 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
             "other techniques by hand, by what `memfit estimate` says."
         )
     return adapter
+
+
+def _plain(arguments: Mapping[str, Any]) -> Any:
+    """Arguments as a setting stores them: lists in place of tuples."""
+    return json.loads(json.dumps(dict(arguments)))
 
 
 def check_adapters(class_paths: Iterable[str], allow: Collection[str], where: str) -> None:

@@ -168,3 +168,10 @@ def test_adapters_whose_arguments_a_plan_would_mix_up_are_refused(
         return
     with pytest.raises(ValueError, match="has QuantizedWeights, and no plan can keep it: arguments of one name"):
         own_adapter(callbacks, "bf16-mixed")
+
+
+@pytest.mark.parametrize("arguments", [{"train": ["score"]}, {"alpha": 32, "target_modules": ("q_proj", "h.1.v_proj")}])
+def test_arguments_of_adapters_are_kept_whatever_kind_of_list_they_are_in(arguments: dict[str, Any]) -> None:
+    kept = own_adapter([Lora(**arguments)], "bf16-mixed")
+    assert kept is not None
+    assert kept.options == {name: list(v) if isinstance(v, tuple) else v for name, v in arguments.items()}
