@@ -192,7 +192,9 @@ class TraceStore:
         assert setting.micro_batch_size is not None
         batch = resize_batch(self._batch, _TRACED_SIZE, setting.micro_batch_size)
         precision: Any = setting.precision if division is None else division.traced_precision(setting.precision)
-        options = self._options(precision, min(2, setting.accumulate_grad_batches))
+        # Under DDP `MicroBatching` synchronizes no pass, as Lightning does none but the last.
+        is_cut = setting.sharding is not None and setting.sharding.stage == 0 and self.workload.is_cut(setting)
+        options = self._options(precision, 2 if is_cut else min(2, setting.accumulate_grad_batches))
         alone = Setting(chosen=setting.chosen)
         ranks = _ranks(setting, division) if division is not None and division.traced else None
         settings = self._settings(options, alone.traced_callbacks(), any_size=False)
