@@ -2,11 +2,12 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from transformers import GenerationConfig, WhisperFeatureExtractor
 
 from cli.trained import load_verified
 from lightning_memfit.adapters import lora
-from lightning_memfit.adapters.checkpoint import KEY, describe
+from lightning_memfit.adapters.checkpoint import KEY, describe, write_peft_folder
 from lightning_memfit.adapters.linears import linear_layers
 from lightning_memfit.models import CausalLM, Seq2SeqLM
 from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
@@ -148,6 +149,18 @@ def test_a_module_that_was_trained_in_part_is_not_left_out_in_silence(tmp_path):
     checkpoint[KEY]["trained"].remove("model.transformer.ln_f.bias")
     with pytest.raises(ValueError, match=r"trained transformer.ln_f.weight, but not all of transformer.ln_f"):
         export_adapters(checkpoint, tmp_path / "alone")
+
+
+def test_running_statistics_that_no_peft_folder_holds_are_refused(tmp_path):
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    lora.inject(network, linear_layers(network, "auto")[0].values(), rank=2, alpha=4.0, dropout=0.0)
+    network[1].requires_grad_(False)
+    frozen = {name for name, one in network.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    entries = {name: value for name, value in network.state_dict().items() if name not in frozen}
+    checkpoint = {KEY: describe(network, 2, 4.0), "state_dict": entries}
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to("meta")
+    with pytest.raises(ValueError, match="has the running statistics of 1, which training changes"):
+        write_peft_folder(tmp_path, checkpoint, "", plain, None, None)
 
 
 def test_a_layer_with_an_adapter_that_was_also_trained_is_refused(tmp_path):
