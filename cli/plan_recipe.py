@@ -19,7 +19,7 @@ from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.plan import BATCHING, Plan, overlay_of, own_adapter, technique_classes
+from lightning_memfit.planner.plan import Plan, is_batching, overlay_of, own_adapter, technique_classes
 from lightning_memfit.planner.plan_page import render_plan
 from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.time import (
@@ -47,6 +47,7 @@ from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.facts import defaults_of
 from lightning_memfit.techniques.core.registry import strategy_of
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -110,10 +111,8 @@ def plan_recipe(
     data = plan.to_dict()
     origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
 
-    cuts_batches = any(type(one).__name__ == BATCHING.rpartition(".")[2] for one in run.callbacks)
-
     def laid(one: Plan) -> dict[str, Any]:
-        return {**origin, **overlay_of(one, run.takes_batch_size, arguments.nvme_path, cuts_batches)}
+        return {**origin, **overlay_of(one, workload, arguments.nvme_path)}
 
     data["overlay"] = laid(plan) if plan.fits else None
     data["notes"] += [*run.notes, *_assumed(workload, plan, arguments)]
@@ -160,6 +159,8 @@ def workload_of(
     named_here = None if here * run.num_nodes == named_devices else named_devices  # the recipe's machines
     devices = devices_for(named_here, here, run.num_nodes, target.device_kind.is_host)
     rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))
+    replicas = here * run.num_nodes // _together(run.strategy)
+    loaded = _loaded_samples(run, replicas)
     known = technique_classes()
     fixed = tuple(
         callback
@@ -171,9 +172,7 @@ def workload_of(
         module=run.module,
         batch=run.batch,
         options=run.options,
-        samples_per_step=batch_size(run.batch)
-        * run.options.accumulate_grad_batches
-        * (here * run.num_nodes // _together(run.strategy)),
+        samples_per_step=loaded * run.options.accumulate_grad_batches * replicas,
         target=target,
         rates=rates,
         facts=facts_of(run.module, target, run.options),
@@ -186,6 +185,8 @@ def workload_of(
         allow=allow,
         fixed=fixed,
         adapter=None if "lora" in allow else own_adapter(run.callbacks, run.options.precision),
+        loader_batch=None if run.takes_batch_size else loaded,
+        batching=_batching(run),
         devices=devices,
         strategies=run.takes_batch_size,
         tolerance=tolerance,
@@ -214,8 +215,40 @@ def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
             setting = setting.choose(same.name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
     except Exception as error:  # whatever its strategy's class raises is no reason to plan nothing
         return None, str(error)
-    size, accumulate = batch_size(run.batch), run.options.accumulate_grad_batches
+    size, accumulate = _loaded_samples(run, ranks), run.options.accumulate_grad_batches
     return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks), ""
+
+
+def _own_batching(run: RecipeRun) -> Any:
+    """The recipe's `MicroBatching`, which a plan replaces by its own; None if it has none."""
+    paths = ((one, f"{type(one).__module__}.{type(one).__name__}") for one in run.callbacks)
+    return next((one for one, path in paths if is_batching(path)), None)
+
+
+def _batching(run: RecipeRun) -> dict[str, Any] | None:
+    """The arguments that it has in the recipe, as YAML has them."""
+    own = _own_batching(run)
+    if own is None:
+        return None
+    specs = run.config["trainer"].get("callbacks") or []
+    specs = specs if isinstance(specs, list) else [specs]
+    written = next((spec.get("init_args") for spec in specs if is_batching(spec["class_path"])), None) or {}
+    kind: Any = type(own)
+    defaults = defaults_of(kind)
+    return {name: value for name, value in written.items() if value != defaults.get(name)}
+
+
+def _loaded_samples(run: RecipeRun, replicas: int) -> int:
+    """Samples that the recipe's loader gives a device at once; `MicroBatching` may set it to others than it has.
+
+    Args:
+        run: The recipe.
+        replicas: Devices, or groups of them, with samples of their own.
+    """
+    whole = getattr(_own_batching(run), "global_batch_size", None)
+    if whole is None:
+        return batch_size(run.batch)
+    return max(1, int(whole) // (replicas * run.options.accumulate_grad_batches))
 
 
 def _named_here(named: int | None, run: RecipeRun) -> int | None:
@@ -282,6 +315,13 @@ def _assumed(workload: Workload, plan: Plan, arguments: argparse.Namespace) -> I
         yield (
             "The data module has no `batch_size` to set, which strategies need: only one device is planned for, and "
             "nothing goes to disk."
+        )
+    setting = plan.setting
+    several = setting is not None and setting.world_size * setting.accumulate_grad_batches > 1
+    if setting is not None and several and workload.batching is not None and not workload.is_cut(setting):
+        yield (
+            "The recipe's `MicroBatching` is left out, as DeepSpeed accumulates by itself: a mean over tokens is one "
+            "over those of each micro-batch, and not over those of the whole step."
         )
     if plan.written_bytes:
         if arguments.nvme_path is None:

@@ -297,7 +297,8 @@ def _trained_as_a_whole(entries: Mapping[str, Tensor], network: nn.Module) -> di
     Buffers tell nothing: a checkpoint of adapters has all of them.
 
     Raises:
-        ValueError: If only some of a module's parameters and buffers are among them.
+        ValueError: If only some of a module's parameters and buffers are among them, or the running statistics
+            of one whose parameters aren't.
     """
     here = dict(network.named_parameters(remove_duplicate=False)).keys() & entries.keys()
     whole = {name.rpartition(".")[0]: network.get_submodule(name.rpartition(".")[0]) for name in here}
@@ -308,6 +309,14 @@ def _trained_as_a_whole(entries: Mapping[str, Tensor], network: nn.Module) -> di
             raise ValueError(
                 f"`ckpt_path` has trained {some}, but not all of {name or 'the model'}, which is what a peft folder "
                 "can hold. Leave `--adapters_only` out: the merged model has it."
+            )
+    for key in sorted(dict(network.named_buffers()).keys() & entries.keys()):
+        name, _, buffer = key.rpartition(".")
+        if buffer == "running_mean" and name not in whole:  # of a batch norm
+            raise ValueError(
+                f"`ckpt_path` has the running statistics of {name}, which training changes, and a peft folder holds no "
+                "more than adapters and what was trained as a whole. Leave `--adapters_only` out: the merged model has "
+                "them."
             )
     return whole
 

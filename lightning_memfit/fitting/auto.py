@@ -337,7 +337,7 @@ class MemFit(pl.Callback):
                 return plan
             found = probe(trainer, module, batch, plan.setting)
             # The probe's batch is one micro-batch; in the run, the other micro-batches are on the device as well.
-            predicted = plan.peak_bytes - workload.waiting_bytes(plan.setting.micro_batch_size or 1)
+            predicted = plan.peak_bytes - workload.waiting_bytes(plan.setting)
             beyond = max(0, (found.peak_bytes or 0) - predicted)
             within = found.fits and plan.needed_bytes + beyond <= usable
             verdict = f"{_measured(found)}, {format_bytes(predicted)} predicted"

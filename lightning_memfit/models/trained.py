@@ -176,26 +176,34 @@ def new_folder(folder: str | Path) -> Path:
     return target
 
 
-def _writable(own: GenerationConfig, config: PretrainedConfig) -> GenerationConfig:
-    """Return how a network generates, without what transformers reads but refuses to write.
+def _written(own: GenerationConfig, config: PretrainedConfig, folder: Path) -> GenerationConfig:
+    """Write how a network generates, without what transformers refuses to write; return what was written.
 
-    That is settings of sampling where nothing is sampled, as many older models have: they have no effect there.
+    That depends on its version, and on whether the settings are as they were read. Where nothing is sampled, older
+    models often have settings of sampling, which transformers reads and ignores.
 
     Args:
         own: Its settings of generation.
         config: Its architecture.
+        folder: Where to.
     """
     greedy = deepcopy(own)
-    for name in _OF_SAMPLING:
-        if hasattr(greedy, name):
-            setattr(greedy, name, None)
+    of_sampling = {name: value for name in _OF_SAMPLING if (value := getattr(greedy, name, None)) is not None}
+    for name in of_sampling:
+        setattr(greedy, name, None)
     for settings in (own, *([] if own.do_sample else [greedy])):
         try:
-            settings.validate(strict=True)
+            settings.save_pretrained(folder)
         except ValueError as error:
             reason = error
-        else:
-            return settings
+            continue
+        if settings is greedy:
+            left_out = ", ".join(f"{name}={value}" for name, value in of_sampling.items())
+            rank_zero_warn(
+                f"The exported model lacks {left_out} of its settings of generation: without `do_sample=True` they "
+                "have no effect, and transformers refuses to write them."
+            )
+        return settings
     what = "The exported model has no settings of generation, as transformers refuses to write them"
     rank_zero_warn(f"{what}: {reason}")
     return type(own).from_model_config(config)
@@ -221,7 +229,7 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
     was_cached, generation = network.config.use_cache, getattr(network, "generation_config", None)
     network.config.use_cache = True  # off only for training
     if generation is not None:  # only what generates has one
-        network.generation_config = _writable(generation, network.config)
+        network.generation_config = _written(generation, network.config, target)
     try:
         network.save_pretrained(target)
     finally:

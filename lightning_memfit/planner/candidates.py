@@ -99,15 +99,15 @@ def conflict(setting: Setting, workload: Workload) -> str | None:
     return None
 
 
-def conflict_of_sizes(setting: Setting, run: Run, loader_batch: int | None = None) -> str | None:
+def conflict_of_sizes(setting: Setting, run: Run, is_cut: bool = False) -> str | None:
     """Why techniques don't go with a number of accumulated micro-batches; None if they do.
 
     Args:
         setting: A setting with its sizes.
         run: The run of that setting.
-        loader_batch: Samples that the loader gives at once, if smaller micro-batches have to be cut from it.
+        is_cut: Whether `MicroBatching` makes them (`Workload.is_cut`).
     """
-    if loader_batch is not None and setting.micro_batch_size != loader_batch:
+    if is_cut:
         reason = MICRO_BATCHING.unsupported(run, {})
         if reason is not None:
             return f"{MICRO_BATCHING.name}: {reason}"

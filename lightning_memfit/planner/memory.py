@@ -271,7 +271,10 @@ class MemoryModel:
 
     def _steady_state(self, size: int) -> SteadyState:
         """What the setting keeps on a rank's device at a micro-batch."""
-        return self._standing[self._store.workload.samples_on_each(self._setting.world_size) > size]
+        workload = self._store.workload
+        # `MicroBatching` synchronizes no pass.
+        accumulates = workload.batching is not None or workload.samples_on_each(self._setting.world_size) > size
+        return self._standing[accumulates]
 
     @cached_property
     def _standing(self) -> tuple[SteadyState, SteadyState]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.techniques.core.facts import arguments_of
 from lightning_memfit.techniques.core.registry import techniques
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
+
+if TYPE_CHECKING:
+    from lightning_memfit.planner.workload import Workload
 
 FORMAT = 4
 
@@ -300,21 +304,18 @@ FEEDBACK = "lightning_memfit.PlanFeedback"
 BATCHING = "lightning_memfit.MicroBatching"
 
 
-def overlay_of(
-    plan: Plan, batch_size_in_data: bool, nvme_path: str | None = None, cuts_batches: bool = False
-) -> dict[str, Any]:
+def overlay_of(plan: Plan, workload: Workload, nvme_path: str | None = None) -> dict[str, Any]:
     """What the plan says, as recipe configuration.
 
     Its callbacks are appended to the recipe's; the command line takes out those that `is_planned` names.
-    The loader makes the micro-batches if the data module takes a `batch_size`; otherwise `MicroBatching` cuts them, as
-    it does where a recipe has it: then a mean over what a batch predicts stays one over the whole batch. DeepSpeed's
+    The loader makes the micro-batches if its size can be set; otherwise `MicroBatching` cuts them, as that of a recipe
+    does, with its own arguments: then a mean over what a batch predicts stays one over the whole step. DeepSpeed's
     engines accumulate themselves.
 
     Args:
         plan: A plan that fits.
-        batch_size_in_data: Whether `data` has an argument `batch_size`.
+        workload: What it was made for.
         nvme_path: Folder for data offloaded to disk; by default the strategy reads it from the environment.
-        cuts_batches: Whether the recipe has `MicroBatching`.
 
     Raises:
         ValueError: If the plan doesn't fit.
@@ -328,16 +329,14 @@ def overlay_of(
     trainer: dict[str, Any] = {"precision": setting.precision, **alone, **laid}
     if setting.sharding is not None and setting.sharding.on_disk:
         trainer["strategy"]["init_args"] = {**trainer["strategy"]["init_args"], "nvme_path": nvme_path}
-    accumulate, is_engine = setting.accumulate_grad_batches, setting.sharding is not None and setting.sharding.deepspeed
-    is_cut = accumulate > 1 and (not batch_size_in_data or (cuts_batches and not is_engine))
-    if is_cut:
-        chosen = [*chosen, {"class_path": BATCHING, "init_args": {"micro_batch_size": setting.micro_batch_size}}]
-    if batch_size_in_data or is_cut:
-        trainer["accumulate_grad_batches"] = 1 if is_cut else accumulate
+    size, loaded = setting.micro_batch_size or 1, workload.loaded_samples(setting)
+    if workload.is_cut(setting):
+        arguments = {**(workload.batching or {}), "micro_batch_size": size}
+        chosen = [*chosen, {"class_path": BATCHING, "init_args": arguments}]
+    trainer["accumulate_grad_batches"] = size * setting.accumulate_grad_batches // loaded
     told = {"seconds": dict(plan.uncorrected), "rates": plan.rates, "peak_bytes": plan.peak_bytes}
     trainer["callbacks+"] = [*chosen, {"class_path": FEEDBACK, "init_args": told}]
-    loaded = (setting.micro_batch_size or 1) * (accumulate if is_cut else 1)
-    data = {"data": {"init_args": {"batch_size": loaded}}} if batch_size_in_data else {}
+    data = {"data": {"init_args": {"batch_size": loaded}}} if workload.loader_batch is None else {}
     return {**data, "trainer": trainer}
 
 
@@ -369,7 +368,7 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
     if adapter is not None:
         made = {spec.class_path: spec.arguments for spec in adapter.technique.configured(**adapter.options)[1]}
         pairs = zip(own, found, strict=True)
-        if sorted(made) != sorted(found) or any(arguments_of(one) != made[path] for one, path in pairs):
+        if sorted(made) != sorted(found) or any(_plain(arguments_of(one)) != _plain(made[path]) for one, path in pairs):
             adapter, reason = None, "arguments of one name, which a plan gives to all of its callbacks, differ in them"
     if adapter is None:
         raise ValueError(
@@ -377,6 +376,11 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
             "other techniques by hand, by what `memfit estimate` says."
         )
     return adapter
+
+
+def _plain(arguments: Mapping[str, Any]) -> Any:
+    """Arguments as a setting stores them: lists in place of tuples."""
+    return json.loads(json.dumps(dict(arguments)))
 
 
 def check_adapters(class_paths: Iterable[str], allow: Collection[str], where: str) -> None:
@@ -408,6 +412,11 @@ def _of_adapters(class_paths: Iterable[str]) -> list[str]:
 def is_planned(class_path: str) -> bool:
     """Whether a callback, by its full path or as `lightning_memfit.NAME`, is one that a plan replaces by its own."""
     return is_technique(class_path) or class_path.rpartition(".")[2] == FEEDBACK.rpartition(".")[2]
+
+
+def is_batching(class_path: str) -> bool:
+    """Whether a callback, by its full path or as `lightning_memfit.NAME`, is `MicroBatching`."""
+    return is_technique(class_path) and class_path.rpartition(".")[2] == BATCHING.rpartition(".")[2]
 
 
 def is_technique(class_path: str) -> bool:

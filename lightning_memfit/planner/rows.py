@@ -49,7 +49,7 @@ def _recipe(search: Search, own: Setting) -> Row:
         return _row(search, RECIPE, own, None, least, search.bound.seconds(own), _CLOSED, str(error))
     size = own.micro_batch_size or 1
     needed = estimate_step(profile, size, search.workload.target.runtime).total_bytes
-    needed += search.workload.waiting_bytes(size)
+    needed += search.workload.waiting_bytes(own)
     time = search.solver.time.step(own, PassWork.of(profile, size), own.accumulate_grad_batches).total
     note = "" if needed <= usable else search.solver.budget.over(needed)
     return _row(search, RECIPE, own, needed <= usable, needed, time, _TRACED, note)

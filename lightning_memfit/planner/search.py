@@ -194,7 +194,7 @@ class Search:
             if division.traced and torch.distributed.is_initialized():
                 return None
             found = estimate_rank(self.store.exactly(setting, division), division, size, runtime)
-        waiting = self.workload.waiting_bytes(size or 1)
+        waiting = self.workload.waiting_bytes(setting)
         return replace(
             solution,
             peak_bytes=found.allocated_bytes - found.spare_bytes + waiting,

@@ -134,7 +134,7 @@ class Solver:
             # Larger micro-batches need more, except where nothing is accumulated any more beside DDP's buckets.
             if least is not None and sized.accumulate_grad_batches > 1:
                 continue
-            reason = conflict_of_sizes(sized, self._run_of(sized), self.workload.loader_batch)
+            reason = conflict_of_sizes(sized, self._run_of(sized), self.workload.is_cut(sized))
             if reason is not None:
                 conflict = conflict or reason
                 continue
@@ -181,7 +181,7 @@ class Solver:
         """Whether some plan of a setting fits at its micro-batch; one that isn't known not to counts as fitting."""
         size = _size_of(setting)
         frontier = model.frontier(size) if model.is_bounded_at(size) else None
-        if frontier is not None and self._least_needed(model, frontier, size) <= self.budget.usable_bytes:
+        if frontier is not None and self._least_needed(model, frontier, setting) <= self.budget.usable_bytes:
             return True  # without replaying the allocator for the others
         return not isinstance(self.solve_at_size(model, setting), TooLarge)
 
@@ -202,7 +202,7 @@ class Solver:
         """
         model = self.models.of(setting)
         for sized in self._sized(model, setting):
-            if conflict_of_sizes(sized, self._run_of(sized), self.workload.loader_batch) is not None:
+            if conflict_of_sizes(sized, self._run_of(sized), self.workload.is_cut(sized)) is not None:
                 continue
             frontier = model.frontier(_size_of(sized))
             limits, last = list(usable_bytes), None
@@ -227,7 +227,7 @@ class Solver:
     ) -> Fits | TooLarge | Slower:
         """Find the fastest plan on a frontier within a limit; the other arguments are those of `solve_at_size`."""
         size = _size_of(setting)
-        overhead = self._overhead_at(size)
+        overhead = self._overhead_at(setting)
         if frontier is None:
             peak = model.peak_bytes(size)
             needed = peak + overhead + model.fragmentation_bytes((), size)
@@ -247,7 +247,7 @@ class Solver:
             budget = min(budget, plan.peak_bytes) - (needed - usable)
         if rival is not None:
             return TooLarge(smallest)
-        return TooLarge(max(smallest, self._least_needed(model, frontier, size)))
+        return TooLarge(max(smallest, self._least_needed(model, frontier, setting)))
 
     def solve_uniform(self, setting: Setting) -> Solution:
         """Predict a complete setting whose blocks are all checkpointed alike, whether it fits or not.
@@ -268,16 +268,17 @@ class Solver:
         if frontier is not None:
             choices = (wanted,) * len(frontier.problem.blocks)
             peak = frontier.problem.peak_bytes(choices)
-        needed = peak + self._overhead_at(size) + model.fragmentation_bytes(choices, size)
+        needed = peak + self._overhead_at(setting) + model.fragmentation_bytes(choices, size)
         return self._solution(model, setting, choices, peak, needed)
 
-    def _least_needed(self, model: MemoryModel, frontier: PlanFrontier, size: int) -> int:
+    def _least_needed(self, model: MemoryModel, frontier: PlanFrontier, setting: Setting) -> int:
+        size = _size_of(setting)
         plan = frontier.plan_for(frontier.minimum_bytes)
-        return plan.peak_bytes + model.fragmentation_bytes(plan.choices, size) + self._overhead_at(size)
+        return plan.peak_bytes + model.fragmentation_bytes(plan.choices, size) + self._overhead_at(setting)
 
-    def _overhead_at(self, size: int) -> int:
+    def _overhead_at(self, setting: Setting) -> int:
         """Bytes on the device that a trace of a micro-batch doesn't show."""
-        return self.budget.overhead_bytes + self.workload.waiting_bytes(size)
+        return self.budget.overhead_bytes + self.workload.waiting_bytes(setting)
 
     def _solution(
         self, model: MemoryModel, setting: Setting, choices: tuple[Choice, ...], peak_bytes: int, needed_bytes: int
@@ -286,7 +287,7 @@ class Solver:
         runtime = self.workload.target.runtime
         workspace = runtime.allocated_bytes if runtime is not None else 0
         context = runtime.context_bytes if runtime is not None else 0
-        waiting = self.workload.waiting_bytes(size)
+        waiting = self.workload.waiting_bytes(setting)
         around = {
             Category.TEMPORARY: workspace,
             Category.FRAGMENTATION: needed_bytes - peak_bytes - workspace - context - waiting,

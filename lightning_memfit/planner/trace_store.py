@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -75,6 +75,7 @@ class TraceStore:
         self._cache = cache
         self._known: dict[tuple[Any, ...], ModelProfile] = {}
         self._refused: dict[tuple[Any, ...], TraceError] = {}
+        self._not_extended: set[Setting] = set()
         self._may_trace = True
         size = batch_size(workload.batch)
         self._batch = resize_batch(workload.batch, size, _TRACED_SIZE)
@@ -138,11 +139,15 @@ class TraceStore:
         plain = self.plain()
         elements_per_block = plain.num_parameters // max(1, plain.num_blocks)
         are_few = plain.traced_blocks == plain.num_blocks or elements_per_block * _FEW_BLOCKS < _LARGEST_CHUNK
-        if not are_few and not _names_parts(pure):
+        if not are_few and not _names_parts(pure) and pure not in self._not_extended:
             ahead = self._stepping_ahead(pure, _MORE_BLOCKS)
-            with suppress(TraceError):
+            try:
                 few = SteadyState.of(self._stepping(pure, _FEW_BLOCKS), rounding)
                 return few.extended(SteadyState.of(ahead(), rounding), _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
+            except NotTraced:
+                raise
+            except TraceError:  # many settings step alike
+                self._not_extended.add(pure)
         return SteadyState.of(self._stepping(pure, None), rounding)
 
     def rounded_bytes(self) -> dict[Category, int]:
@@ -192,7 +197,9 @@ class TraceStore:
         assert setting.micro_batch_size is not None
         batch = resize_batch(self._batch, _TRACED_SIZE, setting.micro_batch_size)
         precision: Any = setting.precision if division is None else division.traced_precision(setting.precision)
-        options = self._options(precision, min(2, setting.accumulate_grad_batches))
+        # Under DDP `MicroBatching` synchronizes no pass, as Lightning does none but the last.
+        is_cut = setting.sharding is not None and setting.sharding.stage == 0 and self.workload.is_cut(setting)
+        options = self._options(precision, 2 if is_cut else min(2, setting.accumulate_grad_batches))
         alone = Setting(chosen=setting.chosen)
         ranks = _ranks(setting, division) if division is not None and division.traced else None
         settings = self._settings(options, alone.traced_callbacks(), any_size=False)

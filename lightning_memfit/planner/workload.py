@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -107,6 +107,8 @@ class Workload:
     them."""
     loader_batch: int | None = None
     """Batch size of a loader that can't be changed, so that `MicroBatching` cuts its batches; None if it can be set."""
+    batching: Mapping[str, Any] | None = None
+    """Arguments of the recipe's own `MicroBatching`, which makes the micro-batches then; None if it has none."""
     devices: Devices = field(default_factory=Devices)
     strategies: bool = False
     """Whether strategies are searched as well; if not, a plan is for one device alone."""
@@ -142,12 +144,31 @@ class Workload:
         whole = self.loader_batch or self.samples_on_each(world_size)
         return tuple(size for size in range(1, whole + 1) if whole % size == 0)
 
-    def waiting_bytes(self, size: int) -> int:
-        """Bytes on the device of samples that wait for their micro-batch to run."""
-        if self.loader_batch is None:
-            return 0
-        total = sum(tensor.nbytes for tensor in tensors_in(self.batch))
-        return total * max(0, self.loader_batch - size) // batch_size(self.batch)
+    def is_cut(self, setting: Setting) -> bool:
+        """Whether `MicroBatching` makes a setting's micro-batches, rather than the loader or an engine of DeepSpeed.
+
+        That of a recipe takes means over a whole step, of all devices. A step of one micro-batch needs none.
+
+        Args:
+            setting: A setting with its sizes.
+        """
+        size = setting.micro_batch_size
+        if self.loader_batch is not None and size != self.loader_batch:
+            return True
+        if self.batching is None or (setting.sharding is not None and setting.sharding.deepspeed):
+            return False
+        is_lent = self.loader_batch is not None and self.batching.get("global_batch_size") is not None
+        return is_lent or setting.global_batch_size != size
+
+    def loaded_samples(self, setting: Setting) -> int:
+        """Samples that the loader of a device gives at once under a setting with its sizes."""
+        size = setting.micro_batch_size or 1
+        return self.loader_batch or (size * setting.accumulate_grad_batches if self.is_cut(setting) else size)
+
+    def waiting_bytes(self, setting: Setting) -> int:
+        """Bytes on the device of samples that wait for their micro-batch to run, under a setting with its sizes."""
+        waiting = max(0, self.loaded_samples(setting) - (setting.micro_batch_size or 1))
+        return sum(tensor.nbytes for tensor in tensors_in(self.batch)) * waiting // batch_size(self.batch)
 
     def knowing_optimizers(self, names: str) -> Workload:
         """This workload, with facts that name the module's own optimizers as a trace of its step has found them.

@@ -51,11 +51,11 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
     def result() -> T:
         try:
             outcome = _read(receiving.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # it ended before its answer, or in the middle of one
             outcome = None
         finally:
+            receiving.close()  # first: a child whose answer nobody reads any more ends by that
             process.join()
-            receiving.close()
         return _taken(outcome, function)
 
     return result

@@ -164,6 +164,16 @@ class DataParallelStrategy(DDPStrategy):
         """What optimizers have been given since the module was wrapped."""
         return [one for one in self._stepped() if id(one) not in self._known]
 
+    def share_added(self) -> None:
+        """Give all ranks the first one's values of added layers, as DDP does for those that it wraps.
+
+        For a loop that sums gradients itself (`sum_by_loop`), before it notes what a failed step goes back to: else
+        that would be values of this rank's own.
+        """
+        added = self._added()
+        broadcast_from_first(added)
+        self._known.update((id(one), one) for one in added)
+
     def _wrap_anew_if_trained_change(self) -> None:
         """Wrap the module anew if its buckets lack a weight that is trained, or wait for one that a hook has frozen.
 
@@ -173,11 +183,9 @@ class DataParallelStrategy(DDPStrategy):
         wrapped, module = self.model, self.lightning_module
         if not isinstance(wrapped, DistributedDataParallel) or module is None:
             return
-        added = self._added()
-        if is_summed_by_loop(wrapped):  # only what DDP does for new layers is left to do, and only it all do alike
-            broadcast_from_first(added)
-            self._known.update((id(one), one) for one in added)
+        if is_summed_by_loop(wrapped):
             return
+        added = self._added()
         looks_for_unused = bool(self._ddp_kwargs.get("find_unused_parameters"))
         changed = [one for one in chain(self._apart, added) if one.requires_grad]
         if not looks_for_unused:

@@ -1,6 +1,7 @@
 """Check arguments, processes and callbacks before a strategy starts."""
 
 import os
+from inspect import signature
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -89,10 +90,10 @@ def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
 
 
 def _saves(callback: Any) -> bool:
-    """Whether a callback saves checkpoints into a folder: Lightning's, what derives from them, and our own."""
-    return hasattr(callback, "dirpath") and (
-        isinstance(callback, Checkpoint) or type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
-    )
+    """Whether a callback saves checkpoints into a folder: Lightning's, our own, and what derives from either."""
+    kinds = (kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == __name__.partition(".")[0])
+    is_ours = any("dirpath" in signature(kind).parameters for kind in kinds)
+    return hasattr(callback, "dirpath") and (is_ours or isinstance(callback, Checkpoint))
 
 
 def _default_folder(trainer: Trainer) -> str:

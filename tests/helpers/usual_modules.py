@@ -333,16 +333,23 @@ class AddedValidating(Added):
         return self.train_dataloader()
 
 
-class AddedFrozen(Added):
-    """Trains the layer from its third epoch on."""
+class AddedFrozenApart(Added):
+    """Trains the layer from its third epoch on; until then ranks have values of their own, if nobody sends them any."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch > 0:
+            self.extra.requires_grad_(self.current_epoch > 1)
+
+
+class AddedFrozen(AddedFrozenApart):
+    """Does so with equal values from the start."""
 
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
         if self.current_epoch == 1:
             nn.init.constant_(self.extra.weight, 0.3)  # what is frozen is nobody's to send to other ranks
             nn.init.zeros_(self.extra.bias)
-        if self.current_epoch > 0:
-            self.extra.requires_grad_(self.current_epoch > 1)
 
 
 class UnfrozenInStep(Base):

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
     ),
     "unfrozen, micro-batches": ("Unfrozen", {}, {}),
     "added, micro-batches": ("Added", {}, {"accumulate_grad_batches": 2}),
+    "added, frozen at first, micro-batches": ("AddedFrozenApart", {}, {"max_epochs": 3}),
     "in a hook, micro-batches": ("AlternatingInHook", {}, {}),
     "in a hook, accumulating, micro-batches": ("AlternatingInHook", {}, {"accumulate_grad_batches": 2}),
 }

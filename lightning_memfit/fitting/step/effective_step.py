@@ -169,6 +169,7 @@ class EffectiveStep:
         self._ladder = ladder
         self._consensus = consensus
         self._reducer = reducer
+        self._share_added: Callable[[], None] | None = getattr(loop.trainer.strategy, "share_added", None)
         self._num_ranks = consensus.world_size
         self._is_alone = self._num_ranks == 1
         # Sharded strategies communicate in forward and average gradients in backward: no rank can stop alone.
@@ -235,6 +236,8 @@ class EffectiveStep:
         self._consensus.settle()
         if self._is_cached and not self._num_steps % _STEPS_BETWEEN_CHECKS:
             self._watch_allocator()
+        if self._reducer is not None and self._share_added is not None:
+            self._share_added()
         batch = request.arguments["batch"]
         num_samples = self._splitter.count(batch)
         size = self._size_for(request, num_samples)

@@ -8,12 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 
 from cli import estimate_recipe, plan_recipe
 from cli.estimate_recipe import target_of
 from cli.main import main
 from cli.plan import make_parser
 from cli.recipe_run import RecipeRun, device_numbers, load_recipe
+from lightning_memfit import MicroBatching
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner.plan import own_adapter
@@ -183,3 +185,39 @@ def test_adapters_whose_arguments_a_plan_would_mix_up_are_refused(
         return
     with pytest.raises(ValueError, match="has QuantizedWeights, and no plan can keep it: arguments of one name"):
         own_adapter(callbacks, "bf16-mixed")
+
+
+@pytest.mark.parametrize("arguments", [{"train": ["score"]}, {"alpha": 32, "target_modules": ("q_proj", "h.1.v_proj")}])
+def test_arguments_of_adapters_are_kept_whatever_kind_of_list_they_are_in(arguments: dict[str, Any]) -> None:
+    kept = own_adapter([Lora(**arguments)], "bf16-mixed")
+    assert kept is not None
+    assert kept.options == {name: list(v) if isinstance(v, tuple) else v for name, v in arguments.items()}
+
+
+def test_a_plan_is_for_the_batch_that_micro_batching_gives_a_step_with_its_arguments() -> None:
+    own = MicroBatching(global_batch_size=64, loss_weight=len, last_resort="recompute")
+    written = {"global_batch_size": 64, "micro_batch_size": "auto", "loss_weight": "builtins.len", "recover": True}
+    path = "lightning_memfit.fitting.step.callback.MicroBatching"
+    config = {"trainer": {"callbacks": [{"class_path": path, "init_args": written | {"last_resort": "recompute"}}]}}
+    parser: Any = SimpleNamespace(dump=lambda *_, **__: yaml.safe_dump(config))
+    run = replace(recipe(), callbacks=(own,), parsed=(parser, parser))
+    setting, _ = plan_recipe.own_setting(run, 1)
+    assert setting is not None
+    assert (setting.micro_batch_size, setting.accumulate_grad_batches) == (32, 2)
+    assert plan_recipe._batching(run) == {
+        "global_batch_size": 64,
+        "loss_weight": "builtins.len",
+        "last_resort": "recompute",
+    }
+    assert plan_recipe._batching(recipe()) is None
+
+
+@pytest.mark.medium
+def test_a_loader_without_a_batch_size_to_set_keeps_its_own() -> None:
+    arguments = make_parser().parse_args(["--host-memory", "64GiB"])
+    with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=2"]) as run:
+        run.config["data"]["init_args"].pop("batch_size")
+        workload = plan_recipe.workload_of(run, target_of("A100 80GB", run), arguments)
+    assert workload.samples_per_step == 2 * 8 * 4
+    assert workload.loader_batch == 4
+    assert workload.sizes() == (1, 2, 4)

@@ -2,11 +2,12 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from transformers import GenerationConfig, WhisperFeatureExtractor
 
 from cli.trained import load_verified
 from lightning_memfit.adapters import lora
-from lightning_memfit.adapters.checkpoint import KEY, describe
+from lightning_memfit.adapters.checkpoint import KEY, describe, write_peft_folder
 from lightning_memfit.adapters.linears import linear_layers
 from lightning_memfit.models import CausalLM, Seq2SeqLM
 from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
@@ -150,6 +151,18 @@ def test_a_module_that_was_trained_in_part_is_not_left_out_in_silence(tmp_path):
         export_adapters(checkpoint, tmp_path / "alone")
 
 
+def test_running_statistics_that_no_peft_folder_holds_are_refused(tmp_path):
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    lora.inject(network, linear_layers(network, "auto")[0].values(), rank=2, alpha=4.0, dropout=0.0)
+    network[1].requires_grad_(False)
+    frozen = {name for name, one in network.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    entries = {name: value for name, value in network.state_dict().items() if name not in frozen}
+    checkpoint = {KEY: describe(network, 2, 4.0), "state_dict": entries}
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to("meta")
+    with pytest.raises(ValueError, match="has the running statistics of 1, which training changes"):
+        write_peft_folder(tmp_path, checkpoint, "", plain, None, None)
+
+
 def test_a_layer_with_an_adapter_that_was_also_trained_is_refused(tmp_path):
     checkpoint, _ = trained_adapters(tmp_path / "base", QWEN, ("model.model.layers.0.mlp.up_proj",))
     with pytest.raises(ValueError, match="Leave `--adapters_only` out"):
@@ -195,6 +208,23 @@ def test_settings_of_generation_that_have_no_effect_end_no_export(tmp_path, said
         name: exported[name] for name in ("temperature", "top_p", "do_sample", "max_new_tokens") if name in exported
     } == written
     assert module.network.generation_config.temperature == 0.9, "what runs is as it was"
+
+
+def test_settings_of_generation_are_exported_as_transformers_writes_them(tmp_path):
+    """It writes what is unchanged since it was read, also what it would refuse of others."""
+    module = CausalLM(config=GPT2)
+    module.configure_model()
+    said = {"temperature": 0.9, "top_p": 0.6, "early_stopping": True, "suppress_tokens": [3]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    module.network.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    try:
+        module.network.save_pretrained(tmp_path / "theirs")
+    except ValueError:
+        pytest.skip("this version of transformers refuses to write what it has read")
+    folder = export_folder(module.network, tmp_path / "ours", None)
+    ours, theirs = (json.loads((one / "generation_config.json").read_text()) for one in (folder, tmp_path / "theirs"))
+    assert ours == theirs
+    assert said.items() <= ours.items()
 
 
 VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}

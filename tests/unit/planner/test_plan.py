@@ -1,12 +1,16 @@
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import yaml
 
+from lightning_memfit.planner.candidates import conflict_of_sizes
 from lightning_memfit.planner.plan import Plan, is_planned, overlay_of
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.workload import check_allow, check_trainable
+from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.setting import Setting
 
 from .made import MIB, MadeTraceStore, made_workload
 
@@ -75,12 +79,12 @@ def test_refusal_says_what_would_help() -> None:
     assert any("would do" in line for line in plan.advice)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     with pytest.raises(ValueError, match="Nothing fits"):
-        overlay_of(plan, True)
+        overlay_of(plan, made_workload(250))
 
 
 def test_overlay_appends_its_callbacks(plan: Plan) -> None:
     """Those of the recipe are sorted out where it is laid over one: `cli.made_for`."""
-    laid = overlay_of(plan, batch_size_in_data=True)
+    laid = overlay_of(plan, made_workload(1000))
     assert yaml.safe_load(yaml.safe_dump(laid)) == laid
     setting = plan.setting
     assert laid["data"]["init_args"]["batch_size"] == setting.micro_batch_size
@@ -93,29 +97,68 @@ def test_overlay_appends_its_callbacks(plan: Plan) -> None:
     assert not any("MicroBatching" in name for name in classes)
 
 
-def test_without_a_batch_size_in_data_micro_batches_are_cut(plan: Plan) -> None:
-    laid = overlay_of(plan, batch_size_in_data=False)
-    cut = [spec for spec in laid["trainer"]["callbacks+"] if "MicroBatching" in spec["class_path"]]
-    if plan.setting.accumulate_grad_batches > 1:
-        assert cut[0]["init_args"] == {"micro_batch_size": plan.setting.micro_batch_size}
+def cut_by(laid: dict[str, Any]) -> list[dict[str, Any]]:
+    """Arguments of the `MicroBatching` of a plan's file."""
+    return [spec["init_args"] for spec in laid["trainer"]["callbacks+"] if "MicroBatching" in spec["class_path"]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accumulated", "cut"),
+    [((2, 16), 4, [{"micro_batch_size": 2}]), ((8, 4), 4, []), ((4, 2), 1, [{"micro_batch_size": 4}])],
+)
+def test_batches_of_a_loader_that_stays_are_cut_and_as_many_make_a_step(
+    plan: Plan, sizes: tuple[int, int], accumulated: int, cut: list[dict[str, Any]]
+) -> None:
+    setting = replace(plan.setting, micro_batch_size=sizes[0], accumulate_grad_batches=sizes[1])
+    laid = overlay_of(replace(plan, setting=setting), replace(made_workload(1000), loader_batch=8))
+    assert cut_by(laid) == cut
+    assert laid["trainer"]["accumulate_grad_batches"] == accumulated
     assert "data" not in laid
 
 
-def test_micro_batches_of_a_recipe_that_cuts_its_batches_stay_cut(plan: Plan) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "batching", "loaded", "cut"),
+    [
+        ((2, 4), 1, {}, 8, [{"micro_batch_size": 2}]),
+        ((8, 1), 1, {}, 8, []),
+        ((8, 1), 2, {}, 8, [{"micro_batch_size": 8}]),  # a mean over what both devices predict
+        ((2, 4), 1, {"loss_weight": "mine.tokens"}, 8, [{"loss_weight": "mine.tokens", "micro_batch_size": 2}]),
+    ],
+)
+def test_micro_batches_of_a_recipe_that_cuts_its_batches_stay_cut(
+    plan: Plan,
+    sizes: tuple[int, int],
+    ranks: int,
+    batching: dict[str, Any],
+    loaded: int,
+    cut: list[dict[str, Any]],
+) -> None:
     """`MicroBatching` takes means over the whole batch, which accumulation alone doesn't."""
-    setting = replace(plan.setting, micro_batch_size=2, accumulate_grad_batches=4)
-    laid = overlay_of(replace(plan, setting=setting), batch_size_in_data=True, cuts_batches=True)
-    assert laid["data"]["init_args"]["batch_size"] == 8
+    workload = replace(made_workload(1000), batching=batching)
+    setting = replace(plan.setting, micro_batch_size=sizes[0], accumulate_grad_batches=sizes[1], world_size=ranks)
+    setting = setting.choose("ddp") if ranks > 1 else setting
+    laid = overlay_of(replace(plan, setting=setting), workload)
+    assert laid["data"]["init_args"]["batch_size"] == loaded
     assert laid["trainer"]["accumulate_grad_batches"] == 1
-    cut = [spec for spec in laid["trainer"]["callbacks+"] if "MicroBatching" in spec["class_path"]]
-    assert [spec["init_args"] for spec in cut] == [{"micro_batch_size": 2}]
-    whole = replace(plan, setting=replace(setting, micro_batch_size=8, accumulate_grad_batches=1))
-    laid = overlay_of(whole, batch_size_in_data=True, cuts_batches=True)
-    assert laid["data"]["init_args"]["batch_size"] == 8
-    engine = replace(plan, setting=replace(setting, world_size=2).choose("zero_2"))
-    laid = overlay_of(engine, batch_size_in_data=True, cuts_batches=True)
+    assert cut_by(laid) == cut
+
+
+def test_engines_accumulate_themselves(plan: Plan) -> None:
+    setting = replace(plan.setting, micro_batch_size=2, accumulate_grad_batches=4, world_size=2).choose("zero_2")
+    laid = overlay_of(replace(plan, setting=setting), replace(made_workload(1000), batching={}))
     assert laid["data"]["init_args"]["batch_size"] == 2
     assert laid["trainer"]["accumulate_grad_batches"] == 4
+    assert cut_by(laid) == []
+
+
+def test_what_cannot_stand_beside_micro_batching_is_not_planned_for_a_recipe_that_has_it() -> None:
+    """`HostMasterWeights` accumulates with the loader's batches, and not with those that are cut."""
+    run = Setting(2, 4).choose("host_master_weights").run(Facts())
+    free, cut = made_workload(1000), replace(made_workload(1000), batching={})
+    assert not free.is_cut(Setting(2, 4))
+    assert cut.is_cut(Setting(2, 4))
+    assert "HostMasterWeights uses gradients up" in str(conflict_of_sizes(Setting(2, 4), run, True))
+    assert conflict_of_sizes(Setting(2, 4), run) is None
 
 
 def test_allow() -> None:

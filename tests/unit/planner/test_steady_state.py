@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,22 @@ def test_where_the_first_blocks_do_not_step_alone_all_are_traced(monkeypatch: py
     expected = SteadyState.of(traces._stepping(Setting(), None), 512)
     monkeypatch.setattr(trace_store, "profile_module", fail)
     assert traces.stepping(Setting(), 512) == expected
+
+
+def test_blocks_that_do_not_step_alone_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_store, "_LARGEST_CHUNK", 1)
+    traces, profile, asked = store(), trace_store.profile_module, []
+    traces._worker = SimpleNamespace(start=lambda function: function)  # type: ignore[assignment]
+
+    def fail(module: object, *args: Any, **settings: Any) -> Any:
+        asked.append(getattr(module, "memfit_num_blocks", None))
+        if asked[-1] == 5:
+            raise TraceError("it misses the last block")
+        return profile(module, *args, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trace_store, "profile_module", fail)
+    assert traces.stepping(Setting(), 512) == traces.stepping(Setting(), 512)
+    assert asked.count(5) == 1
 
 
 def test_what_cannot_be_traced_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

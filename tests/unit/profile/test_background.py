@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -66,6 +67,22 @@ def test_what_a_killed_child_left_undone_is_done_here() -> None:
         return 7
 
     assert in_child(work)() == 7
+
+
+def test_what_a_child_was_killed_over_telling_is_done_here() -> None:
+    here = os.getpid()
+
+    def work() -> tuple[int, bytes]:
+        if os.getpid() != here:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return os.getpid(), bytes(1 << 22)  # more than a pipe holds
+
+    before = multiprocessing.active_children()
+    result = in_child(work)
+    (child,) = (one for one in multiprocessing.active_children() if one not in before)
+    child.join(60)
+    assert not child.is_alive()
+    assert result()[0] == here
 
 
 @pytest.mark.parametrize("obstacle", ["threads", "cores", "cuda"])

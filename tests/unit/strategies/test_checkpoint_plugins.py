@@ -100,8 +100,18 @@ def test_a_run_goes_on_from_what_its_plugin_has_saved(tmp_path, kind, strategy):
     assert torch.equal(*weights)
 
 
+class OfOurs(Preemption):
+    """A user's own kind of it."""
+
+
 @pytest.mark.parametrize(
-    "kind", [ModelCheckpoint, lambda url: Preemption(dirpath=url), lambda url: NonFiniteGuard(dirpath=url)]
+    "kind",
+    [
+        ModelCheckpoint,
+        lambda url: Preemption(dirpath=url),
+        lambda url: OfOurs(dirpath=url),
+        lambda url: NonFiniteGuard(dirpath=url),
+    ],
 )
 def test_a_folder_of_shards_is_written_on_this_machine_only(kind):
     strategy = FullyShardedStrategy(process_group_backend="gloo")
