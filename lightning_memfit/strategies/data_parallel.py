@@ -122,9 +122,14 @@ class DataParallelStrategy(DDPStrategy):
         """
         super().post_backward(closure_loss)
         wrapped = self.model
-        if self.world_size == 1 or not getattr(wrapped, "require_backward_grad_sync", False):
+        if self.world_size == 1:
+            return
+        apart: Iterable[torch.Tensor] = chain(self._apart, self._added())
+        if isinstance(wrapped, DistributedDataParallel) and is_summed_by_loop(wrapped):
+            apart = self._added()  # has values of this rank's own; everything else is summed
+        elif not getattr(wrapped, "require_backward_grad_sync", False):
             return  # it will be, in a later pass, or by who keeps DDP from doing so
-        lost = [one for one in chain(self._apart, self._added()) if one.requires_grad and one.grad is not None]
+        lost = [one for one in apart if one.requires_grad and one.grad is not None]
         if lost:
             stepped = {id(one) for one in self._stepped()}
             names = self._names(one for one in lost if id(one) in stepped)

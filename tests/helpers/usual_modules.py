@@ -333,6 +333,18 @@ class AddedValidating(Added):
         return self.train_dataloader()
 
 
+class AddedInStep(Added):
+    """Gets the layer in the midst of a step."""
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.current_epoch == 1 and not self.has_extra:
+            super().on_train_epoch_start()
+        return super().training_step(batch, batch_idx)
+
+
 class AddedFrozenApart(Added):
     """Trains the layer from its third epoch on; until then ranks have values of their own, if nobody sends them any."""
 

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
 REFUSED = {
     "unfrozen in the step": ("UnfrozenInStep", FIND_UNUSED, "`net.inp.weight` was frozen, or was not there"),
     "frozen in the step": ("Alternating", {}, "find_unused_parameters=True"),
+    "added in the step": ("AddedInStep", {}, "`extra.weight` was frozen, or was not there"),
+    "added in the step, micro-batches": ("AddedInStep", {}, "`extra.weight` was frozen, or was not there"),
 }
 
 
@@ -72,7 +74,7 @@ def on_two_ranks() -> dict[str, Any]:
         found[label] = train(name, label, strategy=strategy, devices=2, **options)
     for label, (name, ddp, _) in REFUSED.items():
         try:
-            train(name, strategy=DataParallelStrategy(process_group_backend="gloo", **ddp), devices=2)
+            train(name, label, strategy=DataParallelStrategy(process_group_backend="gloo", **ddp), devices=2)
         except Exception as error:
             found[label] = str(error)
     return found
