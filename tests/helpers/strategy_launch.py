@@ -27,7 +27,7 @@ OF_RANKS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_PORT", "MAS
 def selected(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
     """Parameters with which a test of the fixture's file will run, so that no case is launched that none asks for."""
     items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
-    return [item.callspec.params for item in items if item.originalname == test]
+    return [item.callspec.params if hasattr(item, "callspec") else {} for item in items if item.originalname == test]
 
 
 def launch(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -83,13 +83,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(request, folder):
+def results(folder):
     cases = TRAINED | {f"refused {name}": case | {"expect_error": True} for name, (case, _) in REFUSED.items()}
     cases["bf16"] = {**together(), "precision": "bf16-mixed"}
     for scenario in ("save", "resume", "validate", "fit_twice"):
         cases[scenario] = {**together(), "scenario": f"{SCENARIOS}.{scenario}", "folder": str(folder)}
-    compiled = ("compiled",) if selected(request, test_a_compiled_network_goes_on.__name__) else ()
-    for scenario in ("pieces", "logits", "whole_file", "lightnings_sampler", *compiled):
+    for scenario in ("pieces", "logits", "whole_file", "lightnings_sampler"):
         (folder / scenario).mkdir()
         cases[scenario] = {**together(), "scenario": f"{OURS}.{scenario}", "folder": str(folder / scenario)}
     cases["dropout"] = together() | {
@@ -154,9 +153,20 @@ def test_a_checkpoint_in_one_file_goes_on(results):
     assert found["resumed"] == close(results["resume"]["losses"])
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled-network")
+    cases = {scenario: {**together(), "scenario": f"{SCENARIOS}.{scenario}"} for scenario in ("save", "resume")}
+    cases["compiled"] = {**together(), "scenario": f"{OURS}.compiled"}
+    (folder / "own").mkdir()
+    return launch(
+        folder, {name: case | {"folder": str(folder / ("own" * (name == "compiled")))} for name, case in cases.items()}
+    )
+
+
 @pytest.mark.parametrize("folder_of", ["theirs", "own"])
-def test_a_compiled_network_goes_on(results, folder_of):
-    assert results["compiled"][folder_of] == close(results["resume"]["losses"])
+def test_a_compiled_network_goes_on(compiled, folder_of):
+    assert compiled["compiled"][folder_of] == close(compiled["resume"]["losses"])
 
 
 def test_consolidated_weights_evaluate_alike(results, folder):
@@ -222,6 +232,13 @@ def on_four(request, tmp_path_factory):
     for scenario in ("save", "validate"):
         cases[f"llama/{scenario}"] = {**odd, "folder": str(folder / "llama"), "scenario": f"{SCENARIOS}.{scenario}"}
     cases = {name: case for name, case in cases.items() if name in trained or "/" in name}
+    others = (
+        test_two_by_two_ranks_resume,
+        test_uneven_parts_are_saved_and_loaded,
+        test_groups_see_samples_of_their_own,
+    )
+    if not any(selected(request, test.__name__) for test in others):
+        return launch(folder, {name: cases[name] for name in trained}), folder
     cases["sampler"] = {**together(), "devices": 4, "scenario": f"{OURS}.lightnings_sampler"}
     cases["data"] = {
         **together(),
