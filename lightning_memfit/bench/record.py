@@ -90,6 +90,10 @@ class Failure:
     """Last lines that the process wrote."""
 
 
+_QUIET = 0.03
+"""Share of the time that a quiet machine's own services take from a run's threads."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One row of an experiment, measured."""
@@ -200,10 +204,6 @@ def field_paths(kind: type = Result, prefix: str = "") -> list[str]:
         inner = nested.get(one.name) if kind is Result else None
         paths += field_paths(inner, f"{name}.") if inner else [name]
     return paths
-
-
-_QUIET = 0.03
-"""Share of the time that a quiet machine's own services take from a run's threads."""
 
 
 # --- where a result comes from: versions, hardware, commit (imports no torch) -----------------------------------------

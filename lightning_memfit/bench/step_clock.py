@@ -35,10 +35,6 @@ class StepClock:
 
     On CUDA it waits for the device at the end of every optimizer step, so that each time belongs to its own step.
 
-    Attributes:
-        queued_fraction: Share of the timed steps in which a thread was ready to compute while others had its core, as
-            Linux counts it; None elsewhere.
-
     Args:
         warmup_steps: Optimizer steps before the clock starts.
     """
@@ -50,17 +46,15 @@ class StepClock:
         self._current = TimedStep()
         self._last = 0.0
         self._step_start = 0.0
-        self._queued: dict[str, int] | None = None
-        self.queued_fraction: float | None = None
+        self._queued: list[dict[str, int] | None] = []  # when the timed steps began and ended
         self._losses: list[torch.Tensor] = []
         self._first: list[torch.Tensor] = []
         self._final: list[torch.Tensor] = []
 
     def start(self) -> None:
         """Start the clock before the first step."""
+        self._note_queued()
         self._step_start = self._last = time.perf_counter()
-        if not self.warmup_steps:
-            self._queued = queued_nanoseconds()
 
     def batch_starts(self) -> None:
         """Count the time between two batches as waiting."""
@@ -77,27 +71,32 @@ class StepClock:
     def step_ends(self, device: torch.device) -> None:
         """Finish an optimizer step."""
         synchronize(device)
-        now = time.perf_counter()
-        self._current.seconds = now - self._step_start
+        self._current.seconds = time.perf_counter() - self._step_start
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             self.steps.append(self._current)
-            self._count_queued()
-        if self.num_steps == self.warmup_steps:
-            self._queued = queued_nanoseconds()
-        self._step_start = self._last = now
+        self._note_queued()
         self._current = TimedStep()
         self._first = self._first or self._losses
         self._final, self._losses = self._losses, []
+        self._step_start = self._last = time.perf_counter()
 
-    def _count_queued(self) -> None:
-        """Add up what each thread waited for a core since the warm-up; a thread that has ended counts no more."""
-        now = queued_nanoseconds()
-        if self._queued is None or now is None:
-            return
-        waited = sum(value - self._queued.get(thread, 0) for thread, value in now.items())
-        seconds = sum(step.seconds for step in self.steps)
-        self.queued_fraction = waited * 1e-9 / seconds / torch.get_num_threads()
+    def _note_queued(self) -> None:
+        """Note how long threads have waited for a core, between two steps, whose times it isn't part of."""
+        if self.num_steps >= self.warmup_steps:
+            self._queued = [*self._queued[:1], queued_nanoseconds()]
+
+    @property
+    def queued_fraction(self) -> float | None:
+        """Share of the timed steps in which a thread was ready to compute while others had its core.
+
+        None before the first of them, and where the system doesn't tell. A thread that has ended counts no more.
+        """
+        before, now = self._queued if len(self._queued) > 1 else (None, None)
+        if before is None or now is None:
+            return None
+        waited = sum(value - before.get(thread, 0) for thread, value in now.items())
+        return waited * 1e-9 / sum(step.seconds for step in self.steps) / torch.get_num_threads()
 
     @property
     def losses(self) -> tuple[float | None, float | None]:
