@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -367,8 +366,10 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
         adapter, reason = None, str(error)
     if adapter is not None:
         made = {spec.class_path: spec.arguments for spec in adapter.technique.configured(**adapter.options)[1]}
-        pairs = zip(own, found, strict=True)
-        if sorted(made) != sorted(found) or any(_plain(arguments_of(one)) != _plain(made[path]) for one, path in pairs):
+        # A choice stores lists in place of tuples.
+        as_made = [TechniqueChoice(path, arguments) for path, arguments in sorted(made.items())]
+        as_written = [TechniqueChoice(path, arguments_of(one)) for path, one in zip(found, own, strict=True)]
+        if as_made != sorted(as_written, key=lambda one: one.name):
             adapter, reason = None, "arguments of one name, which a plan gives to all of its callbacks, differ in them"
     if adapter is None:
         raise ValueError(
@@ -376,11 +377,6 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
             "other techniques by hand, by what `memfit estimate` says."
         )
     return adapter
-
-
-def _plain(arguments: Mapping[str, Any]) -> Any:
-    """Arguments as a setting stores them: lists in place of tuples."""
-    return json.loads(json.dumps(dict(arguments)))
 
 
 def check_adapters(class_paths: Iterable[str], allow: Collection[str], where: str) -> None:
