@@ -156,12 +156,12 @@ def test_a_checkpoint_in_one_file_goes_on(results):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled-network")
-    cases = {scenario: {**together(), "scenario": f"{SCENARIOS}.{scenario}"} for scenario in ("save", "resume")}
-    cases["compiled"] = {**together(), "scenario": f"{OURS}.compiled"}
-    (folder / "own").mkdir()
-    return launch(
-        folder, {name: case | {"folder": str(folder / ("own" * (name == "compiled")))} for name, case in cases.items()}
-    )
+    own = folder / "own"  # it goes on from what "save" leaves in the folder above, too
+    own.mkdir()
+    common = {**together(), "folder": str(folder)}
+    cases = {scenario: common | {"scenario": f"{SCENARIOS}.{scenario}"} for scenario in ("save", "resume")}
+    cases["compiled"] = common | {"scenario": f"{OURS}.compiled", "folder": str(own)}
+    return launch(folder, cases)
 
 
 @pytest.mark.parametrize("folder_of", ["theirs", "own"])
