@@ -4,13 +4,14 @@
     python -m benchmarks.recipe_sizes --plans      # and plans for these cards, which take minutes each
 
 Nothing is trained or downloaded: the figures are those of `memfit estimate`, from one trace for each row, and of
-`memfit plan`. Both are written into docs/guides/recipes.md.
+`memfit plan`. Both are written into docs/guides/chats.md and docs/guides/recipes.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,11 @@ DEVICES = ("12GiB", "24GiB", "80GiB")
 HOST_MEMORY = "64GiB"
 ROOT = Path(__file__).parents[2]
 PLANS = ROOT / "benchmarks" / "results" / "recipe_plans.json"
-PAGE = ROOT / "docs" / "guides" / "recipes.md"
-ON_PAGE = ("dpo_full", "dpo_lora", "vit", "convnext", "whisper", "diffusion_unet")
+PAGES: Mapping[Path, tuple[str, ...]] = {
+    ROOT / "docs" / "guides" / "chats.md": ("chat_full", "chat_lora", "chat_qlora", "pretrain"),
+    ROOT / "docs" / "guides" / "recipes.md": ("dpo_full", "dpo_lora", "vit", "convnext", "whisper", "diffusion_unet"),
+}
+"""Pages that show what recipes need, and the recipes of each, in this order."""
 Row = Mapping[str, Any]
 
 
@@ -96,8 +100,8 @@ def plan_of(recipe: str, device: str) -> dict[str, Any]:
     return {"recipe": recipe, "device": device, **{name: found[name] for name in ("fits", "summary", "batch_size")}}
 
 
-def page(rows: Sequence[Row], plans: Sequence[Row], text: str) -> str:
-    """Write the tables of estimates and plans into the text of the page."""
+def page(recipes: Sequence[str], rows: Sequence[Row], plans: Sequence[Row], text: str) -> str:
+    """Write the tables of estimates and plans of some recipes into the text of their page."""
     cards = [device.replace("GiB", " GB") for device in DEVICES]
     lines = [
         "Largest micro-batch in samples, as `memfit estimate` predicts it; -: not one sample fits.",
@@ -105,17 +109,17 @@ def page(rows: Sequence[Row], plans: Sequence[Row], text: str) -> str:
         f"| recipe | model | sample | {' | '.join(cards)} |",
         f"|---|---|---|{'---:|' * len(cards)}",
     ]
-    for row in sorted((row for row in rows if row["recipe"] in ON_PAGE), key=lambda row: ON_PAGE.index(row["recipe"])):
+    for row in sorted((row for row in rows if row["recipe"] in recipes), key=lambda row: recipes.index(row["recipe"])):
         sizes = " | ".join(str(row["largest_micro_batch"][device] or "-") for device in DEVICES)
         lines.append(f"| `{row['recipe']}` | `{row['model']}` | {TASKS[row['recipe']].sample} | {sizes} |")
-    if plans:
-        chosen = (
-            f"What `memfit plan` chooses for a whole batch, beside {HOST_MEMORY.replace('GiB', ' GiB')} of host memory:"
-        )
-        lines += ["", chosen, "", "| recipe | card | plan |", "|---|---:|---|"]
-    order = list(TASKS)
-    for row in sorted(plans, key=lambda row: (order.index(row["recipe"]), DEVICES.index(row["device"]))):
-        lines.append(f"| `{row['recipe']}` | {row['device'].replace('GiB', ' GB')} | {row['summary']} |")
+    chosen = (
+        f"What `memfit plan` chooses for a whole batch and the model that a recipe names, "
+        f"beside {HOST_MEMORY.replace('GiB', ' GiB')} of host memory:"
+    )
+    lines += ["", chosen, "", "| recipe | card | plan |", "|---|---:|---|"]
+    planned = {(row["recipe"], row["device"]): row["summary"] for row in plans}
+    for recipe, (device, card) in itertools.product(recipes, zip(DEVICES, cards, strict=True)):
+        lines.append(f"| `{recipe}` | {card} | {planned[recipe, device]} |")
     return insert(text, "sizes", "\n".join(lines))
 
 
@@ -132,15 +136,15 @@ def add_plans() -> None:
         print(rows[-1]["recipe"], device, rows[-1]["summary"], file=sys.stderr)
 
 
-def write_page() -> None:
-    """Write the page from the files."""
-    rows = json.loads(SIZES.read_text())["rows"]
-    plans = json.loads(PLANS.read_text())["rows"] if PLANS.exists() else []
-    PAGE.write_text(page(rows, plans, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+def write_pages() -> None:
+    """Write the pages from the files."""
+    rows, plans = (json.loads(file.read_text())["rows"] for file in (SIZES, PLANS))
+    for file, recipes in PAGES.items():
+        file.write_text(page(recipes, rows, plans, file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main() -> None:
-    """Add the missing rows, one at a time, and write the page."""
+    """Add the missing rows, one at a time, and write the pages."""
     rows = json.loads(SIZES.read_text())["rows"] if SIZES.exists() else []
     for recipe, model in wanted():
         if any((row["recipe"], row["model"]) == (recipe, model or own_model(recipe)) for row in rows):
@@ -151,7 +155,7 @@ def main() -> None:
         print(row["recipe"], row["model"], row["largest_micro_batch"], file=sys.stderr)
     if sys.argv[1:] == ["--plans"]:
         add_plans()
-    write_page()
+    write_pages()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.recipe_sizes.__main__ import DEVICES, PAGE, PLANS, models, own_model, page, row_of, wanted
+from benchmarks.recipe_sizes.__main__ import DEVICES, PAGES, PLANS, models, own_model, page, row_of, wanted
 from cli.main import main
 from cli.recipe_files import SIZES, TASKS, available, resolve
 from cli.recipes import by_task_and_memory
@@ -157,9 +157,16 @@ def test_the_list_shows_the_file(capsys):
         assert line.split()[-3:] == [str(row["largest_micro_batch"][device] or "-") for device in DEVICES]
 
 
-def test_the_page_shows_the_files():
-    plans = json.loads(PLANS.read_text())["rows"] if PLANS.exists() else []
-    assert page(ROWS, plans, PAGE.read_text()) == PAGE.read_text()
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_the_page_shows_the_files(file):
+    assert page(PAGES[file], ROWS, json.loads(PLANS.read_text())["rows"], file.read_text()) == file.read_text()
+
+
+def test_every_recipe_is_on_a_page_with_a_plan_for_each_card():
+    shown = [recipe for recipes in PAGES.values() for recipe in recipes]
+    assert sorted(shown) == sorted(TASKS)
+    plans = [(row["recipe"], row["device"]) for row in json.loads(PLANS.read_text())["rows"]]
+    assert sorted(plans) == sorted((recipe, device) for recipe in TASKS for device in DEVICES)
 
 
 @pytest.mark.slow
