@@ -1,5 +1,5 @@
-# `make quickstart` shows that it runs here, `make fast` is for every change, `make test` for every push; CI runs
-# `make exhaustive`, too.
+# `make quickstart` shows that it runs here, `make fast` is for every change, `make test` for every push, and
+# `make exhaustive` before a release; CI runs it, too, on machines that are quick enough.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -32,7 +32,7 @@ WITH_OWN_NINJA := PATH=$(abspath $(BIN)):$$PATH
 unit: $(STAMP)
 	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not exhaustive"
 
-# What `tests/exhaustive.txt` names. CI runs it before `make test`.
+# What `tests/exhaustive.txt` names.
 exhaustive: $(STAMP)
 	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive and not gpu"
 
