@@ -317,10 +317,21 @@ class Added(Base):
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            torch.manual_seed(self.global_rank)  # the ranks' own values, of which the first rank's count
-            self.extra, self.has_extra = nn.Linear(3, 3), True
-            optimizer: Any = self.optimizers()
-            optimizer.add_param_group({"params": list(self.extra.parameters())})
+            self.add()
+
+    def add(self) -> None:
+        torch.manual_seed(self.global_rank)  # the ranks' own values, of which the first rank's count
+        self.extra, self.has_extra = nn.Linear(3, 3), True
+        optimizer: Any = self.optimizers()
+        optimizer.add_param_group({"params": list(self.extra.parameters())})
+
+
+class AddedAtOnce(Added):
+    """Gets the layer before its first step, once its optimizer is made."""
+
+    def on_train_epoch_start(self) -> None:
+        if not self.has_extra:
+            self.add()
 
 
 class AddedValidating(Added):

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
     "unfrozen, micro-batches": ("Unfrozen", {}, {}),
     "added, micro-batches": ("Added", {}, {"accumulate_grad_batches": 2}),
     "added, frozen at first, micro-batches": ("AddedFrozenApart", {}, {"max_epochs": 3}),
+    "added before the first step, micro-batches found": ("AddedAtOnce", {}, {}),
     "in a hook, micro-batches": ("AlternatingInHook", {}, {}),
     "in a hook, accumulating, micro-batches": ("AlternatingInHook", {}, {"accumulate_grad_batches": 2}),
 }
@@ -57,7 +58,9 @@ class Unsynchronized(pl.Callback):
 
 
 def train(name: str, label: str = "", **options: Any) -> dict[str, torch.Tensor]:
-    callbacks: list[pl.Callback] = [Unsynchronized(), MicroBatching(micro_batch_size=1)]
+    is_found = label.endswith("micro-batches found")
+    batching = MicroBatching(limit_bytes=1 << 30) if is_found else MicroBatching(micro_batch_size=1)
+    callbacks: list[pl.Callback] = [Unsynchronized(), batching]
     if "micro-batches" not in label:
         callbacks = []
     options = {"max_epochs": 2, "limit_val_batches": 0, "use_distributed_sampler": False, **options}

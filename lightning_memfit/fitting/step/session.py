@@ -235,6 +235,9 @@ class FitSession:
     def _run_first(self, request: StepRequest) -> ClosureResult:
         """Choose the size and run the batch; from the next one on the loop calls the step itself."""
         self._consensus.settle()
+        share_added = getattr(self._loop.trainer.strategy, "share_added", None)
+        if self._reducer is not None and share_added is not None:
+            share_added()  # before trial steps, which end where values are this rank's own
         options, sizes = self._options, self._start(request)
         check = ExactnessCheck(self._loop, self._splitter, self._weights, self._consensus, self._rules, self._memory)
         step = EffectiveStep(
