@@ -29,7 +29,7 @@ from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.hub import asked_once
 from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
-from lightning_memfit.planner.plan import check_adapters, is_technique
+from lightning_memfit.planner.plan import check_adapters, is_batching, is_technique
 from lightning_memfit.planner.workload import DEFAULT_ALLOW
 
 from .arguments import next_line
@@ -174,7 +174,8 @@ class FitCLI(MemFitCLI):
             return
         trainer = self.config.fit.trainer
         if self._arguments is None or num_devices(trainer) == 1 or is_started_by_others(trainer.num_nodes):
-            plan_automatically(trainer)
+            data = getattr(self.config.fit.get("data"), "init_args", None)
+            plan_automatically(trainer, None if data is None else data.get("batch_size"))
             return
         plan = plan_file(self._arguments[1:])
         seed = self.config.fit.seed_everything  # a random seed is already drawn
@@ -190,11 +191,15 @@ def _weights_only(path: str) -> str:
     )
 
 
-def plan_automatically(trainer: Any) -> None:
+def plan_automatically(trainer: Any, batch_size: int | None = None) -> None:
     """Change a trainer's configuration, and say which callbacks the plan replaces.
 
     Args:
         trainer: The `trainer` section of a parsed recipe, before anything is instantiated.
+        batch_size: That of its `data`; None if they have none.
+
+    Raises:
+        ValueError: If the plan would replace one by which other numbers are trained.
     """
     named = trainer.callbacks or []
     callbacks = named if isinstance(named, list) else [named]
@@ -203,6 +208,9 @@ def plan_automatically(trainer: Any) -> None:
     own = next((spec for spec in kept if spec.class_path.endswith(".MemFit")), None)
     allow = DEFAULT_ALLOW if own is None or not own.init_args.allow else own.init_args.allow
     check_adapters(replaced, allow, "`memfit: auto` with `allow` of the callback MemFit that has `lora`")
+    for spec in callbacks:
+        if is_batching(spec.class_path):
+            _check_batching(spec.get("init_args") or Namespace(), trainer, batch_size)
     if own is None:
         kept = [
             Namespace(
@@ -214,6 +222,27 @@ def plan_automatically(trainer: Any) -> None:
         names = ", ".join(path.rpartition(".")[2] for path in replaced)
         print(f"memfit: auto: the plan replaces {names}.", file=sys.stderr)
     trainer.callbacks = kept
+
+
+_OF_BATCHES = ("loss_weight", "split_batch", "num_samples", "allow_batch_statistics")
+"""Arguments of `MicroBatching` that say what a loss is a mean over, what samples are, and what may differ."""
+
+
+def _check_batching(arguments: Any, trainer: Any, batch_size: int | None) -> None:
+    """Refuse to leave out a recipe's `MicroBatching` if the plan's own would train by other numbers.
+
+    Raises:
+        ValueError: If it would.
+    """
+    lost, fix = next((name for name in _OF_BATCHES if arguments.get(name)), None), ""
+    whole = arguments.get("global_batch_size")
+    if whole is not None and (batch_size or 0) * trainer.accumulate_grad_batches * num_devices(trainer) != whole:
+        lost, fix = "global_batch_size", "set the loader's batch size to what it asks for, and leave it out; or "
+    if lost is not None:
+        raise ValueError(
+            f"`memfit: auto` would replace MicroBatching by one without its `{lost}={arguments.get(lost)}`, and train "
+            f"by other numbers. Keep them: {fix}`memfit plan --config ...` keeps all of its arguments."
+        )
 
 
 def num_devices(trainer: Any) -> int:

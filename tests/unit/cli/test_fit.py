@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonargparse import Namespace as Parsed
 
 from cli import fit, plan_recipe
 from cli.fit import PLAN_VARIABLE, is_started_by_others, num_devices, plan_file
@@ -84,3 +85,29 @@ def test_adapters_of_a_recipe_are_not_left_out_in_silence(allow: list[str] | Non
         return
     fit.plan_automatically(trainer)
     assert trainer.callbacks == [own]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batch_size", "lost"),
+    [
+        ({"global_batch_size": 64}, 8, "global_batch_size=64"),
+        ({"global_batch_size": 64}, None, "global_batch_size=64"),
+        ({"global_batch_size": 64}, 32, ""),  # which two accumulated batches are
+        ({"loss_weight": "mine.tokens"}, 8, "loss_weight=mine.tokens"),
+        ({"allow_batch_statistics": True}, 8, "allow_batch_statistics=True"),
+        ({"micro_batch_size": 2, "last_resort": "offload", "loss_weight": None}, 8, ""),
+    ],
+)
+def test_a_plan_does_not_replace_micro_batching_by_one_that_trains_by_other_numbers(
+    arguments: dict[str, Any], batch_size: int | None, lost: str
+) -> None:
+    path = "lightning_memfit.fitting.step.callback.MicroBatching"
+    batching = Parsed(class_path=path, init_args=Parsed(**arguments))
+    options = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "accumulate_grad_batches": 2}
+    trainer = Namespace(callbacks=[batching], **options)
+    if lost:
+        with pytest.raises(ValueError, match=f"`memfit: auto` would replace MicroBatching by one without its `{lost}`"):
+            fit.plan_automatically(trainer, batch_size)
+        return
+    fit.plan_automatically(trainer, batch_size)
+    assert [spec.class_path for spec in trainer.callbacks] == ["lightning_memfit.fitting.auto.MemFit"]
