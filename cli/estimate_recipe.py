@@ -61,6 +61,8 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
         if division is not None:
             traced = division.traced_precision(precision)
             run = replace(run, options=replace(run.options, precision=traced))  # type: ignore[arg-type]
+        run, waiting_bytes, left_out = _as_cut(run, division, arguments.micro_batch_size)
+        notes += left_out
         ranks = _ranks(run, division) if division is not None and division.traced else None
         try:
             profile = _profile(run, target, arguments, ranks)
@@ -79,12 +81,70 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
     notes += [_NO_DEVICE] if target.capacity_bytes is None else []
     profile = replace(profile, precision=precision)
     try:
-        return build_report(profile, target, arguments.micro_batch_size, tuple(notes), division)
+        return build_report(profile, target, arguments.micro_batch_size, tuple(notes), division, waiting_bytes)
     except ValueError as error:
         if type(error).__name__ != "NotDividedError" or division is None:
             raise
         notes.insert(0, _not_in_figures(division.name, error))
-        return build_report(profile, target, arguments.micro_batch_size, tuple(notes))
+        return build_report(profile, target, arguments.micro_batch_size, tuple(notes), None, waiting_bytes)
+
+
+def _as_cut(run: RecipeRun, division: Division | None, asked: int | None) -> tuple[RecipeRun, int, list[str]]:
+    """A recipe's run in the micro-batches that its `MicroBatching` is told to cut.
+
+    At `auto` it cuts as few as fit, and the figures are those of the whole batch.
+
+    Args:
+        run: The recipe.
+        division: How its strategy divides it.
+        asked: Micro-batch that the user asks about instead.
+
+    Returns:
+        The run, bytes on the device of samples that wait for their micro-batch, and what the figures don't say.
+    """
+    fitting = sys.modules.get("lightning_memfit.fitting.step.callback")  # where a recipe names it, it is imported
+    own = None if fitting is None else next((c for c in run.callbacks if isinstance(c, fitting.MicroBatching)), None)
+    if own is None:
+        return run, 0, []
+    replicas = (run.devices or 1) * run.num_nodes // ranks_together(run.strategy)
+    rows, accumulate = batch_size(run.batch), run.options.accumulate_grad_batches
+    loaded = loaded_samples(run, own, replicas)
+    cut = own.options.micro_batch_size
+    size = loaded if cut == "auto" else min(asked or cut, loaded)
+    accumulate *= -(-loaded // size)
+    if division is not None and division.stage == 0 and division.ranks > 1:
+        accumulate = max(2, accumulate)  # it synchronizes no pass, as Lightning does none but the last
+    options = replace(run.options, accumulate_grad_batches=accumulate)
+    if cut == "auto":
+        return replace(run, options=options), 0, []
+    try:
+        batch = resize_batch(run.batch, rows, size)
+    except ValueError as error:
+        return run, 0, [f"`MicroBatching` is not in the figures, which are those of the whole batch: {error}."]
+    waiting = sum(tensor.nbytes for tensor in tensors_in(run.batch)) * (loaded - size) // rows
+    return replace(run, batch=batch, options=options), waiting, []
+
+
+def loaded_samples(run: RecipeRun, batching: Any, replicas: int) -> int:
+    """Samples that the recipe's loader gives a device at once; `MicroBatching` may set it to others than it has.
+
+    Args:
+        run: The recipe.
+        batching: Its `MicroBatching`; None if it has none.
+        replicas: Devices, or groups of them, with samples of their own.
+    """
+    whole = getattr(batching, "global_batch_size", None)
+    if whole is None:
+        return batch_size(run.batch)
+    return max(1, int(whole) // (replicas * run.options.accumulate_grad_batches))
+
+
+def ranks_together(strategy: Any) -> int:
+    """Ranks that compute a model together on one batch: more than 1 with tensor parallelism alone."""
+    try:
+        return int(getattr(make_strategy(strategy), "tensor_parallel_size", 1))
+    except Exception:  # whatever its class raises is said where the recipe's own setting is left out
+        return 1
 
 
 def _on_devices(run: RecipeRun, count: int) -> RecipeRun:

@@ -1,6 +1,6 @@
 """`estimate_step`: the peak of a profiled step by category and phase, as allocated and as reserved."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -78,6 +78,19 @@ class Estimate:
     def tensor_bytes(self) -> int:
         """Bytes of live tensors at the peak, each rounded up as the allocator does."""
         return self.allocated_bytes - self.workspace_bytes - self.spare_bytes
+
+    def beside(self, input_bytes: int) -> "Estimate":
+        """The same step with more of the batch on the device all the time."""
+        if not input_bytes:
+            return self
+        return replace(
+            self,
+            breakdown=self.breakdown + MemoryBreakdown.device({Category.INPUT: input_bytes}),
+            allocated_bytes=self.allocated_bytes + input_bytes,
+            reserved_bytes=self.reserved_bytes + input_bytes,
+            total_bytes=self.total_bytes + input_bytes,
+            by_phase={phase: peak + input_bytes for phase, peak in self.by_phase.items()},
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON; the timeline is left out."""

@@ -198,6 +198,7 @@ def build_report(
     micro_batch_size: int | None = None,
     notes: tuple[str, ...] = (),
     division: Division | None = None,
+    waiting_bytes: int = 0,
 ) -> EstimateReport:
     """Estimate a profiled step on a target.
 
@@ -207,17 +208,18 @@ def build_report(
         micro_batch_size: Samples per micro-batch; the profiled size by default.
         notes: Further notes for the report.
         division: How the run's strategy divides it; None for one device that holds everything.
+        waiting_bytes: Bytes on the device of samples that wait for their micro-batch.
 
     Raises:
         ValueError: If that micro-batch size isn't known.
         NotDividedError: If what a rank needs can't be told from the profile.
     """
-    estimate = _estimate(profile, division, micro_batch_size, target.runtime)
+    estimate = _estimate(profile, division, micro_batch_size, target.runtime).beside(waiting_bytes)
     largest = None
     if profile.knows_every_size and target.usable_bytes is not None and not target.lower_bound:
         shared = division.ranks_per_machine if division is not None and target.device_kind.is_host else 1
         usable = target.usable_bytes // (1 if target.counts_tensors else shared)
-        largest = largest_micro_batch(profile, usable, target.runtime, division)
+        largest = largest_micro_batch(profile, usable - waiting_bytes, target.runtime, division)
     verdict = judge(estimate, target, division)
     return EstimateReport(profile, estimate, target, verdict, largest, (*notes, *_rests_on(profile, target)), division)
 

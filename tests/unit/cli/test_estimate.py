@@ -497,3 +497,18 @@ def test_a_recipe_of_several_files_is_estimated(recipe, tmp_path, monkeypatch, c
     note = f"--trainer.default_root_dir={'a' * 300}"  # longer than any file name may be
     _, report = estimate(capsys, "--config", "whole.yaml", *recipe[2:], note, "--device", "12GiB")
     assert report["strategy"]["name"] == "memfit_ddp"
+
+
+@pytest.mark.medium
+def test_micro_batches_that_a_recipe_cuts_are_estimated(capsys, recipe, tmp_path):
+    """As those that the loader makes, beside the samples that wait: a plan's file says what the plan has said."""
+    init_args = "{micro_batch_size: 2, global_batch_size: 6}"
+    callback = f"{{class_path: lightning_memfit.MicroBatching, init_args: {init_args}}}"
+    (tmp_path / "cut.yaml").write_text(f"trainer: {{callbacks: [{callback}]}}")
+    _, cut = estimate(capsys, *recipe, "--config", str(tmp_path / "cut.yaml"), "--device", "12GiB")
+    _, loaded = estimate(capsys, *recipe, "--trainer.accumulate_grad_batches=3", "--device", "12GiB")
+    sizes = [(one["micro_batch_size"], one["accumulate_grad_batches"]) for one in (cut, loaded)]
+    assert sizes == [(2, 3), (2, 3)]
+    waiting = 4 * 2 * 64 * 8  # ids and labels
+    for name in ("allocated_bytes", "total_bytes"):
+        assert cut["peak"][name] - loaded["peak"][name] == waiting
