@@ -43,7 +43,7 @@ from lightning_memfit.planner.workload import (
     facts_of,
     parse_device_count,
 )
-from lightning_memfit.profile.build import batch_size
+from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -52,7 +52,7 @@ from lightning_memfit.techniques.core.registry import strategy_of
 from lightning_memfit.techniques.core.setting import Setting
 
 from .errors import user_mistake
-from .estimate_recipe import division_in_plans_of, make_strategy, quiet, target_of
+from .estimate_recipe import division_in_plans_of, loaded_samples, quiet, ranks_together, target_of
 from .made_for import made_for
 from .recipe_files import overlay_text
 from .recipe_run import RecipeRun, load_recipe
@@ -83,6 +83,7 @@ def plan_recipe(
         exist.
     """
     with quiet(), load_recipe(overrides, arguments.batch_shape, arguments.real_batch) as run:
+        run = _of_own_size(run) if arguments.batch_shape is not None else run
         named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
         try:
             workload = workload_of(run, target_of(device, run), arguments, named)
@@ -115,7 +116,7 @@ def plan_recipe(
         return {**origin, **overlay_of(one, workload, arguments.nvme_path)}
 
     data["overlay"] = laid(plan) if plan.fits else None
-    data["notes"] += [*run.notes, *_assumed(workload, plan, arguments)]
+    data["notes"] += [*run.notes, *_assumed(run, workload, plan, arguments)]
     if compare and workload.own is None:
         reason = own_setting(run, workload.devices.total)[1].rstrip(".")
         data["notes"].append(f"The recipe as it is was not compared: {reason}.")
@@ -159,8 +160,10 @@ def workload_of(
     named_here = None if here * run.num_nodes == named_devices else named_devices  # the recipe's machines
     devices = devices_for(named_here, here, run.num_nodes, target.device_kind.is_host)
     rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))
-    replicas = here * run.num_nodes // _together(run.strategy)
-    loaded = _loaded_samples(run, replicas)
+    replicas = here * run.num_nodes // ranks_together(run.strategy)
+    loaded, sets_size = _loaded_samples(run, replicas), run.takes_batch_size and not _has_other_rows(run)
+    if replicas > 1 and run.takes_batch_size and not sets_size:
+        raise ValueError(f"{_other_rows(run)}, with {replicas} devices. Plan for one: `--trainer.devices 1`.")
     known = technique_classes()
     fixed = tuple(
         callback
@@ -185,10 +188,10 @@ def workload_of(
         allow=allow,
         fixed=fixed,
         adapter=None if "lora" in allow else own_adapter(run.callbacks, run.options.precision),
-        loader_batch=None if run.takes_batch_size else loaded,
+        loader_batch=None if sets_size else loaded,
         batching=_batching(run),
         devices=devices,
-        strategies=run.takes_batch_size,
+        strategies=sets_size,
         tolerance=tolerance,
         own=own_setting(run, devices.total)[0],
     )
@@ -216,6 +219,10 @@ def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
     except Exception as error:  # whatever its strategy's class raises is no reason to plan nothing
         return None, str(error)
     size, accumulate = _loaded_samples(run, ranks), run.options.accumulate_grad_batches
+    cut = getattr(_own_batching(run), "options", None)
+    if cut is not None and cut.micro_batch_size != "auto":
+        loaded, size = size, min(cut.micro_batch_size, size)
+        accumulate *= -(-loaded // size)
     return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks), ""
 
 
@@ -239,16 +246,36 @@ def _batching(run: RecipeRun) -> dict[str, Any] | None:
 
 
 def _loaded_samples(run: RecipeRun, replicas: int) -> int:
-    """Samples that the recipe's loader gives a device at once; `MicroBatching` may set it to others than it has.
+    return loaded_samples(run, _own_batching(run), replicas)
 
-    Args:
-        run: The recipe.
-        replicas: Devices, or groups of them, with samples of their own.
+
+def _size_in_data(run: RecipeRun) -> Any:
+    """`batch_size` of the recipe's data; None if it has none."""
+    return ((run.config.get("data") or {}).get("init_args") or {}).get("batch_size")
+
+
+def _has_other_rows(run: RecipeRun) -> bool:
+    """Whether a batch has other than `batch_size` rows, so that nobody knows how many another size would give.
+
+    Packed sequences, several views of a sample and sequences whose first dimension is time are such.
     """
-    whole = getattr(_own_batching(run), "global_batch_size", None)
-    if whole is None:
-        return batch_size(run.batch)
-    return max(1, int(whole) // (replicas * run.options.accumulate_grad_batches))
+    said = _size_in_data(run)
+    return isinstance(said, int) and said != batch_size(run.batch)
+
+
+def _other_rows(run: RecipeRun) -> str:
+    return (
+        f"`data.batch_size={_size_in_data(run)}`, and a batch has {batch_size(run.batch)} rows, so that it can't be "
+        "told what another size would load"
+    )
+
+
+def _of_own_size(run: RecipeRun) -> RecipeRun:
+    """The run with a batch of as many samples as the recipe's data load, whatever number its shapes were given for."""
+    said, given = _size_in_data(run), batch_size(run.batch)
+    if not isinstance(said, int) or said == given:
+        return run
+    return replace(run, batch=resize_batch(run.batch, given, said))
 
 
 def _named_here(named: int | None, run: RecipeRun) -> int | None:
@@ -266,14 +293,6 @@ def _named_here(named: int | None, run: RecipeRun) -> int | None:
             f"multiple of {run.num_nodes}, or set `--trainer.num_nodes=1`."
         )
     return here
-
-
-def _together(strategy: Any) -> int:
-    """Ranks that compute a model together on one batch: more than 1 with tensor parallelism alone."""
-    try:
-        return int(getattr(make_strategy(strategy), "tensor_parallel_size", 1))
-    except Exception:  # whatever its class raises is said where the recipe's own setting is left out
-        return 1
 
 
 def _number_here(name: str | None, target: Target) -> int:
@@ -309,9 +328,11 @@ def _disk(arguments: argparse.Namespace, rates: Rates) -> tuple[Rates, int]:
     return replace(rates, disk_bytes_per_s=both), free if offered is None else min(free, offered)
 
 
-def _assumed(workload: Workload, plan: Plan, arguments: argparse.Namespace) -> Iterator[str]:
+def _assumed(run: RecipeRun, workload: Workload, plan: Plan, arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the plan's assumptions that nobody has measured."""
-    if not workload.strategies:
+    if run.takes_batch_size and not workload.strategies:
+        yield f"{_other_rows(run)}: it stays, only one device is planned for, and nothing goes to disk."
+    elif not workload.strategies:
         yield (
             "The data module has no `batch_size` to set, which strategies need: only one device is planned for, and "
             "nothing goes to disk."

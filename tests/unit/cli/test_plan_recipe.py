@@ -20,6 +20,7 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner.plan import own_adapter
 from lightning_memfit.planner.workload import parse_device_count
+from lightning_memfit.profile.build import resize_batch
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.lora import Lora
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
@@ -210,6 +211,10 @@ def test_a_plan_is_for_the_batch_that_micro_batching_gives_a_step_with_its_argum
         "last_resort": "recompute",
     }
     assert plan_recipe._batching(recipe()) is None
+    cut = MicroBatching(micro_batch_size=8, global_batch_size=40)
+    setting, _ = plan_recipe.own_setting(replace(run, callbacks=(cut,)), 1)
+    assert setting is not None
+    assert (setting.micro_batch_size, setting.accumulate_grad_batches) == (8, 2 * 3)
 
 
 @pytest.mark.medium
@@ -221,3 +226,20 @@ def test_a_loader_without_a_batch_size_to_set_keeps_its_own() -> None:
     assert workload.samples_per_step == 2 * 8 * 4
     assert workload.loader_batch == 4
     assert workload.sizes() == (1, 2, 4)
+
+
+@pytest.mark.medium
+def test_batches_whose_rows_are_not_their_samples_stay_as_they_are() -> None:
+    """Packed sequences, say: a `batch_size` that was made of their rows would train other samples in a step."""
+    arguments = make_parser().parse_args(["--host-memory", "64GiB"])
+    with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=1"]) as run:
+        run = replace(run, batch=resize_batch(run.batch, 4, 1))
+        target = target_of("A100 80GB", run)
+        workload = plan_recipe.workload_of(run, target, arguments)
+        assert (workload.loader_batch, workload.samples_per_step, workload.strategies) == (1, 1 * 8, False)
+        told = "`data.batch_size=4`, and a batch has 1 rows"
+        with pytest.raises(ValueError, match=f"{told}.* with 2 devices"):
+            plan_recipe.workload_of(replace(run, devices=2), target, arguments)
+        shaped = plan_recipe._of_own_size(run)  # whose rows were given, for shapes alone
+        workload = plan_recipe.workload_of(shaped, target, arguments)
+        assert (workload.loader_batch, workload.samples_per_step, workload.strategies) == (None, 4 * 8, True)
