@@ -91,6 +91,8 @@ def _plain(value: Any) -> Any:
         return _plain(value.value)
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if callable(value) and hasattr(value, "__qualname__"):  # whose text has an address
+        return f"{value.__module__}.{value.__qualname__}"
     return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
 
 

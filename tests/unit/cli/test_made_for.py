@@ -93,3 +93,10 @@ def test_a_plan_for_another_device_is_told_from_one_for_a_size() -> None:
 def test_a_file_is_left_out_of_arguments() -> None:
     arguments = ["--config", "a.yaml", "-c", "plan.yaml", "--x=1", "--config=plan.yaml", "plan.yaml"]
     assert without_config(arguments, "plan.yaml") == ["--config", "a.yaml", "--x=1", "plan.yaml"]
+
+
+def test_functions_are_told_by_their_names() -> None:
+    """Another process has the same one at another address."""
+    batching = Namespace(class_path="lightning_memfit.MicroBatching", init_args=Namespace(loss_weight=file_digest))
+    found = written(Namespace(trainer=Namespace(callbacks=[batching])))
+    assert found["trainer.callbacks.MicroBatching.loss_weight"] == "lightning_memfit.planner.lock.file_digest"
