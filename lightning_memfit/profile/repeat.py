@@ -7,7 +7,7 @@ of neighbouring middle blocks are the same, relative to their block, the middle 
 trace of the whole module, event for event.
 
 While a module is set up, techniques change one block after another, as where weights are quantized. What comes and goes
-within one block's period then may belong to no block; it is repeated with the period.
+within one block's period then may belong to no block; it is repeated with the period, which begins with it.
 """
 
 import ast
@@ -84,9 +84,30 @@ class _Runs:
 
     def _passes(self, storage: int, start: int, stop: int) -> bool:
         """Whether a storage comes and goes within a period of the set-up, in which no work is counted by block."""
-        set_up = self.trace.phases[0][0] if self.trace.phases else len(self.trace)
         made, freed = self.lives[storage]
-        return start <= made and freed < stop <= set_up
+        return start <= made and freed < stop <= self.end_of_setup
+
+    @property
+    def end_of_setup(self) -> int:
+        """Event with which the work begins that is counted by block."""
+        return self.trace.phases[0][0] if self.trace.phases else len(self.trace)
+
+    def begin(self, first: int, earliest: int) -> int:
+        """Event with which a block's period begins.
+
+        Args:
+            first: First event of the block.
+            earliest: No event of another block is between this one and the first. In the set-up, what is made here and
+                still needed by the block, such as a matrix that is about to be quantized, is part of its period.
+        """
+        if first >= self.end_of_setup:
+            return first
+        begin = first
+        for index in range(first - 1, earliest - 1, -1):
+            event = int(self.trace.events[index])
+            if event > 0 and begin <= self.lives[event - 1][1] < self.end_of_setup:
+                begin = index
+        return begin
 
 
 @dataclass(frozen=True)
@@ -111,7 +132,7 @@ def unroll(trace: EventList, num_blocks: int) -> EventList:
     middle = runs.pattern(_MIDDLE)
     if not all(_alike(middle, runs.pattern(_MIDDLE + step), step) for step in (-1, 1)):
         raise AlignmentError("the blocks don't allocate alike")
-    sweeps = _sweeps(runs.trace)
+    sweeps = _sweeps(runs)
     for sweep in sweeps:
         if sweep.period is None or sweep.neighbour is None:
             continue
@@ -130,17 +151,18 @@ def _alike(middle: list[Event], neighbour: list[Event], step: int) -> bool:
     return blanked(middle) == blanked(neighbour)
 
 
-def _sweeps(trace: EventList) -> list[_Sweep]:
+def _sweeps(runs: _Runs) -> list[_Sweep]:
     """Cut a trace into sweeps, none of which reaches beyond a phase."""
+    trace = runs.trace
     blocks = trace.event_blocks.tolist()
     cuts = {at for at, _ in trace.phases}
     sweeps: list[_Sweep] = []
-    start, front, previous, ascending = 0, OUTSIDE, OUTSIDE, True
+    start, front, previous, ascending, after = 0, OUTSIDE, OUTSIDE, True, 0
     first: dict[int, int] = {}
     for index, block in enumerate(blocks):
         if index in cuts:
             sweeps.append(_sweep(blocks, start, index, ascending, first))
-            start, front, first = index, OUTSIDE, {}
+            start, front, first, after = index, OUTSIDE, {}, index
         if block == OUTSIDE:
             continue
         if front == OUTSIDE or abs(block - front) > 1:
@@ -150,8 +172,8 @@ def _sweeps(trace: EventList) -> list[_Sweep]:
             ascending = block == 0 or (block != TRACED_BLOCKS - 1 and previous < block)
         if front == OUTSIDE or not first or block == front + (1 if ascending else -1):
             front = block
-            first[block] = index
-        previous = block
+            first[block] = runs.begin(index, after)
+        previous, after = block, index + 1
     sweeps.append(_sweep(blocks, start, len(blocks), ascending, first))
     return sweeps
 
