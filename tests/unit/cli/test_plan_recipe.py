@@ -152,16 +152,24 @@ def test_adapters_of_a_recipe_are_kept_as_they_are(config: str, adapter: str) ->
         assert plan_recipe.workload_of(run, target, allowed).adapter is None  # then a plan chooses them
 
 
-@pytest.mark.medium
+NO_STEP_WITHOUT_ADAPTERS = [
+    "plan", "--config", "dpo_lora", "--config", "quick/dpo", "--device", "12GiB", "--host-memory", "8GiB", "--allow"
+]  # fmt: skip
+"""Preferences whose reference is the model without its adapters refuse a step that has none."""
+
+
+@pytest.mark.slow
 def test_a_step_that_has_no_meaning_without_adapters_is_planned_with_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """Preferences whose reference is the model without its adapters refuse a step that has none."""
-    command = ["plan", "--config", "dpo_lora", "--config", "quick/dpo", "--device", "12GiB", "--host-memory", "8GiB"]
-    assert main([*command, "--json"]) == 0
+    assert main([*NO_STEP_WITHOUT_ADAPTERS, "exact", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["setting"]["techniques"]["lora"] == {"rank": 16, "alpha": 32.0}
     assert "lora" not in [effect["technique"] for effect in plan["bought"]]
     assert not any("adapters" in words for words in plan["changes"])
-    assert main([*command, "--allow", "exact,lora"]) == 2
+
+
+@pytest.mark.slow
+def test_a_search_that_may_choose_adapters_says_that_it_begins_without(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*NO_STEP_WITHOUT_ADAPTERS, "exact,lora"]) == 2
     assert "Leave `lora` out of `--allow`, and every plan keeps them." in capsys.readouterr().err
 
 
