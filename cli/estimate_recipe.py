@@ -20,6 +20,7 @@ from lightning_memfit.estimate.report import EstimateReport, build_report
 from lightning_memfit.estimate.target import Target, host_target, live_target, named_target, unnamed_target
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import allows_cuda
+from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.fake import tensors_in
@@ -286,6 +287,7 @@ def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace, rank
             Emulation(target.kind, target.capability),
             _techniques(run),
             shorten=not arguments.no_shorten,
+            overlap=in_child,
             cache=None if arguments.no_cache else ProfileCache(),
             ranks=ranks,
         )
