@@ -40,23 +40,21 @@ MAY_REFUSE = {"Clamped": IN_PARTS, "Penalized": IN_PARTS, "Halved": tuple(STRATE
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     folder, cases = tmp_path_factory.mktemp("zero-any-module"), {}
-    resumed = selected(request, test_it_trains_and_resumes_as_under_ddp.__name__)
-    for module in MODULES if resumed else ():
-        for name, strategy in STRATEGIES.items():
-            inside = folder / module / name
-            inside.mkdir(parents=True)
-            case = {"strategy": strategy, "devices": 2, "module": module, "folder": str(inside)}
-            cases[f"{module}/{name}"] = case | {"scenario": "tests.helpers.strategy_modules.save_and_resume"}
+    asked = selected(request, test_it_trains_and_resumes_as_under_ddp.__name__)
+    resumed = {(of["module"], name) for of in asked for name in (of["name"], "ddp")}
+    for module, name in sorted(resumed):
+        inside = folder / module / name
+        inside.mkdir(parents=True)
+        case = {"strategy": STRATEGIES[name], "devices": 2, "module": module, "folder": str(inside)}
+        cases[f"{module}/{name}"] = case | {"scenario": "tests.helpers.strategy_modules.save_and_resume"}
     asked = selected(request, test_what_a_step_or_hook_does_beside_takes_effect_or_is_refused.__name__)
-    for module, steps in TRAINED.items():
-        for name, strategy in STRATEGIES.items():
-            for accumulate in sorted({of["accumulate"] for of in asked}):
-                case = {"devices": 2, "module": module, "steps": steps, "accumulate": accumulate}
-                if name == "ddp" and module in PLAINLY:
-                    continue
-                chosen = UNUSED if name == "ddp" else strategy
-                case |= {"strategy": chosen, "scenario": "tests.helpers.strategy_modules.train_only"}
-                cases[f"{module}/{name}/{accumulate}"] = case | {"expect_error": name in MAY_REFUSE.get(module, ())}
+    trained = {(of["module"], of["name"], of["accumulate"]) for of in asked}
+    trained |= {(PLAINLY.get(module, module), "ddp", accumulate) for module, _, accumulate in trained}
+    for module, name, accumulate in sorted(trained):
+        case = {"devices": 2, "module": module, "steps": TRAINED[module], "accumulate": accumulate}
+        chosen = UNUSED if name == "ddp" else STRATEGIES[name]
+        case |= {"strategy": chosen, "scenario": "tests.helpers.strategy_modules.train_only"}
+        cases[f"{module}/{name}/{accumulate}"] = case | {"expect_error": name in MAY_REFUSE.get(module, ())}
     return launch(folder, cases)
 
 
