@@ -161,7 +161,8 @@ def workload_of(
     devices = devices_for(named_here, here, run.num_nodes, target.device_kind.is_host)
     rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))
     replicas = here * run.num_nodes // ranks_together(run.strategy)
-    loaded, sets_size = _loaded_samples(run, replicas), run.takes_batch_size and not _has_other_rows(run)
+    loaded = loaded_samples(run, _own_batching(run), replicas)
+    sets_size = run.takes_batch_size and not _has_other_rows(run)
     if replicas > 1 and run.takes_batch_size and not sets_size:
         raise ValueError(f"{_other_rows(run)}, with {replicas} devices. Plan for one: `--trainer.devices 1`.")
     known = technique_classes()
@@ -218,10 +219,10 @@ def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
             setting = setting.choose(same.name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
     except Exception as error:  # whatever its strategy's class raises is no reason to plan nothing
         return None, str(error)
-    size, accumulate = _loaded_samples(run, ranks), run.options.accumulate_grad_batches
-    cut = getattr(_own_batching(run), "options", None)
-    if cut is not None and cut.micro_batch_size != "auto":
-        loaded, size = size, min(cut.micro_batch_size, size)
+    own, accumulate = _own_batching(run), run.options.accumulate_grad_batches
+    loaded = size = loaded_samples(run, own, ranks)
+    if own is not None and own.options.micro_batch_size != "auto":
+        size = min(own.options.micro_batch_size, loaded)
         accumulate *= -(-loaded // size)
     return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks), ""
 
@@ -243,10 +244,6 @@ def _batching(run: RecipeRun) -> dict[str, Any] | None:
     kind: Any = type(own)
     defaults = defaults_of(kind)
     return {name: value for name, value in written.items() if value != defaults.get(name)}
-
-
-def _loaded_samples(run: RecipeRun, replicas: int) -> int:
-    return loaded_samples(run, _own_batching(run), replicas)
 
 
 def _size_in_data(run: RecipeRun) -> Any:
