@@ -5,7 +5,7 @@ measurement needs real memory and knows one size only; it is for steps that can'
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -71,7 +71,7 @@ def profile_module(
         any_micro_batch: Trace one or two more sizes, so that every other follows by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         check_assumptions: See `trace_step`.
-        overlap: Starts the trace of the second size in another process, at the same time (`background.in_child`). For a
+        overlap: Starts traces of other sizes in other processes, at the same time (`background.in_child`). For a
             process that has done nothing else yet, such as that of a command. By default one is traced after the other.
         cache: Where profiles are kept between runs; none by default.
         limits: Where each trace ends at the latest: after 60 seconds by default.
@@ -161,7 +161,13 @@ def _traced(
         step = (options, emulation, callbacks, make_optimizer, shorten, check)
         return partial(trace_step, module, value, *step, limits=limits, ranks=ranks)
 
-    ahead = overlap(traced(_grown(batch, 1), False)) if overlap is not None and any_micro_batch else None
+    def grown(more: int) -> Trace:
+        return traced(_grown(batch, more), False)()
+
+    ahead: list[Callable[[], Trace]] = []
+    if overlap is not None and any_micro_batch:
+        # A batch of one hardly ever has the structure of two: torch makes no copies for dimensions of one.
+        ahead = [overlap(partial(grown, more)) for more in ((1, 2) if batch_size(batch) == 1 else (1,))]
     first = traced(batch, check_assumptions)()
     sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
@@ -186,7 +192,7 @@ class _Sizes:
 
 
 def _every_size(
-    first: Trace, batch: Any, traced: Callable[[Any, bool], Callable[[], Trace]], ahead: Callable[[], Trace] | None
+    first: Trace, batch: Any, traced: Callable[[Any, bool], Callable[[], Trace]], ahead: Sequence[Callable[[], Trace]]
 ) -> _Sizes:
     """Trace the step with one more sample; if a batch of one differs in structure from two, also with three.
 
@@ -194,19 +200,26 @@ def _every_size(
         first: Trace at the size of the batch.
         batch: The batch, which is resized.
         traced: Returns what traces the step, and checks assumed values if told to.
-        ahead: Returns a trace with one more sample that assumed the first choice of values.
+        ahead: Return traces with one and two more samples that assumed the first choice of values, as far as they were
+            started.
     """
     size = batch_size(batch)
     usual = first.assumed == AssumedValues()  # else another trace would assume what this one did not
+
+    def with_more(samples: int) -> Trace:
+        if usual and len(ahead) >= samples:
+            return ahead[samples - 1]()
+        return traced(_grown(batch, samples), not usual)()
+
     try:
-        second = ahead() if ahead is not None and usual else traced(_grown(batch, 1), not usual)()
+        second = with_more(1)
         try:
             events, slopes = fit_slopes(first.events, second.events, size, size + 1)
             return _Sizes(events, slopes, None, _growth(first, second), _growth_slope(first, second))
         except AlignmentError:
             if size > 1:
                 raise
-        third = traced(_grown(batch, 2), not usual)()
+        third = with_more(2)
         events, slopes = fit_slopes(second.events, third.events, size + 1, size + 2)
         larger = LargerSizes(events, size + 1, slopes)
         return _Sizes(first.events, None, larger, _growth(second, third), _growth_slope(second, third))

@@ -74,3 +74,41 @@ def test_ctrl_c_before_anything_has_begun_is_one_line(tmp_path):
     program += "sys.exit(main(['fit', '--config', 'quickstart']))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (130, "memfit: stopped.\n")
+
+
+_LEAVES = """
+import atexit, sys, threading, time
+from cli.main import _leave
+
+atexit.register(print, "tidied")
+print("x" * 100_000)
+{before}
+_leave(3)
+print("as usual")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "end"),
+    [
+        ("", 3, ["tidied"]),
+        (
+            "threading.Thread(target=lambda: (time.sleep(0.5), print('done'))).start()",
+            0,
+            ["as usual", "done", "tidied"],
+        ),
+    ],
+    ids=["alone", "with a thread"],
+)
+def test_what_is_left_without_taking_modules_apart_is_complete(before, code, end):
+    command = [sys.executable, "-c", _LEAVES.format(before=before)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split("\n", 1)[1].splitlines(), done.stderr) == (code, end, "")
+    assert len(done.stdout) > 100_000
+
+
+def test_nobody_may_read_what_is_left_behind():
+    command = [sys.executable, "-c", _LEAVES.format(before="sys.stdout.flush()")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.wait(60) != 3

@@ -11,6 +11,7 @@ from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.cache_files import write_file
 from lightning_memfit.profile import step
+from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch, sequence_length
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
@@ -78,6 +79,7 @@ class GrowsInSteps(Classifier):
         return loss + self.net(batch["x"]).mean() if len(batch["x"]) % 2 else loss
 
 
+@pytest.mark.parametrize("overlap", [None, in_child], ids=["in turn", "at once"])
 @pytest.mark.parametrize(
     ("module", "data", "reason"),
     [
@@ -87,8 +89,8 @@ class GrowsInSteps(Classifier):
         (TakesAny, lambda: Opaque(**batch()), "Opaque holds tensors where they can't be resized"),
     ],
 )
-def test_where_one_size_is_known_only_the_profile_says_why(module, data, reason):
-    profile = profile_module(module(), data(), emulation=Emulation("cpu"))
+def test_where_one_size_is_known_only_the_profile_says_why(module, data, reason, overlap):
+    profile = profile_module(module(), data(), emulation=Emulation("cpu"), overlap=overlap)
     assert peak(profile.events) > 0
     assert profile.slopes is None
     with pytest.raises(ValueError, match=f"known at .* only .*{reason}"):
@@ -125,8 +127,9 @@ def samples(count):
     return {"x": torch.ones(count, WIDTH), "y": torch.zeros(count, dtype=torch.long)}
 
 
-def test_from_a_batch_of_one_every_size_is_had_exactly(tmp_path):
-    profile = profile_module(OneIsAnother(), samples(1), emulation=Emulation("cpu"))
+@pytest.mark.parametrize("overlap", [None, in_child], ids=["in turn", "at once"])
+def test_from_a_batch_of_one_every_size_is_had_exactly(tmp_path, overlap):
+    profile = profile_module(OneIsAnother(), samples(1), emulation=Emulation("cpu"), overlap=overlap)
     assert (profile.micro_batch_size, profile.slopes, profile.knows_every_size) == (1, None, True)
     assert profile.only_this_size == ""
     write_file(tmp_path / "profile.npz", profile.write)
