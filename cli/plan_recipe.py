@@ -272,7 +272,11 @@ def _of_own_size(run: RecipeRun) -> RecipeRun:
     said, given = _size_in_data(run), batch_size(run.batch)
     if not isinstance(said, int) or said == given:
         return run
-    return replace(run, batch=resize_batch(run.batch, given, said))
+    note = (
+        f"`--batch-shape` has {given} rows and `data.batch_size` is {said}: the plan is for batches of {said} rows. If "
+        "yours have others (packed sequences, several views), plan with `--real-batch` instead."
+    )
+    return replace(run, batch=resize_batch(run.batch, given, said), notes=(*run.notes, note))
 
 
 def _named_here(named: int | None, run: RecipeRun) -> int | None:

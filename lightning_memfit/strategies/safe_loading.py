@@ -2,6 +2,8 @@
 
 import io
 import pickle
+from enum import EnumMeta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -72,8 +74,9 @@ def load(
     options: dict[str, Any] = {"map_location": "cpu", "mmap": isinstance(file, (str, Path))}
     if weights_only is False:
         return torch.load(file, weights_only=False, **options)  # nosec B614  # asked for by name
+    member = partial(_member, name or file)
     try:
-        with torch.serialization.safe_globals(_known(of_deepspeed)):
+        with torch.serialization.safe_globals([*_known(of_deepspeed), (member, "builtins.getattr")]):
             return torch.load(file, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise _refused(name or file, _found(str(error)), _ALLOW) from error
@@ -84,6 +87,20 @@ def _known(of_deepspeed: bool) -> list[Any]:
     if of_deepspeed and is_installed("deepspeed"):
         classes |= _DEEPSPEED
     return [getattr(import_module(module), name) for module, names in classes.items() for name in names]
+
+
+def _member(file: Any, kind: Any, name: Any) -> Any:
+    """A member of an enumeration, for which Python 3.11.0 to 3.11.3 write `getattr` and its name; nothing else.
+
+    Raises:
+        UnsafeCheckpointError: If an attribute of anything else is asked for.
+    """
+    if isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__:
+        return kind.__members__[name]
+    what = getattr(kind, "__name__", type(kind).__name__)
+    raise _refused(
+        file, f"the attribute {str(name)!r} of {what}", "Only members of enumerations are looked up by name."
+    )
 
 
 def _found(message: str) -> str:
@@ -118,6 +135,8 @@ class _Index(pickle.Unpickler):
         """The classes of an index, or an error."""
         if module == "pathlib._local":  # where Python 3.13 has them
             module = "pathlib"
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return partial(_member, self.path)
         found = getattr(import_module(module), name, None) if module == "torch" and "." not in name else None
         if (module, name) in _DISTRIBUTED:
             return getattr(import_module(module), name)

@@ -249,5 +249,6 @@ def test_batches_whose_rows_are_not_their_samples_stay_as_they_are() -> None:
         with pytest.raises(ValueError, match=f"{told}.* with 2 devices"):
             plan_recipe.workload_of(replace(run, devices=2), target, arguments)
         shaped = plan_recipe._of_own_size(run)  # whose rows were given, for shapes alone
+        assert "`--batch-shape` has 1 rows and `data.batch_size` is 4" in shaped.notes[-1]
         workload = plan_recipe.workload_of(shaped, target, arguments)
         assert (workload.loader_batch, workload.samples_per_step, workload.strategies) == (None, 4 * 8, True)

@@ -23,7 +23,7 @@ from lightning_memfit import AtomicCheckpointIO
 from lightning_memfit.models.trained import load_checkpoint
 from lightning_memfit.strategies.checkpoints import consolidated, read_run, rewritten
 from lightning_memfit.strategies.integrity import MANIFEST, CheckpointError, stored_bytes, verify
-from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError
+from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError, load, load_index
 from tests.helpers.small_drive import small_drive
 from tests.helpers.trainers import quiet_trainer
 
@@ -401,6 +401,37 @@ def test_code_hidden_in_a_sharded_folder_never_runs(tmp_path: Path, make: Any, p
     for command, options in (("export", ["--folder", str(tmp_path / "out")]), ("generate", ["--prompt", "a"])):
         assert main([command, "--ckpt_path", str(folder), *options]) == 2
     assert not marker.exists()
+
+
+class Attribute:
+    """Is pickled as Python 3.11.0 to 3.11.3 do it with members of enumerations, whichever this is."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.of = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_members_of_enumerations_are_read_as_every_python_writes_them(tmp_path: Path, protocol: int) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    index, file = tmp_path / ".metadata", tmp_path / "states.pt"
+    index.write_bytes(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"), protocol))
+    assert load_index(index) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    torch.save({"stage": Attribute(ZeroStageEnum, "gradients")}, file)
+    assert load(file, of_deepspeed=True)["stage"] is ZeroStageEnum.gradients
+    for kind, name in ((_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "__class__")):
+        index.write_bytes(pickle.dumps(Attribute(kind, name), protocol))
+        with pytest.raises(UnsafeCheckpointError, match=f"metadata' holds the attribute '{name}' of {kind.__name__}"):
+            load_index(index)
+    for kind, name in ((ZeroStageEnum, "mro"), (torch.Size, "__class__")):
+        torch.save({"stage": Attribute(kind, name)}, file)
+        with pytest.raises(UnsafeCheckpointError, match=f"states.pt' holds the attribute '{name}' of {kind.__name__}"):
+            load(file, of_deepspeed=True)
 
 
 @pytest.mark.parametrize(
