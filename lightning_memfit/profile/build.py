@@ -157,18 +157,16 @@ def _traced(
             return known
     started = time.perf_counter()
 
-    def traced(value: Any, check: bool) -> Callable[[], Trace]:
+    def traced(more: int, check: bool) -> Trace:
         step = (options, emulation, callbacks, make_optimizer, shorten, check)
-        return partial(trace_step, module, value, *step, limits=limits, ranks=ranks)
-
-    def grown(more: int) -> Trace:
-        return traced(_grown(batch, more), False)()
+        value = _grown(batch, more) if more else batch
+        return trace_step(module, value, *step, limits=limits, ranks=ranks)
 
     ahead: list[Callable[[], Trace]] = []
     if overlap is not None and any_micro_batch:
-        # A batch of one hardly ever has the structure of two: torch makes no copies for dimensions of one.
-        ahead = [overlap(partial(grown, more)) for more in ((1, 2) if batch_size(batch) == 1 else (1,))]
-    first = traced(batch, check_assumptions)()
+        # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
+        ahead = [overlap(partial(traced, more, False)) for more in ((1, 2) if batch_size(batch) == 1 else (1,))]
+    first = traced(0, check_assumptions)
     sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
     profile = profile.after(RunLength.of(module).batches or 0)
@@ -192,14 +190,14 @@ class _Sizes:
 
 
 def _every_size(
-    first: Trace, batch: Any, traced: Callable[[Any, bool], Callable[[], Trace]], ahead: Sequence[Callable[[], Trace]]
+    first: Trace, batch: Any, traced: Callable[[int, bool], Trace], ahead: Sequence[Callable[[], Trace]]
 ) -> _Sizes:
     """Trace the step with one more sample; if a batch of one differs in structure from two, also with three.
 
     Args:
         first: Trace at the size of the batch.
-        batch: The batch, which is resized.
-        traced: Returns what traces the step, and checks assumed values if told to.
+        batch: The batch.
+        traced: Traces the step with so many more samples, and checks assumed values if told to.
         ahead: Return traces with one and two more samples that assumed the first choice of values, as far as they were
             started.
     """
@@ -209,7 +207,7 @@ def _every_size(
     def with_more(samples: int) -> Trace:
         if usual and len(ahead) >= samples:
             return ahead[samples - 1]()
-        return traced(_grown(batch, samples), not usual)()
+        return traced(samples, not usual)
 
     try:
         second = with_more(1)
