@@ -49,7 +49,8 @@ def readable_errors(debug: bool = False) -> Iterator[Outcome]:
     outcome = Outcome()
     try:
         yield outcome
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as where the process was started without it
+            sys.stdout.flush()
     except BrokenPipeError:
         if not _output_is_closed():
             raise

@@ -60,8 +60,9 @@ def _leave(code: int) -> None:
         return
     atexit._run_exitfuncs()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # as where the process was started without it
+                stream.flush()
     except (OSError, ValueError):  # nobody reads any more, or it is closed
         return
     os._exit(code)

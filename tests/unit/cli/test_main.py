@@ -112,3 +112,9 @@ def test_nobody_may_read_what_is_left_behind():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.wait(60) != 3
+
+
+def test_what_is_left_may_have_been_started_without_streams():
+    command = [sys.executable, "-c", "import sys; from cli.main import _leave; sys.stdout = None; _leave(3)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
