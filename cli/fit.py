@@ -300,5 +300,6 @@ def _made(arguments: list[str]) -> Path:
     path = Path(folder.name) / "plan.yaml"
     write_overlay(path, plan)
     os.environ[PLAN_VARIABLE] = str(path)
-    print(f"memfit: auto: {plan['summary']}\nmemfit: auto: {plan['numbers']}", file=sys.stderr)
+    for line in (plan["summary"], plan["numbers"], *plan["notes"]):
+        print(f"memfit: auto: {line}", file=sys.stderr)
     return path

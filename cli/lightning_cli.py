@@ -4,10 +4,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal, NoReturn
 
 import yaml
-from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
+from jsonargparse import Namespace, _typehints, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -58,6 +59,7 @@ class MemFitCLI(LightningCLI):
         # They are read from the source of every class, for those who ask for help.
         set_parsing_settings(docstring_parse_attribute_docstrings=_asks_for_help(arguments))
         _bound_yaml()
+        _try_whole_numbers_first()
         super().__init__(
             args=args,
             run=run,
@@ -98,22 +100,26 @@ class MemFitCLI(LightningCLI):
         stamp = _section(config).get(MADE_FOR)
         if stamp is None:
             return config
-        from .made_for import differences, laid_over, written  # knows all techniques, which most commands don't need
+        from . import made_for  # knows all techniques, which most commands don't need
 
-        plans = [path for path in configs_of(arguments) if MADE_FOR in check_recipe(Path(path))]
+        read = [(path, check_recipe(Path(path))) for path in configs_of(arguments)]
+        plans = [(path, laid) for path, laid in read if MADE_FOR in laid]
         if len(plans) > 1:
-            raise ValueError(f"`--config {plans[0]}` and `--config {plans[1]}` are two plans. Leave one out.")
-        if plans:
-            recipe = parser.parse_args(without_config(arguments, plans[0]))
-            found = differences(stamp, written(_section(recipe)))
+            raise ValueError(f"`--config {plans[0][0]}` and `--config {plans[1][0]}` are two plans. Leave one out.")
+        for path, laid in plans:
+            recipe = parser.parse_args(without_config(arguments, path))
+            planned, trainer = laid.get("trainer") or {}, _section(config).trainer
+            # An option on the command line counts more than the plan, and is in batches of the plan's size.
+            recounted = [one for one in made_for.COUNT_BATCHES if one in planned and trainer[one] == planned[one]]
+            found = made_for.differences(stamp, made_for.written(_section(recipe)), recounted)
             if found:
                 shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
                 raise ValueError(
-                    f"`--config {plans[0]}` was made for another recipe: {shown}. Plan again (`memfit plan`). To train "
+                    f"`--config {path}` was made for another recipe: {shown}. Plan again (`memfit plan`). To train "
                     f"by it all the same, write `{MADE_FOR}: {{}}` in it."
                 )
-            planned, before = (_as_list(_section(parsed).trainer.callbacks) for parsed in (config, recipe))
-            _section(config).trainer.callbacks = laid_over(planned, before, plans[0])
+            both, before = (_as_list(_section(parsed).trainer.callbacks) for parsed in (config, recipe))
+            trainer.callbacks = made_for.laid_over(both, before, path)
         self.planned_for = stamp.get("device")
         _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
         return config
@@ -210,6 +216,24 @@ def _bound_yaml() -> None:
         checked = bounded(load)
         checked.is_bounded = True  # type: ignore[attr-defined]
         set_loader("yaml", checked, exceptions=(yaml.YAMLError,))
+
+
+def _try_whole_numbers_first() -> None:
+    """Let the parser keep whole numbers as such where a fraction would do: 1 is one batch, 1.0 all of them.
+
+    It tries the types of a union in their order. `typing` gives `Optional[Union[int, float]]` the order in which any
+    library of the process wrote it first: that of Lightning's Trainer is `float` first in some commands.
+    """
+    if isinstance(getattr(_typehints, "sort_subtypes_for_union", None), FunctionType):
+        wrap_method(_typehints, "sort_subtypes_for_union", _whole_numbers_first)
+
+
+def _whole_numbers_first(sort: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
+    types = list(sort(*arguments))
+    if int in types and float in types[: types.index(int)]:
+        types.remove(int)
+        types.insert(types.index(float), int)
+    return types
 
 
 def silence_deprecated_calls() -> None:

@@ -8,7 +8,7 @@ elsewhere. Its callbacks replace those of the recipe's techniques and leave all 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -31,6 +31,9 @@ _RELEVANT = (
     "callbacks",
 )
 """Arguments of the Trainer that change what a step computes or needs; how long it trains, what it logs may differ."""
+
+COUNT_BATCHES = ("limit_train_batches", "limit_val_batches", "overfit_batches", "val_check_interval")
+"""Arguments of the Trainer that, as whole numbers, count batches: a plan with batches of another size changes them."""
 
 _WATCHERS = frozenset(
     {
@@ -58,7 +61,7 @@ def made_for(config: Namespace, device: str) -> dict[str, Any]:
 
 def written(config: Namespace) -> dict[str, Any]:
     """Return what a recipe says about model, data and a step, by keys such as `data.batch_size`."""
-    trainer = {name: value for name, value in vars(config.trainer).items() if name in _RELEVANT}
+    trainer = {name: value for name, value in vars(config.trainer).items() if name in (*_RELEVANT, *COUNT_BATCHES)}
     kept = {"model": config.get("model"), "data": config.get("data"), "trainer": trainer}
     return {key: value for key, value in _flat(kept, "") if key.rpartition(".")[2] not in _LOADING}
 
@@ -102,17 +105,19 @@ def _class_name(spec: Any) -> str:
     return str(path).rpartition(".")[2] if isinstance(path, str) else ""
 
 
-def differences(stamp: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(stamp: Mapping[str, Any], now: Mapping[str, Any], recounted: Collection[str] = ()) -> list[str]:
     """Return what is not as it was when a plan was made, in words.
 
     Args:
         stamp: `made_for` of the plan's file.
         now: `written` of the recipe under the plan.
+        recounted: Those of `COUNT_BATCHES` that the run has from the plan; others may have changed.
     """
     then = stamp.get("recipe")
     found = []
     if isinstance(then, Mapping):
-        keys = (key for key in sorted({*then, *now}) if then.get(key) != now.get(key))
+        free = {f"trainer.{name}" for name in COUNT_BATCHES if name not in recounted}
+        keys = (key for key in sorted({*then, *now} - free) if then.get(key) != now.get(key))
         found += [f"`{key}` was {_shown(then, key)} and is {_shown(now, key)}" for key in keys]
     modules = stamp.get("modules")
     if isinstance(modules, Mapping):

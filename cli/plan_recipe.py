@@ -53,7 +53,7 @@ from lightning_memfit.techniques.core.setting import Setting
 
 from .errors import user_mistake
 from .estimate_recipe import division_in_plans_of, loaded_samples, quiet, ranks_together, target_of
-from .made_for import made_for
+from .made_for import COUNT_BATCHES, made_for
 from .recipe_files import overlay_text
 from .recipe_run import RecipeRun, load_recipe
 from .recipe_schema import MADE_FOR
@@ -113,9 +113,13 @@ def plan_recipe(
     origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
 
     def laid(one: Plan) -> dict[str, Any]:
-        return {**origin, **overlay_of(one, workload, arguments.nvme_path)}
+        overlay = overlay_of(one, workload, arguments.nvme_path)
+        recounted, _ = _counted_in_batches(run, overlay["trainer"]["accumulate_grad_batches"])
+        return {**origin, **overlay, "trainer": {**overlay["trainer"], **recounted}}
 
     data["overlay"] = laid(plan) if plan.fits else None
+    if data["overlay"] is not None:
+        data["notes"] += _counted_in_batches(run, data["overlay"]["trainer"]["accumulate_grad_batches"])[1]
     data["notes"] += [*run.notes, *_assumed(run, workload, plan, arguments)]
     if compare and workload.own is None:
         reason = own_setting(run, workload.devices.total)[1].rstrip(".")
@@ -196,6 +200,34 @@ def workload_of(
         tolerance=tolerance,
         own=own_setting(run, devices.total)[0],
     )
+
+
+def _counted_in_batches(run: RecipeRun, accumulate: int) -> tuple[dict[str, int], list[str]]:
+    """The Trainer's options that count batches, for as many samples as in the recipe, and what to say of them.
+
+    An optimizer step has as many samples under a plan as without it, so a batch has as many times fewer as more are
+    accumulated, on all devices together: for validation as for training, whose loaders share `data.batch_size`.
+
+    Args:
+        run: The recipe.
+        accumulate: `accumulate_grad_batches` under the plan.
+    """
+    before, trainer = run.options.accumulate_grad_batches, run.config.get("trainer") or {}
+    counted = {name: trainer.get(name) for name in COUNT_BATCHES}
+    # Floats are shares of an epoch.
+    counts = {name: value for name, value in counted.items() if type(value) is int and value > 0}
+    if accumulate == before or not counts:
+        return {}, []
+    recounted = {}
+    for name, count in counts.items():
+        whole, rest = divmod(count * accumulate, before)
+        # An epoch that is cut must not become shorter than what is between two validations.
+        recounted[name] = max(1, whole) if name == "val_check_interval" else whole + (rest > 0)
+    changes = ", ".join(f"`trainer.{name}` {counts[name]} -> {value}" for name, value in recounted.items())
+    note = f"For as many samples in batches of another size: {changes}."
+    if "limit_val_batches" in counts:
+        note += " If the validation loader has a batch size of its own, give that option anew beside the plan."
+    return recounted, [note]
 
 
 def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:

@@ -23,6 +23,7 @@ VERSIONS = {
     "bitsandbytes": "0.50",
     "datasets": "4",
     "deepspeed": "0.19.8",
+    "jsonargparse": "4.53",
     "lightning": "2.6",
     "python": "3.10-3.13",
     "torch": "2.11-2.13",

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from cli import made_for
 from cli.main import main
 from cli.recipe_files import resolve_arguments
-from cli.recipe_run import _RecipeCLI
+from cli.recipe_run import _RecipeCLI, load_recipe
 from lightning_memfit.fitting.auto import MemFit
 
 RECIPE = """\
@@ -32,6 +33,7 @@ trainer:
   accelerator: cpu
   max_steps: 2
   accumulate_grad_batches: 2
+  limit_train_batches: 8
   logger: false
   enable_checkpointing: false
   enable_progress_bar: false
@@ -81,6 +83,10 @@ def test_from_the_plan_to_the_run(
     assert made["fits"]
     assert made["needed_bytes"] <= made["usable_bytes"]
     assert made["setting"]["micro_batch_size"] * made["setting"]["accumulate_grad_batches"] == 4
+    assert made["setting"]["micro_batch_size"] != 2  # of the recipe
+    epoch = 16 // made["setting"]["micro_batch_size"]
+    assert made["overlay"]["trainer"]["limit_train_batches"] == epoch
+    assert any(f"`trainer.limit_train_batches` 8 -> {epoch}" in note for note in made["notes"])
     assert_callbacks_are_the_plan_s(capsys, ["--config", recipe, "--config", out], made)
     rows = {row["name"]: row for row in made["rows"]}
     assert rows["the recipe as it is"]["label"] == "32-true + optimizer_8bit, micro-batch 2 x 2"
@@ -97,6 +103,7 @@ def test_from_the_plan_to_the_run(
     assert main(["fit", "--config", recipe, "--config", out]) == 0
     saved = yaml.safe_load(Path("lightning_logs/version_0/config.yaml").read_text())
     assert saved["made_for"] is None  # a run's own configuration is no plan
+    assert saved["trainer"]["limit_train_batches"] == epoch
     assert_an_edited_recipe_is_refused(recipe, out, tmp_path, capsys)
 
 
@@ -111,16 +118,33 @@ def assert_callbacks_are_the_plan_s(capsys: pytest.CaptureFixture[str], configs:
     capsys.readouterr()
 
 
+def test_an_option_beside_a_plan_counts_its_batches(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.yaml"
+    with load_recipe(["--config", recipe], None, False) as run:
+        stamp = made_for.made_for(run.parsed[1], "CPU")
+    out.write_text(yaml.safe_dump({"made_for": stamp, "trainer": {"limit_train_batches": 16}}))
+    both = ["fit", "--config", recipe, "--config", str(out), "--print_config"]
+    for options, expected in (([], 16), (["--trainer.limit_train_batches=3"], 3)):
+        assert main([*both, *options]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["trainer"]["limit_train_batches"] == expected
+    out.write_text(yaml.safe_dump({"made_for": stamp}))  # a plan that leaves the number as it is
+    assert main([*both, "--trainer.limit_train_batches=3"]) == 0
+
+
 def assert_an_edited_recipe_is_refused(recipe: str, out: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An old plan would halve the batch of an edited recipe and drop what it was given since, without a word."""
     edited = folder / "edited.yaml"
     values = yaml.safe_load(Path(recipe).read_text())
     values["data"]["init_args"]["batch_size"] = 4
     values["trainer"]["gradient_clip_val"] = 0.5
+    values["trainer"]["limit_train_batches"] = 12
     edited.write_text(yaml.safe_dump(values))
     capsys.readouterr()
     assert main(["fit", "--config", str(edited), "--config", out]) == 2
     message = capsys.readouterr().err
+    assert "`trainer.limit_train_batches` was 8 and is 12" in message
     assert "`data.batch_size` was 2 and is 4" in message
     assert "`trainer.gradient_clip_val` was not set and is 0.5" in message
     assert "made_for: {}" in message

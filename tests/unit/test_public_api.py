@@ -167,6 +167,23 @@ def test_callbacks_are_named_shortly_in_options(printed):
     assert second["init_args"]["micro_batch_size"] == 2
 
 
+class Cut(pl.LightningDataModule):
+    """Takes numbers of batches and shares of an epoch, as Lightning's Trainer does."""
+
+    def __init__(self, train: float | int = 0, val: "str | float | int" = 0) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(("written", "meant"), [(1, int), (1.0, float), (50, int), (0.25, float)])
+def test_numbers_of_batches_are_no_shares_of_an_epoch(printed, written, meant):
+    """`limit_val_batches: 1` is one batch, and 1.0 all of them: whichever type a class, or `typing`, names first."""
+    arguments = {"train": written, "val": written}
+    parsed = printed(f"--data.train={written}", data={"class_path": f"{__name__}.Cut", "init_args": arguments})
+    found = parsed["data"]["init_args"]
+    assert found == arguments
+    assert {type(value) for value in found.values()} == {meant}
+
+
 def test_models_and_data_are_named_shortly(printed):
     parsed = printed("--model=SequenceClassifier", "--data=RandomTokens", "--data.sequence_length=8")
     assert parsed["model"]["class_path"] == "lightning_memfit.SequenceClassifier"

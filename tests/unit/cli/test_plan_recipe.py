@@ -49,6 +49,28 @@ def test_one_device() -> None:
     assert reason == ""
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "counted"),
+    [
+        (2, {}),  # as in the recipe
+        (4, {"limit_train_batches": 200, "limit_val_batches": 6, "val_check_interval": 50}),
+        (1, {"limit_train_batches": 50, "limit_val_batches": 2, "val_check_interval": 12}),
+    ],
+)
+def test_as_many_samples_are_trained_and_validated_in_batches_of_another_size(
+    accumulate: int, counted: dict[str, int]
+) -> None:
+    numbers = {"limit_train_batches": 100, "limit_val_batches": 3, "val_check_interval": 25, "overfit_batches": 0}
+    run = recipe()
+    run.__dict__["config"] = {"trainer": {**numbers, "limit_test_batches": 7, "max_steps": 5}}
+    found, notes = plan_recipe._counted_in_batches(run, accumulate)
+    assert found == counted
+    said = [f"`trainer.{name}` {numbers[name]} -> {value}" for name, value in counted.items()]
+    assert all(change in notes[0] for change in said)
+    run.__dict__["config"] = {"trainer": dict.fromkeys(numbers, 1.0)}  # shares of an epoch
+    assert plan_recipe._counted_in_batches(run, accumulate) == ({}, [])
+
+
 def test_all_devices_are_taken_by_ddp() -> None:
     setting, _ = plan_recipe.own_setting(recipe(devices=None), 8)
     assert setting is not None
