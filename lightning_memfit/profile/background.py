@@ -53,6 +53,9 @@ def in_child(function: Callable[[], T]) -> Callable[[], T]:
             outcome = _read(receiving.recv_bytes())
         except (EOFError, OSError):  # it ended before its answer, or in the middle of one
             outcome = None
+        except BaseException:  # Ctrl-C, which may have reached this process alone
+            process.kill()
+            raise
         finally:
             receiving.close()  # first: a child whose answer nobody reads any more ends by that
             process.join()

@@ -264,3 +264,20 @@ def _state(process: int) -> str:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
+
+
+def test_an_interrupted_wait_ends_the_child() -> None:
+    script = """
+import _thread, signal, time
+from functools import partial
+from lightning_memfit.profile.background import in_child
+wait = in_child(partial(time.sleep, 300))
+signal.signal(signal.SIGALRM, lambda *_: _thread.interrupt_main())
+signal.setitimer(signal.ITIMER_REAL, 0.5)  # Ctrl-C for this process alone
+try:
+    wait()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\n"
