@@ -194,6 +194,7 @@ def workload_of(
         fixed=fixed,
         adapter=None if "lora" in allow else own_adapter(run.callbacks, run.options.precision),
         loader_batch=None if sets_size else loaded,
+        own_micro_batch=_own_sizes(run, replicas)[0],
         batching=_batching(run),
         devices=devices,
         strategies=sets_size,
@@ -251,12 +252,21 @@ def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
             setting = setting.choose(same.name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
     except Exception as error:  # whatever its strategy's class raises is no reason to plan nothing
         return None, str(error)
-    own, accumulate = _own_batching(run), run.options.accumulate_grad_batches
-    loaded = size = loaded_samples(run, own, ranks)
-    if own is not None and own.options.micro_batch_size != "auto":
-        size = min(own.options.micro_batch_size, loaded)
-        accumulate *= -(-loaded // size)
+    size, accumulate = _own_sizes(run, ranks)
     return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks), ""
+
+
+def _own_sizes(run: RecipeRun, replicas: int) -> tuple[int, int]:
+    """Samples of a micro-batch of the recipe itself on one device, and how many micro-batches it accumulates.
+
+    `MicroBatching` at `auto` cuts as few as fit, which are taken for the whole batch.
+    """
+    own, accumulate = _own_batching(run), run.options.accumulate_grad_batches
+    loaded = loaded_samples(run, own, replicas)
+    if own is None or own.options.micro_batch_size == "auto":
+        return loaded, accumulate
+    size = min(own.options.micro_batch_size, loaded)
+    return size, accumulate * -(-loaded // size)
 
 
 def _own_batching(run: RecipeRun) -> Any:
@@ -371,11 +381,19 @@ def _assumed(run: RecipeRun, workload: Workload, plan: Plan, arguments: argparse
             "nothing goes to disk."
         )
     setting = plan.setting
+    if setting is not None and workload.kept_size is not None:
+        yield f"Micro-batches stay as large as they are: {workload.kept_size}."
     several = setting is not None and setting.world_size * setting.accumulate_grad_batches > 1
     if setting is not None and several and workload.batching is not None and not workload.is_cut(setting):
         yield (
             "The recipe's `MicroBatching` is left out, as DeepSpeed accumulates by itself: a mean over tokens is one "
             "over those of each micro-batch, and not over those of the whole step."
+        )
+    elif setting is not None and not workload.is_cut(setting) and setting.micro_batch_size != workload.own_micro_batch:
+        yield (
+            f"Batches have {setting.micro_batch_size} samples instead of {workload.own_micro_batch}, which is the same "
+            "where a loss is a mean over samples. With `MicroBatching` in the recipe, a plan cuts its batches instead: "
+            "means over tokens are over the whole step, and a loss that compares samples is refused."
         )
     if plan.written_bytes:
         if arguments.nvme_path is None:

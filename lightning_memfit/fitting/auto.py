@@ -313,6 +313,7 @@ class MemFit(pl.Callback):
             allow=self.allow,
             fixed=fixed,
             loader_batch=batch_size(batch),
+            own_micro_batch=batch_size(batch),
             devices=Devices(trainer.num_devices, trainer.num_nodes),
             division=division,
             tolerance=self.tolerance,

@@ -50,6 +50,8 @@ def advice_of(search: Search, outcome: Outcome) -> Iterator[str]:
         needs = f"needs {format_bytes(least.needed_bytes)}{alone} where {usable} are usable"
         yield f"the least is {label(least.setting)}, which {needs}."
         yield from _larger(search, outcome, least)
+    if search.workload.kept_size is not None:
+        yield f"smaller micro-batches are not planned: {search.workload.kept_size}."
     yield from _clipping(search)
     yield from _permissions(search)
     yield from _shorter(search, outcome)
@@ -95,8 +97,9 @@ def _larger(search: Search, outcome: Outcome, least: Rejected) -> Iterator[str]:
 def _larger_limit(search: Search, least: Rejected) -> Iterator[str]:
     target, needed = search.workload.target, least.needed_bytes or 0
     for _ in range(_ROUNDS):
-        share = needed / max(1, search.solver.budget.usable_bytes)
-        capacity = -(-round((target.capacity_bytes or 0) * share) // MIB) * MIB
+        capacity = target.capacity_bytes or 0
+        missing = needed - search.solver.budget.usable_bytes + max(0, target.margin_bytes - capacity)
+        capacity = -(-(capacity + missing) // MIB) * MIB
         margin = target.margin_bytes if target.counts_tensors else safety_margin_bytes(capacity)
         there = replace(target, capacity_bytes=capacity, margin_bytes=margin)
         try:

@@ -21,7 +21,6 @@ from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Budget, Workload
 from lightning_memfit.techniques.activation_checkpointing import TECHNIQUE as CHECKPOINTING
 from lightning_memfit.techniques.activation_checkpointing import options_for
-from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.setting import Setting
 
 _CORRECTIONS = 4
@@ -134,7 +133,7 @@ class Solver:
             # Larger micro-batches need more, except where nothing is accumulated any more beside DDP's buckets.
             if least is not None and sized.accumulate_grad_batches > 1:
                 continue
-            reason = conflict_of_sizes(sized, self._run_of(sized), self.workload.is_cut(sized))
+            reason = self._conflict_at(sized)
             if reason is not None:
                 conflict = conflict or reason
                 continue
@@ -202,7 +201,7 @@ class Solver:
         """
         model = self.models.of(setting)
         for sized in self._sized(model, setting):
-            if conflict_of_sizes(sized, self._run_of(sized), self.workload.is_cut(sized)) is not None:
+            if self._conflict_at(sized) is not None:
                 continue
             frontier = model.frontier(_size_of(sized))
             limits, last = list(usable_bytes), None
@@ -317,9 +316,12 @@ class Solver:
         for size in sizes:
             yield replace(setting, micro_batch_size=size, accumulate_grad_batches=samples // size)
 
-    def _run_of(self, setting: Setting) -> Run:
+    def _conflict_at(self, setting: Setting) -> str | None:
+        """Why a setting can't have its sizes; None if it can."""
         run = setting.without_sizes().run(self.workload.facts)
-        return replace(run, accumulate_grad_batches=setting.accumulate_grad_batches)
+        run = replace(run, accumulate_grad_batches=setting.accumulate_grad_batches)
+        other = self.workload.conflict_of_size(setting)
+        return other or conflict_of_sizes(setting, run, self.workload.is_cut(setting))
 
 
 def _size_of(setting: Setting) -> int:

@@ -107,6 +107,8 @@ class Workload:
     them."""
     loader_batch: int | None = None
     """Batch size of a loader that can't be changed, so that `MicroBatching` cuts its batches; None if it can be set."""
+    own_micro_batch: int | None = None
+    """Samples of a micro-batch of the run as it is; None if that is not known."""
     batching: Mapping[str, Any] | None = None
     """Arguments of the recipe's own `MicroBatching`, which makes the micro-batches then; None if it has none."""
     devices: Devices = field(default_factory=Devices)
@@ -159,6 +161,23 @@ class Workload:
             return False
         is_lent = self.loader_batch is not None and self.batching.get("global_batch_size") is not None
         return is_lent or setting.global_batch_size != size
+
+    def conflict_of_size(self, setting: Setting) -> str | None:
+        """Why micro-batches of a setting's size would train otherwise than the run's own; None if that is not known."""
+        return None if setting.micro_batch_size == self.own_micro_batch else self.kept_size
+
+    @property
+    def kept_size(self) -> str | None:
+        """Why micro-batches must have the size of the run's own; None if they need not, as far as that is known."""
+        layers, own = self.facts.batch_statistics, self.own_micro_batch
+        accepted = self.batching is not None and self.batching.get("allow_batch_statistics")
+        if not layers or accepted or own is None:
+            return None
+        names = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+        return (
+            f"layers normalise with statistics of their micro-batch ({names}), which are those of {own} samples in the "
+            "run as it is: with another size results change, which `MicroBatching(allow_batch_statistics=True)` accepts"
+        )
 
     def loaded_samples(self, setting: Setting) -> int:
         """Samples that the loader of a device gives at once under a setting with its sizes."""

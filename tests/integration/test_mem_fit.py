@@ -45,6 +45,15 @@ class Perceptron(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Normalised(Perceptron):
+    """Its layers take statistics over their micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.insert(1, torch.nn.BatchNorm1d(WIDTH))  # type: ignore[operator]
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -239,3 +248,24 @@ def test_contradictory_arguments() -> None:
         MemFit(allow=[])
     with pytest.raises(ValueError, match="fp7"):
         MemFit(allow=["fp7"])
+
+
+def test_batches_of_layers_that_take_statistics_over_them_stay_whole() -> None:
+    """Micro-batches would be refused; recomputing blocks fits, too."""
+    torch.manual_seed(0)
+    plain, fitted = Normalised(), Normalised()
+    fitted.load_state_dict(plain.state_dict())
+    trainer().fit(plain, loader())
+    mem_fit = MemFit(allow=["exact"])
+    trainer(mem_fit, MemoryLimit("30MiB")).fit(fitted, loader())
+    assert mem_fit.plan is not None
+    assert mem_fit.plan.setting is not None
+    assert mem_fit.plan.setting.micro_batch_size == 4096
+    assert mem_fit.plan.setting.has("activation_checkpointing")
+    found, wanted = fitted.state_dict(), plain.state_dict()
+    statistics = [name for name in wanted if "running" in name]
+    assert len(statistics) == 2 * LAYERS
+    for name in statistics:
+        torch.testing.assert_close(found[name], wanted[name])
+    with pytest.raises(MisconfigurationException, match=r"smaller micro-batches are not planned: .*\(blocks.0.1, "):
+        trainer(MemFit(allow=["exact"]), MemoryLimit("20MiB")).fit(Normalised(), loader())

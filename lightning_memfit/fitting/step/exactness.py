@@ -27,6 +27,7 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
 from lightning_memfit.fitting.step.outputs import merge, merge_kept
 from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.techniques.core.facts import batch_statistics
 
 _USERS = Rule("users")
 _MAX_CUTS = 4
@@ -508,15 +509,6 @@ class ExactnessCheck:
             **{way: frozenset(n for n, mine in ways.items() if mine == way) for way in StateRules.ways()},
             unproven=frozenset(n for n, found in self._classes.items() if found[0] == "restored" and len(found) > 1),
         )
-
-
-def batch_statistics(module: nn.Module) -> list[str]:
-    """Return the names of layers that normalise with statistics of the batch while training."""
-    return [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
-    ]
 
 
 # --- comparing gradients --------------------------------------------------------------------------------------------

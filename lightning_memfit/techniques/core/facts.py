@@ -101,6 +101,8 @@ class Facts:
     """Class names of the Trainer's callbacks that are no techniques, such as `MemoryLimit`."""
     attention: frozenset[str] | None = None
     """Which of torch's own implementations of attention every Hugging Face model can switch to."""
+    batch_statistics: tuple[str, ...] = ()
+    """Names of layers that normalise with statistics of their micro-batch while training."""
     packages: frozenset[str] | None = None
     """Those of `ASKED_PACKAGES` that are installed."""
 
@@ -207,8 +209,18 @@ def read_facts(
         compiler=has_compiler(device),
         callbacks=tuple(type(callback).__name__ for callback in callbacks if not hasattr(callback, "refusal")),
         attention=_attention(module) if built else None,
+        batch_statistics=tuple(batch_statistics(module)),
         packages=frozenset(name for name in ASKED_PACKAGES if is_installed(name)),
     )
+
+
+def batch_statistics(module: nn.Module) -> list[str]:
+    """Return the names of layers that normalise with statistics of the batch while training."""
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training
+    ]
 
 
 def run_of(trainer: Any, module: Any) -> Run:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,6 +173,74 @@ def test_adapters_of_a_recipe_are_kept_as_they_are(config: str, adapter: str) ->
         assert (workload.adapter.name, workload.adapter.options["rank"]) == (adapter, own.rank)
         allowed = parser.parse_args(["--host-memory", "64GiB", "--allow", "exact,lora"])
         assert plan_recipe.workload_of(run, target, allowed).adapter is None  # then a plan chooses them
+
+
+class Normalised(pl.LightningModule):
+    """Takes statistics over its batches."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        layers = (
+            torch.nn.Conv2d(3, width, 3),
+            torch.nn.BatchNorm2d(width),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(width, 1, 30),
+        )
+        self.layers = torch.nn.Sequential(*layers)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return torch.Tensor(self.layers(batch).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Images(pl.LightningDataModule):
+    """Noise."""
+
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(list(torch.zeros(16, 3, 32, 32)), batch_size=self.batch_size)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("batching", "is_kept"), [(None, True), ({}, True), ({"allow_batch_statistics": True}, False)])
+def test_layers_that_take_statistics_over_a_micro_batch_keep_its_size(
+    batching: dict[str, Any] | None, is_kept: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of 2 samples are not those of 8, and every file of a plan said that it changes nothing."""
+    callbacks = [] if batching is None else [{"class_path": "lightning_memfit.MicroBatching", "init_args": batching}]
+    sections = {
+        "model": {"class_path": f"{__name__}.Normalised"},
+        "data": {"class_path": f"{__name__}.Images"},
+        "trainer": {"accelerator": "cpu", "callbacks": callbacks, "logger": False},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(sections))
+    options = ["--config", str(file), "--allow", "exact", "--device", "cpu", "--json"]
+    codes, plans = [], []
+    for memory in ("1GiB", "131MiB"):  # of which 128 MiB are a margin; a step of 8 samples needs 3.8
+        codes += [main(["plan", *options, "--host-memory", memory])]
+        plans += [json.loads(capsys.readouterr().out)]
+    large, small = plans
+    assert large["setting"]["micro_batch_size"] == 8
+    assert any("Micro-batches stay as large" in note for note in large["notes"]) == is_kept
+    assert codes == ([0, 1] if is_kept else [0, 0])
+    assert any("smaller micro-batches are not planned" in line for line in small["advice"]) == is_kept
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_batches_of_another_size_are_named(size: int) -> None:
+    arguments = make_parser().parse_args(["--host-memory", "64GiB"])
+    with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=1"]) as run:
+        workload = plan_recipe.workload_of(run, target_of("A100 80GB", run), arguments)
+        setting = replace(workload.own, micro_batch_size=size)  # type: ignore[type-var]
+        notes = list(plan_recipe._assumed(run, workload, SimpleNamespace(setting=setting, written_bytes=0), arguments))  # type: ignore[arg-type]
+    assert workload.own_micro_batch == 4
+    assert any("Batches have 1 samples instead of 4" in note for note in notes) == (size == 1)
 
 
 NO_STEP_WITHOUT_ADAPTERS = [
