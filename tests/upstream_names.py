@@ -196,6 +196,7 @@ NAMES: dict[str, str] = {
     "_ProcessedTracker": "lightning.pytorch.loops.progress",
     "_ReadyCompletedTracker": "lightning.pytorch.loops.progress",
     "_StartedTracker": "lightning.pytorch.loops.progress",
+    "_Unpickler": "pickle",
     "_reduce_lr": "torch.optim.lr_scheduler.ReduceLROnPlateau",
     "_reduce_scatter_comm": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_restore_zero_state": "lightning.pytorch.strategies.DeepSpeedStrategy",

@@ -529,6 +529,18 @@ def refuse_foreign(path: Path) -> None:
         raise CheckpointError(f"{str(path)!r} {foreign}")
 
 
+def within(folder: Path, name: str) -> Path:
+    """A file or folder of a checkpoint's folder, by the name under which one of its files speaks of it.
+
+    Raises:
+        CheckpointError: If it lies elsewhere, where no digest vouches for it.
+    """
+    named = Path(name)
+    if named.is_absolute() or ".." in named.parts:
+        raise CheckpointError(f"`ckpt_path={str(folder)!r}` names a file that is not in it: {name!r}.")
+    return folder / named
+
+
 def _problem_of_folder(folder: Path, rank: int, world_size: int) -> str | None:
     if not _looks_like_one(folder):
         return "is no checkpoint: the folder has neither `latest` (ZeRO) nor `meta.pt` (FSDP2)."

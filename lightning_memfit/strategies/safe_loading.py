@@ -2,11 +2,13 @@
 
 import io
 import pickle
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from enum import EnumMeta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -123,8 +125,14 @@ def _refused(file: Any, what: str, fix: str) -> UnsafeCheckpointError:
     )
 
 
-class _Index(pickle.Unpickler):
-    """Makes what the index of a distributed checkpoint is made of, and nothing else."""
+class _Index(pickle._Unpickler):
+    """Makes what the index of a distributed checkpoint is made of, and nothing else.
+
+    It is the unpickler in Python, whose `BUILD` can be overridden: given a class or function, the one in C sets
+    attributes of it, by which a file could have this process write wherever it likes.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, stream: IO[bytes], path: Path) -> None:
         super().__init__(stream)
@@ -143,6 +151,15 @@ class _Index(pickle.Unpickler):
         if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
             return found
         raise _refused(self.path, f"{module}.{name}", "No index of a checkpoint has such a thing.")
+
+    def _build(self: Any) -> None:
+        """Give a record its fields; nothing else has any."""
+        made = type(self.stack[-2])
+        if not (is_dataclass(made) and (made.__module__, made.__name__) in _DISTRIBUTED):
+            raise _refused(self.path, f"attributes of a {made.__name__}", "Only records of an index have any.")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
+
+    dispatch[pickle.BUILD[0]] = _build
 
 
 def load_index(path: Path) -> Any:

@@ -37,6 +37,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memfit.strategies.integrity import within
 from lightning_memfit.strategies.safe_loading import load, load_index
 from lightning_memfit.strategies.saved_run import (
     SavedOptimizer,
@@ -80,16 +81,19 @@ class Source(Protocol):
 
 
 class _Reader(FileSystemReader):
-    """Reads the index with `load_index` instead of `pickle`."""
+    """Reads a folder whose index was loaded with `load_index` instead of `pickle`."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata: Metadata = load_index(Path(self.path) / ".metadata")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        if getattr(self._index, "storage_meta", None) is None:
+            self._index.storage_meta = StorageMeta()
+        assert self._index.storage_meta is not None
+        self._index.storage_meta.load_id = self.load_id
+        return self._index
 
 
 class _Planner(DefaultLoadPlanner):
@@ -109,7 +113,9 @@ class _Folder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metadata = _Reader(folder).read_metadata()
+        self._metadata: Metadata = load_index(folder / ".metadata")
+        for stored in (self._metadata.storage_data or {}).values():
+            within(folder, stored.relative_path)
         self._keys: dict[Place, str] = {tuple(path): key for key, path in (self._metadata.planner_data or {}).items()}
 
     def below(self, *begin: Any) -> list[Place]:
@@ -167,7 +173,7 @@ class _Folder:
         flat = {self._keys[path]: value for path, value in into.items()}
         try:
             if flat:
-                reader, planner = _Reader(self.folder), _Planner(self.folder)
+                reader, planner = _Reader(self.folder, self._metadata), _Planner(self.folder)
                 state_dict_loader.load(flat, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as error:  # which says no more than the ranks' numbers
             raise next(iter(error.failures.values()))[0] from error

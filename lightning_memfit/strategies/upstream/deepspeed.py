@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.strategies.integrity import all_succeed, stored_bytes
+from lightning_memfit.strategies.integrity import all_succeed, stored_bytes, within
 from lightning_memfit.strategies.safe_loading import load
 from lightning_memfit.strategies.saved_run import (
     EXTRA_STATE,
@@ -544,7 +544,7 @@ def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
     Raises:
         ValueError: If files are missing, or were written with options that aren't read here.
     """
-    inside = folder / (folder / ZERO_MARK).read_text().strip()
+    inside = within(folder, (folder / ZERO_MARK).read_text().strip())
     files = [_of_rank(inside, rank, "optim_states") for rank in range(len([*inside.glob("*_optim_states.pt")]))]
     if not files:
         raise ValueError(f"`ckpt_path={str(folder)!r}` holds no files of an optimizer under ZeRO.")
@@ -655,10 +655,10 @@ def _add_swapped(inside: Path, sub_groups: Sequence[_SubGroup], models: Sequence
             name, numel = swapped["names"][number], swapped["numels"][number]
             files = _swapped_files(inside, rank)
             if not sub_group.masters[rank].numel() and numel:
-                sub_group.masters[rank] = _read(files / f"{name}{_ENDING}", numel)
+                sub_group.masters[rank] = _read(within(files, f"{name}{_ENDING}"), numel)
             for key, value in sub_group.states[rank].items():
                 if torch.is_tensor(value) and value.dim() and not value.numel() and numel:
-                    sub_group.states[rank][key] = _read(files / f"{key}-{name}{_ENDING}", numel)
+                    sub_group.states[rank][key] = _read(within(files, f"{key}-{name}{_ENDING}"), numel)
 
 
 def _read(path: Path, numel: int) -> Tensor:

@@ -434,6 +434,43 @@ def test_members_of_enumerations_are_read_as_every_python_writes_them(tmp_path: 
             load(file, of_deepspeed=True)
 
 
+def _with_attribute(thing: bytes, name: str, value: bytes) -> bytes:
+    """A pickle that sets an attribute of something that is no record."""
+    return b"\x80\x02" + thing + b"N}U" + bytes([len(name)]) + name.encode() + value + b"s\x86b."
+
+
+@pytest.mark.parametrize(
+    ("thing", "what"),
+    [
+        (b"cpathlib\nPosixPath\n", "type"),
+        (b"ctorch.serialization\n_get_layout\n", "function"),
+        (b"cbuiltins\ngetattr\n", "partial"),
+        (b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R", "_MEM_FORMAT_ENCODING"),
+    ],
+)
+def test_an_index_changes_nothing_of_this_process(tmp_path: Path, thing: bytes, what: str) -> None:
+    index = tmp_path / ".metadata"
+    index.write_bytes(_with_attribute(thing, "hidden", b"ctorch\nSize\n"))
+    with pytest.raises(UnsafeCheckpointError, match=f"attributes of a {what}"):
+        load_index(index)
+    assert not hasattr(type(index), "hidden")
+    assert not hasattr(torch.serialization._get_layout, "hidden")
+
+
+@pytest.mark.parametrize("elsewhere", ["../other/__0_0.distcp", "/other/__0_0.distcp"])
+def test_a_folder_is_read_from_files_of_its_own(tmp_path: Path, elsewhere: str) -> None:
+    folder = fsdp2_folder(tmp_path / "sharded.ckpt")
+    index = load_index(folder / ".metadata")
+    for stored in index.storage_data.values():
+        stored.relative_path = elsewhere
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    folders = [folder, zero_folder(tmp_path / "zero.ckpt")]
+    (folders[1] / "latest").write_text(elsewhere)
+    for one in folders:
+        with pytest.raises(CheckpointError, match="names a file that is not in it: '.*other"):
+            read_run(one)
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
