@@ -15,11 +15,16 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_memfit.optim.states import FLOAT32_STEP, RECORD
+
 PARAMETERS = "memfit_parameters"
 """Key of a checkpoint: names of the parameters in each group of each optimizer, which states are numbered by."""
 
 EXTRA_STATE = "_extra_state"
 """Last part of the name under which a state dict has what `get_extra_state` gave."""
+
+_DIVIDED = ("state", "param_groups")
+"""Keys of an optimizer's state dict that are told by names of parameters."""
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that say how it is stepped and not where to: these stay as the run has them."""
@@ -117,11 +122,13 @@ class SavedOptimizer:
         groups: Options of each group; "params" are names.
         states: States of each parameter by name: `Pieces` of its shape, or what else the optimizer keeps.
         path: The checkpoint, for messages.
+        beside: What the optimizer's state dict has beside groups and states.
     """
 
     groups: list[dict[str, Any]]
     states: dict[str, dict[str, Any]]
     path: str | Path
+    beside: dict[str, Any] = field(default_factory=dict)
 
     def options(self, names: Iterable[str], live: Mapping[str, Any]) -> dict[str, Any]:
         """Options for a group of the run that goes on.
@@ -177,7 +184,21 @@ class SavedOptimizer:
                 count += 1
             trained = [name for name, parameter in own if parameter.requires_grad or name in known]
             made.append(self.options(trained, group) | {"params": keys})
-        return {"state": state, "param_groups": made}
+        return {key: whole(value) for key, value in self.beside.items()} | {"state": state, "param_groups": made}
+
+    def refuse_beside(self, optimizer: Any) -> None:
+        """Refuse to go on without what an optimizer of divided parameters keeps beside groups and states.
+
+        Raises:
+            ValueError: Naming it; what our own techniques write there only tells how the states were made.
+        """
+        lost = sorted({*self.beside, *optimizer.state_dict()} - {*_DIVIDED, RECORD, FLOAT32_STEP})
+        if lost:
+            raise ValueError(
+                f"`ckpt_path={str(self.path)!r}`: {type(optimizer).__name__} keeps {listed(lost)} beside its groups "
+                "and states, which no strategy that divides parameters saves or loads. Resume on one device or under "
+                "`strategy=memfit_ddp` from a checkpoint that was written so, or load the weights alone."
+            )
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -252,6 +273,7 @@ def numbered_optimizer(
         ],
         {called[key]: dict(state) for key, state in saved["state"].items()},
         path,
+        {key: value for key, value in saved.items() if key not in _DIVIDED},
     )
 
 
@@ -302,7 +324,8 @@ class SavedRun:
             saved["optimizer_states"] = _Withheld(undivided[0], len(self.optimizers))
         elif self.optimizers is not None:
             saved["optimizer_states"] = [
-                {
+                {key: whole(value) for key, value in optimizer.items() if key not in _DIVIDED}
+                | {
                     "state": {
                         key: {what: whole(value) for what, value in state.items()}
                         for key, state in optimizer["state"].items()

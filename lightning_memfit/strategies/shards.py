@@ -402,6 +402,8 @@ def _optimizers_of(
             "saved run did, or load the weights alone."
         )
     check_left_out(path, found, groups, module)
+    for one, optimizer in zip(found, optimizers, strict=True):
+        one.refuse_beside(optimizer)
     return found
 
 

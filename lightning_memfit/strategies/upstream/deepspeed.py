@@ -559,10 +559,10 @@ def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
     if stage == 3:
         _add_swapped(inside, sub_groups, models)
     weights = _weights(stage, models, sub_groups, {name: shape for group in shapes for name, shape in group.items()})
-    groups = saved[0]["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]["param_groups"]
-    optimizer = {
+    base = saved[0]["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]
+    optimizer = base | {
         "state": _states(sub_groups, shapes, folder),
-        "param_groups": _named_groups(groups, sub_groups, models[0]),
+        "param_groups": _named_groups(base["param_groups"], sub_groups, models[0]),
     }
     counters = {key: models[0][key] for key in ("global_steps", "global_samples", "skipped_steps") if key in models[0]}
     scale = {key: saved[0][key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow") if key in saved[0]}
@@ -783,6 +783,8 @@ def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer])
     names: dict[Any, str] = engine.param_names
     is_partitioned = engine.zero_optimization_partition_weights()
     check_shapes(saved.path, saved.weights, engine.module)
+    for optimizer in optimizers:
+        optimizer.refuse_beside(zero.optimizer)
     if is_partitioned:
         zero.checkpoint_event_prologue()
     live = _live_partitioned(zero, names) if is_partitioned else _live_whole(zero, names)

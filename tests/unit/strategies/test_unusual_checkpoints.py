@@ -181,6 +181,64 @@ def test_ddp_resumes_a_module_with_a_tensor_beside_it_and_a_dict_in_its_state(tm
     assert trainer.optimizers[0].state[module.alpha[0]]["step"] == 4
 
 
+class _Counting(torch.optim.SGD):
+    """Keeps a number beside its groups and states."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr=lr)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
+
+
+@pytest.mark.parametrize("strategy", [None, DataParallelStrategy])
+def test_what_an_optimizer_keeps_beside_its_states_comes_back(tmp_path, strategy):
+    def fitted(epochs, path=None):
+        module = _Tempered()
+        module.configure_optimizers = lambda: _Counting(module.layer.parameters())
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy(process_group_backend="gloo") if strategy else "auto",
+            plugins=[AtomicCheckpointIO()],
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, ckpt_path=path)
+        return trainer
+
+    try:
+        fitted(1).save_checkpoint(tmp_path / "a.ckpt")
+        assert fitted(2, tmp_path / "a.ckpt").optimizers[0].count == 4
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_divided_modules_refuse_an_optimizer_with_more_than_states(tmp_path, is_saved):
+    module = nn.Linear(2, 2)
+    optimizer = _Counting(module.parameters())
+    states = optimizer.state_dict() if is_saved else torch.optim.SGD(module.parameters(), lr=0.1).state_dict()
+    weights = {name: pieces_of(torch.ones_like(value)) for name, value in module.state_dict().items()}
+    before = module.weight.tolist()
+    with pytest.raises(ValueError, match="_Counting keeps 'count' beside its groups and states"):
+        load_divided(SavedRun(tmp_path, weights, {}, [states]), module, [optimizer], strict=True)
+    assert module.weight.tolist() == before
+
+
 def test_other_shapes_are_refused_by_name():
     module = nn.BatchNorm1d(3)
     saved = {name: pieces_of(value) for name, value in module.state_dict().items()}
