@@ -172,7 +172,7 @@ class SavedOptimizer:
         """
         known = {name for group in self.groups for name in group["params"]}
         state, made, count = {}, [], 0
-        for group in groups:
+        for number, group in enumerate(groups):
             keys: list[Any] = []
             own = [(names[id(parameter)], parameter) for parameter in group["params"]]
             for name, parameter in own:
@@ -183,8 +183,13 @@ class SavedOptimizer:
                 keys.append(key)
                 count += 1
             trained = [name for name, parameter in own if parameter.requires_grad or name in known]
-            made.append(self.options(trained, group) | {"params": keys})
+            of_place = self._empty_at(number) if not own and len(groups) == len(self.groups) else None
+            made.append(self.options(trained, of_place or group) | {"params": keys})
         return {key: whole(value) for key, value in self.beside.items()} | {"state": state, "param_groups": made}
+
+    def _empty_at(self, number: int) -> dict[str, Any] | None:
+        """The group at a place, if it has no parameters by which it could be known."""
+        return None if self.groups[number]["params"] else self.groups[number]
 
     def refuse_beside(self, optimizer: Any) -> None:
         """Refuse to go on without what an optimizer of divided parameters keeps beside groups and states.

@@ -411,3 +411,6 @@ def _set_states(module: nn.Module, optimizer: Optimizer, saved: SavedOptimizer) 
     """Give an optimizer of divided parameters saved states and the options of its groups."""
     state_dict = saved.state_dict(optimizer.param_groups, parameter_names(module, [optimizer]), numbered=False)
     set_optimizer_state_dict(module, optimizer, optim_state_dict=state_dict, options=StateDictOptions(strict=False))
+    for group, one in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        if not group["params"]:  # torch 2.13 takes all options away from these
+            group.update({key: value for key, value in one.items() if key != "params"})

@@ -95,3 +95,12 @@ def test_a_parameter_of_no_group_is_refused():
     module, optimizer = made()
     with pytest.raises(ValueError, match="has no optimizer group with '0.bias'"):
         saved.state_dict(optimizer.param_groups, parameter_names(module), numbered=True)
+
+
+def test_a_group_without_parameters_keeps_the_options_of_its_place():
+    module, optimizer = made(((2, 0), (), (3, 1)))
+    optimizer.param_groups[1]["lr"] = 0.7
+    saved = named(module, optimizer)
+    other, its_optimizer = made(((3, 1), (), (2, 0)))
+    its_optimizer.load_state_dict(saved.state_dict(its_optimizer.param_groups, parameter_names(other), numbered=True))
+    assert [group["lr"] for group in its_optimizer.param_groups] == pytest.approx([0.3, 0.7, 0.1])

@@ -239,6 +239,23 @@ def test_divided_modules_refuse_an_optimizer_with_more_than_states(tmp_path, is_
     assert module.weight.tolist() == before
 
 
+def test_divided_modules_have_a_group_without_parameters(tmp_path):
+    def made():
+        module = nn.Linear(2, 2)
+        return module, torch.optim.AdamW([{"params": module.parameters()}, {"params": []}], lr=0.1)
+
+    module, optimizer = made()
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.7
+    weights = {name: pieces_of(value) for name, value in module.state_dict().items()}
+    saved = SavedRun(tmp_path, weights, {}, [optimizer.state_dict()])
+    module, optimizer = made()
+    load_divided(saved, module, [optimizer], strict=True)
+    assert optimizer.param_groups[1]["lr"] == 0.7
+    optimizer.step()
+
+
 def test_other_shapes_are_refused_by_name():
     module = nn.BatchNorm1d(3)
     saved = {name: pieces_of(value) for name, value in module.state_dict().items()}
