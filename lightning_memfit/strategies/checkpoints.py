@@ -13,9 +13,7 @@ from functools import partial as partial_function
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.strategies.integrity import (
     CheckpointError,
@@ -34,7 +32,7 @@ from lightning_memfit.strategies.integrity import (
     tell_peers,
 )
 from lightning_memfit.strategies.safe_loading import load
-from lightning_memfit.strategies.saved_run import SavedRun, pieces_of
+from lightning_memfit.strategies.saved_run import SavedRun, owned, pieces_of
 from lightning_memfit.strategies.shards import META, read_shards
 from lightning_memfit.strategies.upstream.deepspeed import ZERO_MARK as ZERO_MARK
 from lightning_memfit.strategies.upstream.deepspeed import read_zero
@@ -191,13 +189,13 @@ def read_run(path: str | Path, weights_only: bool | None = None) -> SavedRun:
     root = Path(path)
     if (root / ZERO_MARK).is_file():
         saved = read_zero(root, weights_only)
-        saved.extras = _owned(saved.extras)
+        saved.extras = owned(saved.extras)
         return saved
     if (root / FSDP2_MARK).is_file():
         return read_shards(root, weights_only)
     if root.is_file():
         saved = run_of(load(root, weights_only), root)
-        saved.extras = _owned(saved.extras)
+        saved.extras = owned(saved.extras)
         return saved
     raise CheckpointError(
         f"`ckpt_path={str(path)!r}` is no checkpoint: neither a file, nor a folder with `latest` (ZeRO) or `meta.pt` "
@@ -220,12 +218,6 @@ def run_of(read: Any, path: str | Path) -> SavedRun:
     extras = {key: value for key, value in read.items() if key not in ("state_dict", "optimizer_states")}
     weights = {name: pieces_of(value) for name, value in read["state_dict"].items()}
     return SavedRun(Path(path), weights, extras, read.get("optimizer_states"))
-
-
-def _owned(extras: dict[str, Any]) -> dict[str, Any]:
-    """The same with tensors in memory of their own: those that lie in the file must not outlive it."""
-    owned: dict[str, Any] = apply_to_collection(extras, torch.Tensor, torch.clone)
-    return owned
 
 
 def consolidated(folder: str | Path) -> dict[str, Any]:

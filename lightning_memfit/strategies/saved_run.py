@@ -4,14 +4,15 @@ Every kind of checkpoint is read into a `SavedRun`, and every strategy goes on f
 part of them is asked for, so that a rank reads no more than its share.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -111,7 +112,21 @@ def whole(value: Any) -> Any:
     """
     if isinstance(value, Undivided):
         value.refuse()
-    return value.whole() if isinstance(value, Pieces) else apply_to_collection(value, Tensor, Tensor.clone)
+    return value.whole() if isinstance(value, Pieces) else owned(value)
+
+
+def owned(value: Any) -> Any:
+    """The same with tensors in memory of their own: those that lie in a file must not outlive it.
+
+    What is no plain container is copied whole, by the rules of its class: a `deque` keeps its length.
+    """
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, owned(entry)) for key, entry in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(owned, value))
+    return deepcopy(value)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Checkpoints with what most runs don't have: values that are no dense tensors, strange tensors, no optimizers."""
 
+import collections
 import io
 import os
 import pickle
@@ -70,6 +71,19 @@ def test_a_file_keeps_what_is_no_dense_tensor(tmp_path):
     assert torch.equal(read["state_dict"]["b"].to_dense(), torch.eye(3))
     assert read["state_dict"]["_extra_state"]["scale"] == 2
     assert read["state_dict"]["_extra_state"]["history"].tolist() == [1, 1, 1]
+
+
+def test_what_is_no_plain_container_keeps_its_kind(tmp_path):
+    weight = nn.Parameter(torch.ones(2))
+    state = {"window": collections.deque([1], maxlen=2), "range": range(3), "plain": [(1, {"weight": weight})]}
+    entries = {"state_dict": {"w": torch.ones(2), "layer._extra_state": state}, "callbacks": {"mine": state}}
+    AtomicCheckpointIO().save_checkpoint(entries, tmp_path / "a.ckpt")
+    loaded = AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    for found in (loaded["callbacks"]["mine"], loaded["state_dict"]["layer._extra_state"]):
+        assert found["range"] == range(3)
+        assert found["window"].maxlen == 2
+        assert found["plain"][0][1]["weight"].is_leaf
+        assert type(found["plain"][0][1]["weight"]) is nn.Parameter
 
 
 def test_a_folder_keeps_what_is_no_tensor(tmp_path):
