@@ -56,12 +56,19 @@ def base_weights(module: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def base_checksum(weights: Mapping[str, Tensor], trained: Iterable[str] = ()) -> int:
-    """Checksum of the bits and order of the frozen weights."""
+def base_checksum(weights: Mapping[str, Tensor], trained: Iterable[str] = (), dtype: torch.dtype | None = None) -> int:
+    """Checksum of the bits and order of the frozen weights.
+
+    Args:
+        weights: Those of the module, from `base_weights`.
+        trained: Names of the others.
+        dtype: What floating-point weights are converted to, one after the other; None leaves them as they are.
+    """
     left_out, checksum = set(trained), 0
     for name, weight in weights.items():
         if name not in left_out:
-            checksum = (checksum * 31 + sum_of_words(weight)) % (1 << 61)
+            bits = weight if dtype is None or not weight.is_floating_point() else weight.detach().to(dtype)
+            checksum = (checksum * 31 + sum_of_words(bits)) % (1 << 61)
     return checksum
 
 

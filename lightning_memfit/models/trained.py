@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
+from lightning_memfit.adapters.checkpoint import base_checksum, base_weights
 from lightning_memfit.models.architecture import auto_class, hears_speech, is_encoder_decoder
 from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
 
@@ -110,6 +111,7 @@ def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
     network: PreTrainedModel = auto_class(config).from_pretrained(
         _base_of(checkpoint), config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
     )
+    _refuse_other_base(network, checkpoint)
     weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
     trained = checkpoint["state_dict"]
     merge_into(weights, trained, checkpoint[ADAPTERS]["layers"])
@@ -118,6 +120,24 @@ def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
             weights[name].copy_(trained[name])
     network.eval()
     return network
+
+
+def _refuse_other_base(network: PreTrainedModel, checkpoint: dict[str, Any]) -> None:
+    """Refuse a pretrained model with other weights than those that the adapters were trained beside.
+
+    Raises:
+        ValueError: If its weights, in whichever precision they were trained, have another checksum.
+    """
+    record = checkpoint[ADAPTERS]
+    own = {f"{_PREFIX}{name}": weight for name, weight in base_weights(network).items()}
+    for dtype in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if base_checksum(own, record.get("trained", ()), dtype) == record["base"]:
+            return
+    raise ValueError(
+        f"`ckpt_path` has adapters for other weights than those of `pretrained={_base_of(checkpoint)!r}`: these have "
+        "changed since, or the run began from a checkpoint (`ckpt_path`) of its own. Give the model back the weights "
+        "that the run began with, or export from Python when the run ends (`CausalLM.export`)."
+    )
 
 
 def _base_of(checkpoint: dict[str, Any]) -> str:

@@ -71,13 +71,13 @@ def inputs_of(config):
     return {"input_ids": IDS, **({"decoder_input_ids": IDS} if config in (T5, BART) else {})}
 
 
-def trained_adapters(folder, config, train=(), changes=None):
+def trained_adapters(folder, config, train=(), changes=None, dtype=torch.float32):
     """A checkpoint of adapters that were trained beside a saved model, and what the trained model computes."""
     kind = Seq2SeqLM if config in (T5, BART, WHISPER) else CausalLM
     torch.manual_seed(0)
     base = kind(config=config)
     base.configure_model()
-    base.network.save_pretrained(folder)
+    base.network.to(dtype).save_pretrained(folder)
     module = kind(pretrained=str(folder), config=changes)
     module.configure_model()
     module.eval()
@@ -137,10 +137,12 @@ def test_the_merged_model_has_the_entries_that_the_run_changed(tmp_path):
 
 
 def test_the_merged_model_has_the_precision_of_the_pretrained_one(tmp_path):
-    checkpoint, _ = trained_adapters(tmp_path / "base", QWEN)
-    saved = network_from_checkpoint(checkpoint).bfloat16()
+    checkpoint, _ = trained_adapters(tmp_path / "base", QWEN, dtype=torch.bfloat16)
+    saved = network_from_checkpoint(checkpoint)
+    assert saved.dtype is torch.bfloat16
     saved.save_pretrained(tmp_path / "base")
-    assert network_from_checkpoint(checkpoint).dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="adapters for other weights than those of `pretrained="):
+        network_from_checkpoint(checkpoint)
 
 
 def test_a_module_that_was_trained_in_part_is_not_left_out_in_silence(tmp_path):
