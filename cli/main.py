@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType, ModuleType
 
 from lightning_memfit import __version__
 
@@ -54,9 +55,10 @@ def program() -> int:
 def _leave(code: int) -> None:
     """End the process without taking its modules apart, a third of a second for torch's; all else happens as usual.
 
-    Returns where that can't be told: while threads run, or if what was written can't be handed on.
+    Returns where that can't be told: while threads run, where a profiler or the like has called the program, if modules
+    of the user's hold something (files that were not closed), or if what was written can't be handed on.
     """
-    if threading.active_count() > 1:
+    if threading.active_count() > 1 or not _is_outermost() or _has_modules_of_users():
         return
     atexit._run_exitfuncs()
     try:
@@ -66,6 +68,30 @@ def _leave(code: int) -> None:
     except (OSError, ValueError):  # nobody reads any more, or it is closed
         return
     os._exit(code)
+
+
+def _is_outermost() -> bool:
+    """Whether nobody waits for the program to return: it was called by a script, or by `python -m`."""
+    frame: FrameType | None = sys._getframe(2)  # past `_leave`
+    while frame is not None:
+        is_script = frame.f_code.co_name == "<module>" or frame.f_globals.get("__name__") == "runpy"
+        if not is_script and frame.f_code is not program.__code__:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _has_modules_of_users() -> bool:
+    """Whether a module was imported that belongs to no installed package, such as one with a module to estimate."""
+    from lightning_memfit.profile.culprit import owner_of
+
+    others = (
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and name.partition(".")[0] != "lightning_memfit"
+    )
+    files = (vars(module).get("__file__") for module in others if module is not sys.modules["__main__"])
+    return any(owner_of(file) == "user" for file in files if isinstance(file, str))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -105,6 +106,24 @@ def test_what_is_left_without_taking_modules_apart_is_complete(before, code, end
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split("\n", 1)[1].splitlines(), done.stderr) == (code, end, "")
     assert len(done.stdout) > 100_000
+
+
+def test_files_of_users_modules_are_complete(tmp_path):
+    (tmp_path / "mine.py").write_text("file = open('written', 'w'); file.write('all')")
+    command = [sys.executable, "-c", _LEAVES.format(before="sys.path.append('.'); import mine")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=_here())
+    assert (ended.stderr, (tmp_path / "written").read_text()) == ("", "all")
+
+
+def test_a_profiler_gets_the_program_back(tmp_path):
+    command = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "profile"), "-m", "cli", "recipes"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "profile").stat().st_size
+
+
+def _here():
+    return os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
 
 
 def test_nobody_may_read_what_is_left_behind():
