@@ -685,9 +685,7 @@ def _weights(
     weights = _pieces(sub_groups, shapes, lambda sub_group, rank: sub_group.masters[rank])
     for name in model["buffer_names"]:
         if name in model["module"]:
-            value = model["module"][name]
-            is_floating = torch.is_tensor(value) and value.is_floating_point()
-            weights[name] = pieces_of(value.float() if is_floating else value)
+            weights[name] = pieces_of(_widened(model["module"][name]))
     for name, value in model["module"].items():
         if name.rsplit(".", 1)[-1] == EXTRA_STATE:
             weights[name] = value
@@ -704,8 +702,13 @@ def _weights(
     if stage < 3:  # whole: also what no optimizer group had
         for name, value in model["module"].items():
             if name not in weights and torch.is_tensor(value):
-                weights[name] = pieces_of(value.float() if value.is_floating_point() else value)
+                weights[name] = pieces_of(_widened(value))
     return weights
+
+
+def _widened(value: Any) -> Any:
+    """What a run in half precision keeps, in float32 as the master weights are; float64 stays."""
+    return value.float() if torch.is_tensor(value) and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:

@@ -34,7 +34,7 @@ from lightning_memfit.strategies.saved_run import (
     pieces_of,
 )
 from lightning_memfit.strategies.shards import META, _Folder, kept_whole, load_divided
-from lightning_memfit.strategies.upstream.deepspeed import _divided, _fill, _Live
+from lightning_memfit.strategies.upstream.deepspeed import _divided, _fill, _Live, _weights
 
 
 @pytest.fixture(autouse=True)
@@ -482,6 +482,23 @@ def test_weights_alone_load_beside_a_new_parameter(tmp_path):
     load_divided(saved_by_the_old(tmp_path, True), module, [], strict=False)
     assert module.weight.tolist() == pytest.approx([1, 1], abs=0.01)
     assert module.new.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "read"),
+    [
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.int64, torch.int64),
+        (torch.complex64, torch.complex64),
+    ],
+)
+def test_zero_reads_buffers_in_no_narrower_type(dtype, read):
+    kept = torch.tensor([2**24 + 1]).to(dtype)
+    model = {"module": {"count": kept, "frozen": kept}, "buffer_names": ["count"], "shared_params": {}}
+    for value in _weights(2, [model], [], {}).values():
+        assert value.parts[0][1].dtype is read
+        assert torch.equal(value.whole().to(dtype), kept)
 
 
 def test_zero_counts_what_it_writes(tmp_path, monkeypatch):
