@@ -104,9 +104,15 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def use_atomic_checkpoints(strategy: Strategy) -> None:
-    """Let a strategy write and read checkpoints by this plugin, unless the Trainer was given another."""
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+    """Let a strategy write and read checkpoints by this plugin, unless the Trainer was given another.
+
+    `AsyncCheckpointIO` without one of its own has a thread write by this plugin.
+    """
+    current = strategy.checkpoint_io
+    if type(current) is TorchCheckpointIO:
         strategy.checkpoint_io = AtomicCheckpointIO()
+    elif type(current) is AsyncCheckpointIO and type(current.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AsyncCheckpointIO(AtomicCheckpointIO())
 
 
 def read_by(checkpoint_io: CheckpointIO, path: str | Path, weights_only: bool | None = None) -> SavedRun:

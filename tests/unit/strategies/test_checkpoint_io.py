@@ -15,12 +15,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 
 from cli.main import main
 from lightning_memfit import AtomicCheckpointIO
 from lightning_memfit.models.trained import load_checkpoint
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import consolidated, read_run, rewritten
 from lightning_memfit.strategies.integrity import MANIFEST, CheckpointError, stored_bytes, verify
 from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError, load, load_index
@@ -333,6 +335,20 @@ def test_code_hidden_in_a_file_never_runs(tmp_path: Path, capsys: pytest.Capture
         assert not marker.exists()
     AtomicCheckpointIO().load_checkpoint(path, weights_only=False)  # asked for by name
     assert marker.exists()
+
+
+@pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["plain", "async"])
+def test_code_hidden_in_a_file_never_runs_whoever_writes(tmp_path: Path, plugins: list[Any]) -> None:
+    marker, path = tmp_path / "ran", tmp_path / "last.ckpt"
+    saved(path, hidden=Payload(marker))
+    trainer = quiet_trainer(plugins=plugins)
+    use_atomic_checkpoints(trainer.strategy)
+    with pytest.raises(UnsafeCheckpointError):
+        trainer.strategy.load_checkpoint(path)
+    assert not marker.exists()
+    trainer.strategy.checkpoint_io.save_checkpoint({"state_dict": {}}, path)
+    trainer.strategy.checkpoint_io.teardown()
+    assert path.read_bytes()[:-64].endswith(b"memfit-sha256:")
 
 
 def fsdp2_folder(folder: Path) -> Path:
