@@ -106,12 +106,7 @@ def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """Return the pretrained network with the checkpoint's adapters merged into it."""
     from lightning_memfit.adapters.lora import merge_into
 
-    config = _architecture_of(checkpoint)
-    config.dtype = None  # that of the training; `auto` means that of the weights then
-    network: PreTrainedModel = auto_class(config).from_pretrained(
-        _base_of(checkpoint), config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
-    )
-    _refuse_other_base(network, checkpoint)
+    network = _base_network(checkpoint)
     weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
     trained = checkpoint["state_dict"]
     merge_into(weights, trained, checkpoint[ADAPTERS]["layers"])
@@ -119,6 +114,17 @@ def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
         for name in weights.keys() & trained.keys():  # trained in full, not by an adapter
             weights[name].copy_(trained[name])
     network.eval()
+    return network
+
+
+def _base_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
+    """Load the pretrained network that a checkpoint's adapters belong to, in its own precision."""
+    config = _architecture_of(checkpoint)
+    config.dtype = None  # that of the training; `auto` means that of the weights then
+    network: PreTrainedModel = auto_class(config).from_pretrained(
+        _base_of(checkpoint), config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
+    )
+    _refuse_other_base(network, checkpoint)
     return network
 
 
@@ -158,7 +164,8 @@ def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
         folder: Folder to write; created if missing.
 
     Raises:
-        ValueError: If the checkpoint has no adapters, the folder is not empty, or peft can't read all that was trained.
+        ValueError: If the checkpoint has no adapters, they belong to other weights than those of `pretrained`, the
+            folder is not empty, or peft can't read all that was trained.
     """
     from lightning_memfit.adapters.checkpoint import write_peft_folder
 
@@ -167,8 +174,15 @@ def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
     config = _architecture_of(checkpoint)
     with torch.device("meta"):
         network = auto_class(config).from_config(config)
-    target = new_folder(folder)
     base = checkpoint["hyper_parameters"].get("pretrained")
+    if base is not None:
+        try:
+            _base_network(checkpoint)
+        except OSError as error:
+            rank_zero_warn(
+                f"The adapters were not checked against the weights of {base!r}, which are not here: {error}"
+            )
+    target = new_folder(folder)
     write_peft_folder(target, checkpoint, _PREFIX, network, base, _peft_task(config))
     return target
 

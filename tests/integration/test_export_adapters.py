@@ -64,8 +64,9 @@ def test_adapters_are_merged_into_the_weights_that_they_were_trained_beside(plac
     torch.manual_seed(1)
     GPT2LMHeadModel(AutoConfig.from_pretrained(root / "base")).save_pretrained(root / "base")
     try:
-        assert main(["export", "--ckpt_path", str(checkpoint), "--folder", str(root / "other")]) == 2
+        for alone in ([], ["--adapters_only"]):
+            assert main(["export", "--ckpt_path", str(checkpoint), "--folder", str(root / "other"), *alone]) == 2
     finally:
         file.write_bytes(before)
-    assert "adapters for other weights than those of `pretrained=" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("adapters for other weights than those of `pretrained=") == 2
     assert not (root / "other").exists()
