@@ -2,7 +2,9 @@
 
 import io
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import EnumMeta
 from functools import partial
@@ -77,11 +79,24 @@ def load(
     if weights_only is False:
         return torch.load(file, weights_only=False, **options)  # nosec B614  # asked for by name
     member = partial(_member, name or file)
+    with (
+        refusing(name or file),
+        torch.serialization.safe_globals([*_known(of_deepspeed), (member, "builtins.getattr")]),
+    ):
+        return torch.load(file, weights_only=True, **options)
+
+
+@contextmanager
+def refusing(name: Any) -> Iterator[None]:
+    """Say what torch refuses to load, and from where.
+
+    Raises:
+        UnsafeCheckpointError: If it does.
+    """
     try:
-        with torch.serialization.safe_globals([*_known(of_deepspeed), (member, "builtins.getattr")]):
-            return torch.load(file, weights_only=True, **options)
+        yield
     except pickle.UnpicklingError as error:
-        raise _refused(name or file, _found(str(error)), _ALLOW) from error
+        raise _refused(name, _found(str(error)), _ALLOW) from error
 
 
 def _known(of_deepspeed: bool) -> list[Any]:
@@ -110,6 +125,9 @@ def _found(message: str) -> str:
     for begin in ("GLOBAL ", "Unsupported class ", "Unsupported global: GLOBAL "):
         if begin in message:
             return message.split(begin, 1)[1].split()[0].strip("`'\",")
+    other = re.search(r"but got <class '(.+?)'>", message)
+    if other is not None:
+        return other[1]
     return message.splitlines()[0]
 
 

@@ -1,13 +1,16 @@
 """Checkpoints that are whole or absent, checked before they are read, and never run what is hidden in them."""
 
+import http.server
 import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import signal
+import threading
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +352,23 @@ def test_code_hidden_in_a_file_never_runs_whoever_writes(tmp_path: Path, plugins
     trainer.strategy.checkpoint_io.save_checkpoint({"state_dict": {}}, path)
     trainer.strategy.checkpoint_io.teardown()
     assert path.read_bytes()[:-64].endswith(b"memfit-sha256:")
+
+
+@pytest.mark.parametrize("scheme", ["file", "http"])
+def test_code_hidden_at_an_address_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    marker, path = tmp_path / "ran", tmp_path / "last.ckpt"
+    torch.save({"state_dict": {}, "hidden": Payload(marker)}, path)
+    serve = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = {"file": f"file://{path}", "http": f"http://127.0.0.1:{server.server_port}/last.ckpt"}[scheme]
+        with pytest.raises(UnsafeCheckpointError, match=f"^'{scheme}:.*' holds "):
+            AtomicCheckpointIO().load_checkpoint(place)
+        assert not marker.exists()
+        AtomicCheckpointIO().load_checkpoint(place, weights_only=False)  # asked for by name
+        server.shutdown()
+    assert marker.exists()
 
 
 def fsdp2_folder(folder: Path) -> Path:
