@@ -57,6 +57,8 @@ def readable_errors(debug: bool = False) -> Iterator[Outcome]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be flushed to it at exit
     except SystemExit as stop:
         outcome.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if outcome.code and not isinstance(stop.code, int):  # words, which Python prints (`sys.exit("no data")`)
+            print(stop.code, file=sys.stderr)
     except Exception as error:
         mistake = (None if isinstance(error, RunFailedError) else missing_extra(error)) or user_mistake(error)
         if debug or os.environ.get(DEBUG_VARIABLE) or mistake is None:

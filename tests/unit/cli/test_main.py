@@ -77,6 +77,13 @@ def test_ctrl_c_before_anything_has_begun_is_one_line(tmp_path):
     assert (ended.returncode, ended.stderr) == (130, "memfit: stopped.\n")
 
 
+@pytest.mark.parametrize(("given", "code", "said"), [("no data", 1, "no data\n"), (3, 3, ""), (None, 0, "")])
+def test_what_a_program_exits_with_is_said(capsys, given, code, said):
+    with readable_errors() as outcome:
+        sys.exit(given)
+    assert (outcome.code, capsys.readouterr().err) == (code, said)
+
+
 _LEAVES = """
 import atexit, sys, threading, time
 from cli.main import _leave
