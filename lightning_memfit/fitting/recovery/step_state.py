@@ -8,11 +8,13 @@ ones save only what has changed before, so that the usual module, on which nothi
 import argparse
 import io
 import math
+import operator
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
 import numpy
@@ -554,6 +556,51 @@ def _identity(value: Any) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class Added:
+    """What a step adds to a list, of which it may drop items, at the other end: as a `deque` with `maxlen` does.
+
+    Attributes:
+        items: What it adds.
+        num_dropped: How many items it drops.
+        at_front: Whether it adds at the front.
+    """
+
+    items: list[Any]
+    num_dropped: int
+    at_front: bool = False
+
+    def to(self, old: list[Any]) -> list[Any]:
+        """Return a list with these changes."""
+        kept = old[: len(old) - self.num_dropped] if self.at_front else old[self.num_dropped :]
+        return [*self.items, *kept] if self.at_front else [*kept, *self.items]
+
+
+def added_alike(old: list[Any], lists: list[list[Any]], same: Callable[[Any, Any], bool]) -> list[Added] | None:
+    """Return what was added to a list to make each of several, or None if they weren't made in the same way."""
+    at_end = _added(old, lists, same)
+    if at_end is not None and at_end[0].num_dropped < max(1, len(old)):
+        return at_end
+    at_front = _added(old[::-1], [new[::-1] for new in lists], same)
+    if at_front is not None and at_front[0].num_dropped < len(old):
+        return [Added(added.items[::-1], added.num_dropped, at_front=True) for added in at_front]
+    return at_end
+
+
+def _added(old: list[Any], lists: list[list[Any]], same: Callable[[Any, Any], bool]) -> list[Added] | None:
+    dropped = 0  # as many of all, for equal items don't tell where the old ones end
+    for new in lists:
+        while not _begins_with(new, old, dropped, same):
+            dropped += 1
+    found = [Added(new[len(old) - dropped :], dropped) for new in lists]
+    is_alike = all(_begins_with(new, old, dropped, same) for new in lists)
+    return found if is_alike and len({len(added.items) for added in found}) == 1 else None
+
+
+def _begins_with(new: list[Any], old: list[Any], dropped: int, same: Callable[[Any, Any], bool]) -> bool:
+    return len(old) - dropped <= len(new) and all(map(same, islice(old, dropped, None), new))
+
+
+@dataclass(frozen=True)
 class StateRules:
     """How values that a step writes on the module are put together from what its micro-batches write.
 
@@ -599,7 +646,7 @@ class MicroBatchStates:
         self._saved = saved
         self._from_start = rules.names - rules.carried
         self._sums: dict[str, Any] = {}
-        self._added: dict[str, list[list[Any]]] = {name: [] for name in rules.merged}
+        self._lists: dict[str, list[list[Any]]] = {name: [] for name in rules.merged}
         self._rows: dict[str, list[Any]] = {name: [] for name in rules.joined}
         self._sizes: list[int] = []
         self._weights: list[float] = []
@@ -618,9 +665,8 @@ class MicroBatchStates:
             value = self._saved[name][0].read()
             value = value.detach() * size if isinstance(value, Tensor) else value * size
             self._sums[name] = value + self._sums[name] if name in self._sums else value
-        for name, added in self._added.items():
-            slot, _, content = self._saved[name]
-            added.append(list(slot.read())[len(content) :])
+        for name, lists in self._lists.items():
+            lists.append(list(self._saved[name][0].read()))
         for name, rows in self._rows.items():
             rows.append(self._saved[name][0].read().detach())
         for name in self._rules.unproven & self._saved.keys():
@@ -638,8 +684,16 @@ class MicroBatchStates:
             merge: Merges values of the micro-batches, given their weights and sizes.
 
         Returns:
-            Names under which micro-batches have written different values where they seemed to write the same.
+            Names under which micro-batches have written different values where they seemed to write the same, or have
+            changed a list in different ways.
         """
+        lengthened: dict[str, list[Added]] = {}
+        for name, lists in self._lists.items():
+            old = [item for item, _ in self._saved[name][2]]
+            if (found := added_alike(old, lists, operator.is_)) is None:
+                self._disputed.add(name)
+            else:
+                lengthened[name] = found
         if self._disputed:
             return self._disputed
         for name, total in self._sums.items():
@@ -649,10 +703,17 @@ class MicroBatchStates:
                 value.detach().copy_(mean)
             else:
                 _put(*slot.place(), mean)
-        for name, added in self._added.items():
+        for name, found in lengthened.items():
             slot, _, content = self._saved[name]
-            columns = [list(column) for column in zip(*added, strict=True)]
-            slot.read()[len(content) :] = [merge(column, self._weights, self._sizes) for column in columns]
+            columns = zip(*(added.items for added in found), strict=True)
+            merged = [merge(list(column), self._weights, self._sizes) for column in columns]
+            items = replace(found[0], items=merged).to([item for item, _ in content])
+            value = slot.read()
+            if isinstance(value, tuple):
+                _put(*slot.place(), value._make(items) if hasattr(value, "_make") else tuple(items))
+            else:
+                value.clear()
+                value.extend(items)
         for name, rows in self._rows.items():
             _put(*self._saved[name][0].place(), torch.cat(rows))
         return set()

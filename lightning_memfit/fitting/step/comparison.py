@@ -148,6 +148,7 @@ class Comparison:
         self._divisor = divisor
         self._noise = RecordedNoise(cut.count)
         self._stack = ExitStack()
+        self._start: Pass | None = None
         self._metrics = MetricStates(loop.module)
         self.cut = cut
         self.parts = splitter.split(self._window, list(cut.sizes))
@@ -190,6 +191,15 @@ class Comparison:
         if self._loop.engine is not None:
             self._loop.engine.settle()
 
+    def go_on_from(self, start: Pass) -> None:
+        """Let all passes begin with what another one has written on the module, as the next step will."""
+        self._start = start
+
+    def _go_back(self) -> None:
+        self._snapshot.restore()
+        if self._start is not None:
+            StepState.load(self._start.written)
+
     def whole(self, after: Pass | None = None, carried: Collection[str] = ()) -> Pass:
         """Run the samples together.
 
@@ -200,7 +210,7 @@ class Comparison:
         Raises:
             PartFailed: If they fail for another reason than memory, being fewer than the batch.
         """
-        self._snapshot.restore()
+        self._go_back()
         if after is not None:
             StepState.load(after.written, carried)
         return self._try(self._window, self.cut.count, self._noise, self._divisor)
@@ -219,7 +229,7 @@ class Comparison:
         Raises:
             PartFailed: If the part fails for another reason than memory, though the whole did not.
         """
-        self._snapshot.restore()
+        self._go_back()
         if after is not None:
             StepState.load(after.written, carried)
             self._metrics.load(after.metric_states)

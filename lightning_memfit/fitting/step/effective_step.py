@@ -485,7 +485,7 @@ class EffectiveStep:
             outputs.end()
         if states is not None and (disputed := states.finish(merge_kept)):
             assert self._check is not None
-            self._check.refute_restored(disputed)
+            self._check.refute(disputed)
             raise _Open
         result = outputs.merged(self._divisor(local_batch.weight) / loop.trainer.accumulate_grad_batches)
         self._stop_if(bool(self._rules.unsettled) and self._check is not None and self._check.is_worth_more)

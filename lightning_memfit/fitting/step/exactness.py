@@ -6,7 +6,7 @@ writes on the module can be put together from what the parts write. No list of l
 statistics, contrastive and summed losses, class weights, masks, teachers and counters all show in one of the two.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
-from lightning_memfit.fitting.recovery.step_state import Slot, StateRules, alike, reading_of
+from lightning_memfit.fitting.recovery.step_state import Slot, StateRules, added_alike, alike, reading_of
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.step.comparison import Comparison, Cut, PartFailed, Pass
 from lightning_memfit.fitting.step.log_rules import LogRules, check_metrics
@@ -119,6 +119,8 @@ class ExactnessCheck:
         self._slots: dict[str, Slot] = {}
         self._logged: set[str] = set()
         self._unread: set[str] = set()
+        self._gone_on: set[str] = set()
+        self._refuted: dict[str, set[str]] = {}
         self._ignored: set[int] = set()
         self._num_runs = -1
         self._divisor = _DIVISORS[0]
@@ -354,6 +356,9 @@ class ExactnessCheck:
                 self._rules.learn(whole.logs, [one.logs, two.logs], weights, runs.cut.sizes, tolerance.state)
                 self._warn_of_loggers({name for logger in runs.loggers for name in logger.names})
                 check_metrics(whole.metrics, two.metrics, max(tolerance.state, 1e-5))
+                if whole.written.keys() - self._gone_on:
+                    self._gone_on |= whole.written.keys()
+                    self._judge_next(runs, whole, shares[right], weights, tolerance)
             return right
         if draws:
             rank_zero_warn(
@@ -363,6 +368,31 @@ class ExactnessCheck:
             return None
         solution = _solve(whole, one, two, tolerance)
         raise MisconfigurationException(_reason(runs.cut, solution, shares.get(_USERS), batch_statistics(module)))
+
+    def _judge_next(
+        self, runs: Comparison, before: Pass, share: tuple[float, float], weights: list[float], tolerance: Tolerance
+    ) -> None:
+        """Compare once more from what the samples together have written on the module.
+
+        The first step may set what later ones read: the loss that they are divided by, the least loss so far.
+
+        Raises:
+            MisconfigurationException: If the parts then give another gradient, or other values on the module.
+        """
+        runs.go_on_from(before)
+        whole, one = runs.whole(), runs.part(0)
+        two = runs.part(1, after=one)
+        if self._anywhere(not (whole.is_finite and one.is_finite and two.is_finite)):
+            return
+        if carried := self._judge_state(runs, whole, one, two, weights, tolerance, is_finite=True):
+            two = runs.part(1, after=one, carried=carried)
+        if _distance(whole, one, two, *share, tolerance) <= 1.0:
+            self._rules.learn(whole.logs, [one.logs, two.logs], weights, runs.cut.sizes, tolerance.state)
+        elif not (whole.draws_on_host or one.draws_otherwise or two.draws_otherwise):
+            raise MisconfigurationException(
+                _reason(runs.cut, _solve(whole, one, two, tolerance), None, batch_statistics(self._loop.module))
+                + f" This is so from the second step on: the first one sets {_quoted(before.written)}."
+            )
 
     def _anywhere(self, is_so: bool) -> bool:
         """Return whether something is so on any rank, where each sees its part of the gradients alone.
@@ -454,6 +484,7 @@ class ExactnessCheck:
         odd: list[str] = []
         for name in changed:
             found = _ways(name, whole, one, two, after_one, runs.cut.sizes, weights, tolerance.state)
+            found = [way for way in found if way not in self._refuted.get(name, ())]
             before = self._classes.get(name)
             self._classes[name] = found if before is None else [way for way in before if way in found]
             if not self._classes[name]:
@@ -491,15 +522,21 @@ class ExactnessCheck:
         self._unread.update(names)
         self._classes.update((name, ["carried"]) for name in names)
 
-    def refute_restored(self, names: Collection[str]) -> None:
-        """Note that micro-batches have written different values under some names: the whole can't write all of them.
+    def refute(self, names: Collection[str]) -> None:
+        """Note that what micro-batches have written under some names can't be put together as it seemed.
 
         Raises:
-            MisconfigurationException: If no other way to put them together is left.
+            MisconfigurationException: If no other way to put them together is left. Lists are compared again first:
+                the step may not read them.
         """
         for name in names:
-            self._classes[name] = [way for way in self._classes[name] if way != "restored"]
-            if not self._classes[name]:
+            way, *others = self._classes[name]
+            self._refuted.setdefault(name, set()).add(way)
+            if others:
+                self._classes[name] = others
+            elif way == "merged":
+                del self._classes[name]
+            else:
                 raise MisconfigurationException(_state_reason(name, batch_statistics(self._loop.module)))
         self._make_rules()
 
@@ -596,13 +633,12 @@ def _ways(
     if is_target(after_one.after.get(name)):
         found.append("carried")
     lists = [value for value in (before, target, a, b) if isinstance(value, list)]
-    if len(lists) == 4 and all(alike(lists[0], value[: len(lists[0])], 0.0) for value in lists[1:]):
-        added = [value[len(lists[0]) :] for value in lists[1:]]
-        if len(added[0]) == len(added[1]) == len(added[2]) > 0 and all(
-            alike(item, reading_of(merge_kept([x, y], weights, list(sizes))), near)
-            for item, x, y in zip(*added, strict=True)
-        ):
-            found.append("merged")
+    added = added_alike(lists[0], lists[1:], _same) if len(lists) == 4 else None
+    if added and all(
+        alike(item, reading_of(merge_kept([x, y], weights, list(sizes))), near)
+        for item, x, y in zip(*(one.items for one in added), strict=True)
+    ):
+        found.append("merged")
     if isinstance(a, (float, Tensor)) and type(a) is type(b):
         addable = not isinstance(a, Tensor) or (a.is_floating_point() and a.shape == b.shape)  # type: ignore[union-attr]
         if addable and is_target((a * sizes[0] + b * sizes[1]) / sum(sizes)):  # type: ignore[operator]
@@ -612,6 +648,10 @@ def _ways(
         if alike(target, joined, near):
             found.append("joined")
     return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return alike(one, other, 0.0)
 
 
 def _reaches(target: Any, found: Any, before: Any, near: float) -> bool:
@@ -630,6 +670,10 @@ def _reaches(target: Any, found: Any, before: Any, near: float) -> bool:
 
 
 # --- words ----------------------------------------------------------------------------------------------------------
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _reason(

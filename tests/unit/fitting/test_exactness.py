@@ -1,6 +1,7 @@
 """Training with `MicroBatching` equals training without it, or ends with the reason before a weight has changed."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -569,6 +570,92 @@ def test_a_queue_that_is_read_is_refused(size: int, fails_at: tuple[int, ...]) -
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
 def test_what_cannot_be_put_together_is_refused(size: int, fails_at: tuple[int, ...]) -> None:
     assert_refused(RunningVariance, "changes `variance` of the module", size, fails_at)
+
+
+class Kept(Toy):
+    """Keeps losses and outputs in containers that forget some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = deque[float](maxlen=3)
+        self.newest_first = deque[float](maxlen=3)
+        self.trimmed: list[float] = []
+        self.outputs: list[Tensor] = []
+        self.all = ()
+        self.pair = (0.0, 0.0)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        value = loss.item()
+        self.last.append(value)
+        self.newest_first.appendleft(value)
+        self.trimmed = [*self.trimmed, value][-2:]
+        self.outputs.clear()
+        self.outputs.append(self.net(batch[0]).detach())
+        self.all = (*self.all, value)
+        self.pair = (value, value)
+        return loss
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,)), (4, (2, 6))])
+def test_containers_that_forget_hold_what_the_batch_would_leave(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(Kept, size, fails_at)
+    for name in ("last", "newest_first", "trimmed", "all", "pair"):
+        assert list(getattr(ours, name)) == pytest.approx(list(getattr(plain, name)), rel=1e-9), name
+    torch.testing.assert_close(ours.outputs, plain.outputs)
+
+
+class Rare(Toy):
+    """Keeps a loss of some batches only, which micro-batches don't agree on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if is_checking() or bool((batch[0][:, 0] > 0.8).any()):
+            self.kept.append(loss.item())
+        return loss
+
+
+def test_lists_that_some_micro_batches_leave_alone_are_named() -> None:
+    with pytest.warns(match="changes `kept` of the module per micro-batch"):
+        plain, ours = both(Rare, 1)
+    assert difference(plain, ours) < 1e-9
+
+
+class RelativeLoss(Toy):
+    """Divides by the first loss: samples depend on each other from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Tensor | None = None
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.first is None:
+            self.first = loss.detach()
+        return loss * (loss.detach() / self.first)
+
+
+class LeastLoss(Toy):
+    """The mean of the least losses of micro-batches is the least of their mean in the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.tensor(1e9, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.least = torch.minimum(self.least, loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
+def test_what_the_first_step_sets_is_tried_in_a_second(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(RelativeLoss, "from the second step on: the first one sets `first`", size, fails_at)
+    assert_refused(LeastLoss, "changes `least` of the module", size, fails_at)
 
 
 # --- 3: the batch dimension is known ----------------------------------------------------------------------------------
