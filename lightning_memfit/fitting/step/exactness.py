@@ -173,6 +173,8 @@ class ExactnessCheck:
         if self._memory is not None:
             self._memory.reset_peak()
         self.is_done = self.is_done or _UNSEEN not in told
+        if not self.is_worth_more:
+            self._rules.warn_of_doubts()
 
     def _attempt(
         self, request: StepRequest, batch: Any, num_samples: int, count: int, size: int

@@ -14,6 +14,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.wrappers import Running
+from torchmetrics.wrappers.abstract import WrapperMetric
+
+from lightning_memfit.fitting.recovery.rollback import MetricStates
 
 Key = tuple[str, str]
 """The hook that logged, and the name."""
@@ -154,6 +158,7 @@ class LogRules:
         self._tolerance = 1e-4
         self._uses: dict[Key, int] = defaultdict(int)
         self._num_rare: dict[Key, int] = defaultdict(int)
+        self._extremes: dict[Key, set[float]] = {}
         self.unsettled: set[str] = set()
 
     # --- learning ---------------------------------------------------------------------------------------------------
@@ -240,9 +245,30 @@ class LogRules:
         if first == "mean" and not any(fold.kind == "mean" for fold in possible):
             # No mean: that may be chance, as the least of two values often is what they make together.
             self._num_rare[key] += 1
-            proofs = _PROOFS_OF_EXTREMES if any(fold.kind in ("max", "min") for fold in possible) else _PROOFS_OF_RARE
-            if self._num_rare[key] < proofs:
+            num_proofs = self._num_rare[key]
+            if is_extreme := any(fold.kind in ("max", "min") for fold in possible):
+                # The largest accuracy of a class is 1 while all of its samples are told right: that proves it once.
+                seen = self._extremes.setdefault(key, set())
+                seen.update(float(call.value) for call in whole)
+                num_proofs = len(seen)
+            if num_proofs < (_PROOFS_OF_EXTREMES if is_extreme else _PROOFS_OF_RARE):
                 self.unsettled.add(key[1])
+
+    def warn_of_doubts(self) -> None:
+        """Name the values that were taken for an extreme of the micro-batches' and of which too few have been seen."""
+        found = {
+            key[1]: next(iter(self._possible[key])).kind
+            for key, seen in self._extremes.items()
+            if key[1] in self.unsettled - self._inexact and len(seen) < _PROOFS_OF_EXTREMES
+        }
+        self._inexact |= found.keys()
+        if found:
+            rank_zero_warn(
+                "With micro-batches some logged values may not be those of the whole batch; training is not affected. "
+                "Logged as the largest or least of the micro-batches' values, which too few different ones have shown: "
+                f"{', '.join(f'{name!r} ({kind})' for name, kind in found.items())}. For exact values log a "
+                "torchmetrics object, which sees every sample."
+            )
 
     def _agree(self, calls: Sequence[LogCall], others: Sequence[LogCall]) -> bool:
         return len(calls) == len(others) and all(
@@ -351,19 +377,28 @@ def metric_values(module: nn.Module) -> dict[str, Any]:
     values: dict[str, Any] = {}
     inner: set[int] = set()
     for name, metric in module.named_modules():
-        if not isinstance(metric, Metric) or id(metric) in inner or not metric.update_called:
+        if not isinstance(metric, Metric) or id(metric) in inner:
             continue
         chain = [child for child in metric.modules() if isinstance(child, Metric)]
+        # Wrappers count no updates, and `Running` takes those of its inner metric away.
+        if not any(child.update_called or vars(child).get("_num_vals_seen") for child in chain):
+            continue
         inner |= {id(child) for child in chain}
         before = [(child, child._computed, child._to_sync) for child in chain]
+        states = MetricStates(metric) if isinstance(metric, WrapperMetric) else None
+        saved = states.save() if states is not None else []  # `compute` of `MinMaxMetric` is an update, too
         try:
             for child in chain:
                 child._computed, child._to_sync = None, False
             with torch.no_grad():
                 values[name] = metric.compute()
+            if isinstance(metric, Running):  # its window counts updates
+                values[name] = [values[name], vars(metric)["_num_vals_seen"]]
         except Exception:  # nosec B112  # too few samples for this metric: nothing to compare
             continue
         finally:
+            if states is not None:
+                states.load(saved)
             for child, computed, to_sync in before:
                 child._computed, child._to_sync = computed, to_sync
     return values
@@ -401,4 +436,4 @@ def _same(one: Any, other: Any, tolerance: float) -> bool:
         return one.keys() == other.keys() and all(_same(value, other[key], tolerance) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(_same(a, b, tolerance) for a, b in zip(one, other, strict=True))
-    return True
+    return type(one) is not int or one == other

@@ -222,7 +222,8 @@ class StepMetrics:
             self._on_step = logged_on_step | (self._on_step or set())
             self._shadows = {key: shadow for key, shadow in self._shadows.items() if key in self._on_step}
         for metric in self._metrics:
-            if id(metric) in logged_on_step and id(metric) in self._shadows:
+            is_kept = metric._forward_cache is not None  # `Running` keeps none, so that nothing of it is logged
+            if is_kept and id(metric) in logged_on_step and id(metric) in self._shadows:
                 metric._forward_cache = self._shadows[id(metric)].compute()
         for shadow in self._shadows.values():
             shadow.reset()  # lists of predictions are not kept while the next batch runs

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection, RunningMean, RunningSum
 from torchmetrics.classification import BinaryAUROC
-from torchmetrics.wrappers import ClasswiseWrapper
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lightning_memfit.fitting.step.log_rules import FOLDS, Fold, LogCall, LogRules, Share, check_metrics, metric_values
 
@@ -121,6 +121,32 @@ def test_a_name_that_no_fold_explains_is_named_once() -> None:
         warnings.simplefilter("error")
         learn(rules, 1000.0, [2.0, 4.0])
     assert merged(rules, [2.0, 4.0]) == pytest.approx(18 / 7)
+
+
+def test_an_extreme_of_equal_values_stays_in_doubt() -> None:
+    rules = LogRules()
+    for _ in range(5):
+        learn(rules, 1.0, [0.0, 1.0])  # the accuracy of a class that one of the parts lacks
+    assert rules.unsettled == {"x"}
+    with pytest.warns(UserWarning, match=r"too few different ones have shown: 'x' \(max\)") as record:
+        rules.warn_of_doubts()
+    assert len(record) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rules.warn_of_doubts()
+
+
+def test_an_extreme_of_several_values_and_a_constant_sum_are_certain() -> None:
+    extreme, total = LogRules(), LogRules()
+    for largest in (3.0, 5.0, 4.0, 7.0):
+        learn(extreme, largest, [1.0, largest])
+    for _ in range(2):
+        learn(total, 4.0, [1.0, 3.0], weights=(1.0, 1.0))
+    for rules in (extreme, total):
+        assert rules.unsettled == set()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rules.warn_of_doubts()
 
 
 def test_random_values_and_broken_ones_are_not_judged() -> None:
@@ -287,3 +313,30 @@ def test_metrics_that_differ_are_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check_metrics(computed, metric_values(whole)) == []
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = RunningMean(window=3)
+        self.total = RunningSum(window=2)
+        self.bounds = MinMaxMetric(MeanSquaredError())
+        self.unused = RunningMean(window=2)
+
+    def step(self, values: Tensor) -> None:
+        self.running(values.mean())
+        self.total.update(values.sum())
+        self.bounds.update(values, torch.zeros_like(values))
+
+
+def test_windows_over_updates_are_named() -> None:
+    values = torch.arange(1.0, 5.0)
+    whole, parts = Wrapped(), Wrapped()
+    whole.step(values)
+    computed = metric_values(whole)
+    assert set(computed) == {"running", "total", "bounds"}
+    assert whole.bounds.max_val == -torch.inf
+    for part in values.split([2, 2]):
+        parts.step(part)
+    with pytest.warns(UserWarning, match="batch: 'running', 'total'"):
+        assert check_metrics(computed, metric_values(parts)) == ["running", "total"]

@@ -304,6 +304,17 @@ def test_copies_of_metrics_that_are_not_logged_on_step_are_dropped() -> None:
         assert module["logged"]._forward_cache == 2.0
 
 
+def test_wrappers_of_which_lightning_logs_nothing_on_step() -> None:
+    module = nn.ModuleDict({"running": Running(MeanMetric(), window=2)})
+    metrics = StepMetrics(module)
+    metrics.begin()
+    for value in (1.0, 3.0):
+        module["running"](value)
+    metrics.end()
+    metrics.finish({id(module["running"])})
+    assert module["running"]._forward_cache is None
+
+
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
