@@ -3,7 +3,9 @@
 `hide_idle_hooks` keeps callbacks that use one from costing time in every batch.
 """
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,9 +63,7 @@ class TrainerAttachment:
             self._inside = False
 
     def _counting_batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from lightning_utilities.core.apply_func import apply_to_collection
-
-        return apply_to_collection(self._activated(method, *args, **kwargs), torch.Tensor, self._on_device)
+        return _exchanged(self._activated(method, *args, **kwargs), self._on_device)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         is_host = DeviceKind.of(self._strategy.root_device).is_host
@@ -71,6 +71,39 @@ class TrainerAttachment:
             tensor = tensor.clone()
         self.ledger.track(tensor, Category.INPUT)
         return tensor
+
+
+def _exchanged(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with other tensors, in objects of its own classes, which a constructor would not always make.
+
+    What Lightning's `apply_to_collection` makes of a `TensorDict` has lost its `batch_size`, and of a `BatchEncoding`
+    its offsets. Mappings that can't be written to keep their tensors.
+    """
+    if isinstance(value, torch.Tensor):
+        return exchange(value)
+    found: Any = value
+    if isinstance(value, Mapping):
+        changed = _changed(value.items(), exchange)
+        if changed and isinstance(value, MutableMapping):
+            found = copy.copy(value)
+            for key, item in changed.items():
+                found[key] = item
+    elif isinstance(value, (list, tuple)):
+        if changed := _changed(enumerate(value), exchange):
+            items = [changed.get(index, item) for index, item in enumerate(value)]
+            found = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        if changed := _changed(((name, getattr(value, name)) for name in fields), exchange):
+            found = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(found, name, item)
+    return found
+
+
+def _changed(items: Iterable[tuple[Any, Any]], exchange: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
+    exchanged = ((key, item, _exchanged(item, exchange)) for key, item in items)
+    return {key: new for key, item, new in exchanged if new is not item}
 
 
 # --- idle hooks -------------------------------------------------------------------------------------------------------

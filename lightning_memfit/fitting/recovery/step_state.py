@@ -237,7 +237,7 @@ def content_of(value: Any, depth: int = 0) -> Any:
         if isinstance(value, dict):
             return [(key, item, walk(item, depth + 1)) for key, item in value.items()]
         return [(item, walk(item, depth + 1)) for item in value]
-    if type(value).__module__ == "numpy" and hasattr(value, "copy") and hasattr(value, "flags"):
+    if isinstance(value, numpy.ndarray):
         return value.copy()
     inner = _inside(value) if depth < MAX_DEPTH else None
     if inner is not None and len(inner) <= MAX_ITEMS:

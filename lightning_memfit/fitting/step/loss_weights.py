@@ -278,7 +278,13 @@ def _proportional(one: list[float], other: list[float]) -> bool:
 def _weighable(value: Any, num_samples: int, path: Path = ()) -> list[tuple[Path, Tensor]]:
     """Return the tensors of a batch that may decide what its loss is a mean over: one row of numbers per sample."""
     if isinstance(value, Tensor):
-        if value.ndim == 0 or value.shape[0] != num_samples or value.numel() == 0 or value.is_complex():
+        if (
+            value.is_nested
+            or value.ndim == 0
+            or value.shape[0] != num_samples
+            or value.numel() == 0
+            or value.is_complex()
+        ):
             return []
         is_likely = not value.dtype.is_floating_point or value.ndim <= 2
         return [(path, value)] if is_likely and value.layout == torch.strided else []

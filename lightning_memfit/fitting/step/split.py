@@ -165,6 +165,8 @@ class BatchSplitter:
         if _is_array(value):
             dim = self._dim(value, path, total)
             return [value] * len(sizes) if dim is None else _slices(value, sizes, dim)
+        if isinstance(value, Mapping) and _is_batched(value, total):
+            return _slices(value, sizes)
         if isinstance(value, Mapping):
             columns = {key: self._split(one, (*path, key), sizes, total) for key, one in value.items()}
             return _rebuild_mapping(value, columns, len(sizes))
@@ -376,6 +378,12 @@ def _is_container(batch: Any) -> bool:
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_batched(value: Any, total: int) -> bool:
+    """Whether an object knows that all in it has the batch dimension, as a `TensorDict` does."""
+    size = getattr(value, "batch_size", None)
+    return isinstance(size, torch.Size) and size[:1] == (total,)
 
 
 def _is_array(value: Any) -> bool:

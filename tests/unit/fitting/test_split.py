@@ -1,7 +1,7 @@
 """Cutting batches of any nesting, and what each part weighs in the loss."""
 
 import threading
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -121,6 +121,36 @@ def test_what_cannot_be_told_is_refused() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(ValueError, match="nested tensor"):
         BatchSplitter().split({"x": nested}, [1, 1])
+    strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])  # which has no shape
+    labels = {"x": strided, "y": torch.ones(2)}
+    assert LossWeights().read(labels, 2).weight == 2
+
+
+class Batched(UserDict[str, Tensor]):
+    """Knows its batch dimension and takes no tensors without it, as a `TensorDict`."""
+
+    def __init__(self, items: dict[str, Tensor], batch_size: torch.Size) -> None:
+        self.batch_size = batch_size
+        super().__init__(items)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        parts = {name: value[key] for name, value in self.items()}
+        return Batched(parts, next(iter(parts.values())).shape[:1])
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        if value.shape[:1] != self.batch_size:
+            raise RuntimeError("batch dimension mismatch")
+        super().__setitem__(key, value)
+
+
+def test_containers_that_know_their_batch_dimension_are_sliced() -> None:
+    batch = {"inner": Batched({"x": rows(5, 2), "y": rows(5)}, torch.Size([5]))}
+    parts = [part["inner"] for part in BatchSplitter(expected=5).split(batch, [2, 3])]
+    assert [part.batch_size for part in parts] == [torch.Size([2]), torch.Size([3])]
+    assert torch.equal(torch.cat([part["x"] for part in parts]), rows(5, 2))
+    assert with_own_tensors(batch)["inner"].batch_size == torch.Size([5])
 
 
 def test_hook_for_graphs() -> None:

@@ -570,3 +570,14 @@ def test_missing_values_are_removed_again() -> None:
     saved: Saved = {"new": (Slot("new", owner, "new"), MISSING, None)}
     StepState.load(saved)
     assert owner == {}
+
+
+def test_numbers_of_numpy_stay_what_they_are() -> None:
+    module = nn.Module()
+    module.margin, module.table = numpy.float64(0.5), numpy.array(0.5)
+    saved = copies_of(find_slots(module).values())
+    module.margin = numpy.float64(1.0)
+    module.table[...] = 1.0
+    StepState.load(saved)
+    assert module.margin == 0.5
+    assert module.table == 0.5

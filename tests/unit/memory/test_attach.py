@@ -1,5 +1,9 @@
 """The attachment is active inside the strategy's steps only, nests, and leaves the strategy as it was."""
 
+import dataclasses
+from collections import UserDict
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -55,6 +59,52 @@ def test_batches_are_copied_and_counted():
     assert not ledger.is_tracked(dataset)
     del batch
     assert ledger.live_bytes == 0
+
+
+class Batched(UserDict):
+    """Knows more than its items, which its constructor asks for, as `TensorDict` and `BatchEncoding` do."""
+
+    def __init__(self, items, batch_size):
+        super().__init__(items)
+        self.batch_size = batch_size
+
+
+class Fixed(Mapping):
+    """A mapping that can't be written to."""
+
+    def __init__(self, only):
+        self.only = only
+
+    def __getitem__(self, key):
+        return self.only
+
+    def __iter__(self):
+        return iter(["only"])
+
+    def __len__(self):
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    names: list[str]
+
+
+def test_batches_stay_of_their_classes():
+    strategy, ledger = Strategy(), StorageLedger()
+    TrainerAttachment(ledger, strategy)
+    batches = [Batched({"x": torch.ones(4), "n": 3}, (4,)), Fixed(torch.ones(4)), Frozen(torch.ones(4), ["a"])]
+    written, fixed, frozen = strategy.batch_to_device(batches)
+    assert type(written) is Batched
+    assert written.batch_size == (4,)
+    assert written["n"] == 3
+    assert type(fixed) is Fixed
+    assert type(frozen) is Frozen
+    assert frozen.names is batches[2].names
+    for found in (written["x"], frozen.x):
+        assert ledger.is_tracked(found)
+    assert not ledger.is_tracked(batches[0]["x"])
 
 
 def test_an_exception_leaves_the_mode():
