@@ -1,5 +1,6 @@
 """`TrainerAttachment`: a ledger that is active only while a Lightning Trainer works on the device.
 
+`exchange_tensors` gives a batch other tensors.
 `hide_idle_hooks` keeps callbacks that use one from costing time in every batch.
 """
 
@@ -63,7 +64,7 @@ class TrainerAttachment:
             self._inside = False
 
     def _counting_batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _exchanged(self._activated(method, *args, **kwargs), self._on_device)
+        return exchange_tensors(self._activated(method, *args, **kwargs), self._on_device)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         is_host = DeviceKind.of(self._strategy.root_device).is_host
@@ -73,7 +74,7 @@ class TrainerAttachment:
         return tensor
 
 
-def _exchanged(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def exchange_tensors(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a batch with other tensors, in objects of its own classes, which a constructor would not always make.
 
     What Lightning's `apply_to_collection` makes of a `TensorDict` has lost its `batch_size`, and of a `BatchEncoding`
@@ -102,7 +103,7 @@ def _exchanged(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _changed(items: Iterable[tuple[Any, Any]], exchange: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
-    exchanged = ((key, item, _exchanged(item, exchange)) for key, item in items)
+    exchanged = ((key, item, exchange_tensors(item, exchange)) for key, item in items)
     return {key: new for key, item, new in exchanged if new is not item}
 
 

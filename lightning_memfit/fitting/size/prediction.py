@@ -16,7 +16,6 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
@@ -27,7 +26,7 @@ from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_
 from lightning_memfit.fitting.size.search import NoPrediction, agrees, largest_by_exact, largest_under
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
-from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.attach import exchange_tensors, hide_idle_hooks
 from lightning_memfit.memory.kind import CPU, CUDA, compute_capability
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache
@@ -354,7 +353,7 @@ def _on_host(batch: Any) -> Any:
     """A copy of a batch that keeps nothing of the device alive."""
     with _disable_current_modes():
         moved = move_data_to_device(batch, torch.device("cpu"))
-        return apply_to_collection(moved, torch.Tensor, lambda tensor: tensor.detach().clone())
+        return exchange_tensors(moved, lambda tensor: tensor.detach().clone())
 
 
 def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:

@@ -240,7 +240,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, MutableMapping):
         columns = {key: [_rebuilt(one, leaf)] for key, one in value.items()}
         return _rebuild_mapping(value, columns, 1)[0]
     if _is_dataclass(value):

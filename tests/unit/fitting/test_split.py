@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -151,6 +152,31 @@ def test_containers_that_know_their_batch_dimension_are_sliced() -> None:
     assert [part.batch_size for part in parts] == [torch.Size([2]), torch.Size([3])]
     assert torch.equal(torch.cat([part["x"] for part in parts]), rows(5, 2))
     assert with_own_tensors(batch)["inner"].batch_size == torch.Size([5])
+
+
+class Fixed(Mapping[str, Tensor]):
+    """A mapping that can't be written to, and that isn't made from a dict."""
+
+    def __init__(self, only: Tensor) -> None:
+        self.only = only
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.only
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["only"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_mappings_that_cannot_be_written_to_keep_their_class() -> None:
+    batch = Fixed(rows(5))
+    own = with_own_tensors(batch)
+    assert type(own) is Fixed
+    assert own.only is not batch.only
+    assert torch.equal(own.only, batch.only)
+    assert with_own_containers(batch) is batch
 
 
 def test_hook_for_graphs() -> None:
