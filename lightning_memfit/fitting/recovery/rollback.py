@@ -9,7 +9,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -371,7 +371,9 @@ def _way_back(value: Any, depth: int = 0) -> Callable[[], None] | None:
         return partial(_write, value, value.detach().clone(), value._version) if _is_small(value) else None
     if isinstance(value, set) and len(value) <= MAX_ITEMS:
         return partial(_refill, value, set(value))
-    if type(value) in (dict, defaultdict) and len(value) <= MAX_ITEMS and not depth:
+    if type(value) is deque and len(value) <= MAX_ITEMS:
+        return partial(_refill_deque, value, list(value))
+    if type(value) in (dict, defaultdict, OrderedDict, Counter) and len(value) <= MAX_ITEMS and not depth:
         inner = [back for item in value.values() if (back := _way_back(item, depth + 1)) is not None]
         return partial(_restore_all, value, dict(value), inner)
     return None
@@ -393,6 +395,11 @@ def _write(value: Tensor, content: Tensor, version: int) -> None:
 def _refill(value: set[Any], content: set[Any]) -> None:
     value.clear()
     value.update(content)
+
+
+def _refill_deque(value: deque[Any], content: list[Any]) -> None:
+    value.clear()
+    value.extend(content)
 
 
 def _restore_all(value: dict[Any, Any], content: dict[Any, Any], inner: list[Callable[[], None]]) -> None:

@@ -6,6 +6,7 @@ Before the first split it checks on some of the samples that parts give what the
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_memfit.checkpointing.state import is_random_source
 from lightning_memfit.fitting.recovery.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import MetricStates, OwnAttributes, RandomState, TrainingSnapshot
+from lightning_memfit.fitting.recovery.step_state import MODULE_INTERNALS, alike, find_slots, reading_of
 from lightning_memfit.fitting.step.loss_weights import LossWeights
-from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
+from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge, merge_kept
 from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
 from lightning_memfit.memory.wrapping import wrap_method
 
@@ -78,6 +81,8 @@ class EvaluationSplitter:
         self._metrics = StepMetrics(module)
         self._states = MetricStates(module)
         self._attributes = OwnAttributes(module)
+        self._added: dict[_Place, list[list[Any]]] = {}
+        self._merged: dict[str, set[_Place]] = {}
         self._undo: list[Callable[[], None]] = []
         self._allows_changes = allow_batch_statistics
 
@@ -186,7 +191,7 @@ class EvaluationSplitter:
         weights = self._weights.read(batch, count).weights_of(parts, sizes)
         results = self._results(name)
         self._metrics.begin()
-        outputs = []
+        outputs, lengths = [], [_lengths_of_lists(self._module)]
         try:
             for part, weight, size in zip(parts, weights, sizes, strict=True):
                 logs.begin_part(weight, size)
@@ -195,10 +200,26 @@ class EvaluationSplitter:
                 else:
                     with logs.capture(results):
                         outputs.append(step(part, *args, **kwargs))
+                lengths.append(_lengths_of_lists(self._module))
         finally:
             self._metrics.end()
         self._metrics.finish(logs.metrics_on_step())
+        self._merge_kept(name, lengths, weights, sizes)
         return merge(outputs, weights, sizes)
+
+    def _merge_kept(
+        self, name: str, lengths: list[dict["_Place", int]], weights: list[float], sizes: list[int]
+    ) -> None:
+        """Put together what parts have added to lists of the module, which the end of the epoch reads."""
+        lists = _lists_of(self._module)
+        self._added = {
+            place: [lists[place][start[place] : end[place]] for start, end in pairwise(lengths)]
+            for place in lists
+            if all(place in known for known in lengths) and lengths[0][place] < lengths[-1][place]
+        }
+        for place in self._merged.get(name, set()) & self._added.keys():
+            if (rows := _rows(self._added[place])) is not None:
+                lists[place][lengths[0][place] :] = [merge_kept(row, weights, sizes) for row in rows]
 
     def _results(self, name: str) -> Any:
         """Lightning's collection that the step logs to; None if it can't log."""
@@ -256,16 +277,32 @@ class EvaluationSplitter:
         def run(micro_batch_size: int) -> dict[str, Any]:
             return self._values(name, step, part, args, kwargs, size, micro_batch_size)
 
+        micro_batch_size = size - max(1, size // 3)
         try:
-            whole = run(size)
+            whole, added, kept = run(size), self._added, _readings(self._module)
+            snapshot.restore()
             random.restore()
-            cut = run(size - max(1, size // 3))
+            self._merged[name] = {place for place, items in added.items() if _rows(items) is not None}
+            cut, of_parts = run(micro_batch_size), _readings(self._module)
             different = [key for key in {**whole, **cut} if _differ(whole.get(key), cut.get(key), tolerance)]
-            if different:  # the second run at once draws other random numbers
-                again = run(size)
+            others = [key for key in {**kept, **of_parts} if _unlike(kept.get(key), of_parts.get(key), tolerance)]
+            # The second run at once draws other random numbers; ranks that meet in a step make equally many.
+            if different or others or self._ranks.meets_inside:
+                random_state = RandomState(device)
+                snapshot.restore()
+                random_state.restore()
+                again, kept_again = run(size), _readings(self._module)
                 different = [key for key in different if not _differ(whole.get(key), again.get(key), tolerance)]
+                others = [key for key in others if not _unlike(kept.get(key), kept_again.get(key), tolerance)]
         finally:
             snapshot.restore()
+        self._merged[name] = {place for place in self._merged[name] if place[0] not in others}
+        if others and not different:
+            rank_zero_warn(
+                f"`{name}` changes {', '.join(f'`{key}`' for key in others)} of the module per part of a batch that is "
+                "split: not what the whole batch would make of it. What the epoch logs of it may be other values; "
+                "`self.log` and torchmetrics give those of the whole batch."
+            )
         return [f"{key} is {_short(whole.get(key))} and {_short(cut.get(key))}" for key in different]
 
     def _values(
@@ -318,6 +355,42 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, pro
         return True
     require_as_many_batches([last for _, last in sent], progress.current.ready, _LIMITS[name])
     return False
+
+
+_Place = tuple[str, ...]
+"""The name of an attribute of the module that is a list, or of one that is a dict and a key of it."""
+
+
+def _lists_of(module: LightningModule) -> dict[_Place, list[Any]]:
+    """Return the lists that a module keeps, also those in its dicts."""
+    found: dict[_Place, list[Any]] = {}
+    for name, value in vars(module).items():
+        if type(value) is list:
+            found[name,] = value
+        elif isinstance(value, dict) and name not in MODULE_INTERNALS:
+            found |= {(name, str(key)): item for key, item in value.items() if type(item) is list}
+    return found
+
+
+def _lengths_of_lists(module: LightningModule) -> dict[_Place, int]:
+    return {place: len(value) for place, value in _lists_of(module).items()}
+
+
+def _rows(parts: list[list[Any]]) -> list[list[Any]] | None:
+    """Return what each part has added first, second and so on; None if they haven't added equally many."""
+    return [list(row) for row in zip(*parts, strict=True)] if len(set(map(len, parts))) == 1 else None
+
+
+def _readings(module: LightningModule) -> dict[str, Any]:
+    return {
+        name: reading_of(value)
+        for name, value in ((name, slot.read()) for name, slot in find_slots(module).items())
+        if not is_random_source(value)
+    }
+
+
+def _unlike(one: Any, other: Any, tolerance: float) -> bool:
+    return not alike(one, other, max(tolerance, 1e-3))
 
 
 class _Logged(dict[str, Any]):

@@ -1,6 +1,7 @@
 """Validation batches are split where nothing changes by it, and refused in words where something does."""
 
 import warnings
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -87,6 +88,40 @@ def test_the_check_leaves_no_trace() -> None:
     # 16 fail, 8 at once and 6 + 2 are compared, and all of it is forgotten; then two halves of each batch count
     assert cut.sizes == [8] * 6
     assert float(cut.accuracy.compute()) == float(whole.accuracy.compute())
+
+
+class Kept(Evaluated):
+    """Keeps for the end of the epoch what the step has found, in lists and in other things."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.losses: list[Tensor] = []
+        self.outputs: dict[str, list[Any]] = {"rows": []}
+        self.seen = Counter[int]()
+        self.last = deque[float](maxlen=3)
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        loss = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"])
+        self.losses.append(loss)
+        self.outputs["rows"].append({"logits": logits, "loss": loss.item()})
+        self.seen.update(batch["index"].tolist())
+        self.last.append(loss.item())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean_of_batches", torch.stack(self.losses).mean())
+
+
+@pytest.mark.parametrize("fits", [8, 5])
+def test_lists_that_are_kept_for_the_end_are_those_of_whole_batches(fits: int) -> None:
+    whole, cut = Kept(), Kept()
+    (expected,) = validated(whole, 100)
+    with pytest.warns(UserWarning, match="`validation_step` changes `.*`last` of the module per part"):
+        (found,) = validated(cut, fits)
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert cut.seen == whole.seen
+    for ours, theirs in zip(cut.outputs["rows"], whole.outputs["rows"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"])
+        torch.testing.assert_close(ours["logits"], theirs["logits"])
 
 
 class Retrieval(Evaluated):
