@@ -137,12 +137,14 @@ class HeadCall:
 
         Versions don't tell: an optimizer may write to `parameter.data`.
         """
-        alive = [lazy for lazy in (reference() for reference in self.made) if lazy is not None and lazy._whole is None]
+        alive = [
+            lazy for lazy in (reference() for reference in self.made) if lazy is not None and lazy.held.whole is None
+        ]
         for lazy in alive if keep and not self.is_over else ():
             with suppress(LogitsChanged):  # which whoever reads them is told
                 lazy.whole()
         self.is_over = True
-        return any(lazy._whole is not None for lazy in alive)
+        return any(lazy.held.whole is not None for lazy in alive)
 
     def check_unchanged(self) -> None:
         """Refuse to compute logits, or a loss, from tensors that are no longer what they were.
@@ -161,6 +163,21 @@ class HeadCall:
             )
 
 
+class _Held:
+    """The logits of a `LazyLogits` once they exist, and how they are made; what is detached from it shares them.
+
+    Attributes:
+        origin: What they are made of, and how; None for the head's own output.
+        whole: The logits.
+        learns: Whether they are made with a graph; None as long as nothing has been detached, which tells.
+    """
+
+    def __init__(self, origin: tuple[LazyLogits, _Step] | None) -> None:
+        self.origin = origin
+        self.whole: Tensor | None = None
+        self.learns: bool | None = None
+
+
 class LazyLogits(Tensor):
     """Logits that don't exist: tokens chosen from a head's input, and what is to be done to each token's logits."""
 
@@ -171,12 +188,13 @@ class LazyLogits(Tensor):
     steps: tuple[_Step, ...]
     extras: tuple[Tensor, ...]
     """Tensors with gradients that the steps use."""
-    origin: tuple[LazyLogits, _Step] | None
+    held: _Held
+    shares: bool
+    """Whether it is detached from the one whose logits these are."""
     expects_gradient: bool
     """Whether gradients would flow to it if its history were never detached."""
     is_attached: bool
     """Whether nothing was detached on the way."""
-    _whole: Tensor | None
 
     @staticmethod
     def make(
@@ -191,24 +209,25 @@ class LazyLogits(Tensor):
         """Make one without history."""
         shape = [num_classes if dim == class_dim else size for dim, size in enumerate(index.shape)]
         lazy: LazyLogits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=index.device)
-        lazy.call, lazy.places, lazy.class_dim, lazy.steps, lazy.origin = call, index, class_dim, steps, origin
-        lazy.extras, lazy.expects_gradient, lazy.is_attached, lazy._whole = (), False, True, None
+        lazy.call, lazy.places, lazy.class_dim, lazy.steps, lazy.held = call, index, class_dim, steps, _Held(origin)
+        lazy.extras, lazy.expects_gradient, lazy.is_attached, lazy.shares = (), False, True, False
         call.made.append(weakref.ref(lazy))
         return lazy
 
     def whole(self) -> Tensor:
         """The logits themselves, with the graph they would have."""
-        if self._whole is None:
-            if self.origin is None:
+        held = self.held
+        if held.whole is None:
+            if held.origin is None:
                 self.call.check_unchanged()
                 with torch.set_grad_enabled(self.call.with_gradients):
-                    self._whole = self.call.run(self.call.hidden)
+                    held.whole = self.call.run(self.call.hidden)
             else:
-                parent, replay = self.origin
-                value = parent.whole()
-                with torch.set_grad_enabled(self.requires_grad), torch.autocast(self.device.type, enabled=False):
-                    self._whole = replay(value)
-        return self._whole
+                parent, replay = held.origin
+                value, learns = parent.whole(), self.requires_grad if held.learns is None else held.learns
+                with torch.set_grad_enabled(learns), torch.autocast(self.device.type, enabled=False):
+                    held.whole = replay(value)
+        return held.whole.detach() if self.shares else held.whole
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Name the tensors that it holds, for what counts memory."""
@@ -315,7 +334,7 @@ def _on_whole(func: Any, name: str, args: Any, kwargs: Any, changes: bool = Fals
     lazies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
     changes |= name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
     for lazy in lazies:
-        if lazy._whole is None:
+        if lazy.held.whole is None:
             lazy.call.on_whole(lazy.call, name)
         for reference in lazy.call.made if changes else ():
             relative = reference()
@@ -445,6 +464,21 @@ def _same(source: LazyLogits, func: Any, *args: Any, **kwargs: Any) -> LazyLogit
     return _child(source, source.places, source.class_dim, replay=lambda whole: func(whole, *args, **kwargs))
 
 
+def _detached(source: LazyLogits, func: Any) -> LazyLogits:
+    """Share the logits without holding the source.
+
+    Autograd detaches a result that it saves (of tanh, of a softmax) and hangs it on the result's own graph: if it held
+    the result, neither would ever be freed.
+    """
+    if source.held.origin is None:
+        return _same(source, func)
+    child = _child(source, source.places, source.class_dim)
+    child.held, child.shares = source.held, True
+    if not source.shares:
+        source.held.learns = source.requires_grad
+    return child
+
+
 def _viewed(source: LazyLogits, func: Any, size: Sequence[int], **kwargs: Any) -> LazyLogits | None:
     shape = list(size)
     if -1 in shape:
@@ -512,7 +546,8 @@ def _squeezed(source: LazyLogits, func: Any, dim: int) -> LazyLogits | None:
 
 
 _TOKENS: dict[Any, Callable[..., LazyLogits | None]] = {
-    **dict.fromkeys((_ATEN.detach, _ATEN.alias, _ATEN.clone, _ATEN.lift_fresh), _same),
+    _ATEN.detach: _detached,
+    **dict.fromkeys((_ATEN.alias, _ATEN.clone, _ATEN.lift_fresh), _same),
     **dict.fromkeys((_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape), _viewed),
     **dict.fromkeys((_ATEN.transpose, _ATEN.permute, _ATEN.unsqueeze, _ATEN.t), _turned),
     _ATEN.expand: _expanded,

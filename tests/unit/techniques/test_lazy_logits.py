@@ -1,6 +1,8 @@
 """Whatever is done to lazy logits gives what it gives with the logits themselves, in float64."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -144,6 +146,27 @@ def test_loss_and_gradients_are_those_of_the_logits(name):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     assert bool(program.chunked) == (name in CHUNKED)
     assert bool(program.read) == (name in WHOLE or name.startswith("read"))
+
+
+@pytest.mark.parametrize("name", list(CHUNKED))
+def test_nothing_stays_when_the_loss_is_gone(name):
+    program = Program()
+    kept = weakref.ref(logits := program.logits(lazy=True))
+    call, loss = weakref.ref(logits.call), CHUNKED[name](program, logits)
+    loss.backward()
+    del logits, loss
+    gc.collect()
+    assert kept() is None
+    assert call() is None
+
+
+def test_what_is_detached_shares_the_logits():
+    program = Program()
+    logits = program.logits(lazy=True).tanh()
+    detached = logits.detach()
+    assert not detached.whole().requires_grad
+    assert logits.whole().requires_grad
+    assert detached.whole().data_ptr() == logits.whole().data_ptr()
 
 
 def test_values_are_those_of_the_logits():
