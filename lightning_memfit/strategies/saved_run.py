@@ -4,7 +4,7 @@ Every kind of checkpoint is read into a `SavedRun`, and every strategy goes on f
 part of them is asked for, so that a rank reads no more than its share.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -212,13 +212,22 @@ class SavedOptimizer:
         Raises:
             ValueError: Naming it; what our own techniques write there only tells how the states were made.
         """
-        lost = sorted({*self.beside, *optimizer.state_dict()} - {*_DIVIDED, RECORD, FLOAT32_STEP})
+        lost = sorted({*self.beside, *_kept_beside(optimizer)} - {*_DIVIDED, RECORD, FLOAT32_STEP})
         if lost:
             raise ValueError(
                 f"`ckpt_path={str(self.path)!r}`: {type(optimizer).__name__} keeps {listed(lost)} beside its groups "
                 "and states, which no strategy that divides parameters saves or loads. Resume on one device or under "
                 "`strategy=memfit_ddp` from a checkpoint that was written so, or load the weights alone."
             )
+
+
+def _kept_beside(optimizer: Any) -> set[str]:
+    """Keys of an optimizer's state dict, read without states: DeepSpeed leaves some of parameters in no group."""
+    states, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        return set(optimizer.state_dict())
+    finally:
+        optimizer.state = states
 
 
 def _same(one: Any, other: Any) -> bool:

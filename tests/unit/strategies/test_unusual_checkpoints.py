@@ -253,6 +253,16 @@ def test_divided_modules_refuse_an_optimizer_with_more_than_states(tmp_path, is_
     assert module.weight.tolist() == before
 
 
+def test_states_of_what_is_in_no_group_are_no_reason_to_refuse():
+    """DeepSpeed leaves such in an optimizer, with which it can't write a state dict."""
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    optimizer.state[nn.Parameter(torch.ones(2))] = {"step": torch.tensor(1.0)}
+    states = dict(optimizer.state)
+    SavedOptimizer([], {}, "a.ckpt").refuse_beside(optimizer)
+    assert dict(optimizer.state) == states
+
+
 def test_divided_modules_have_a_group_without_parameters(tmp_path):
     def made():
         module = nn.Linear(2, 2)
