@@ -5,6 +5,7 @@ Before the first split it checks on some of the samples that parts give what the
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -81,7 +82,7 @@ class EvaluationSplitter:
         self._metrics = StepMetrics(module)
         self._states = MetricStates(module)
         self._attributes = OwnAttributes(module)
-        self._added: dict[_Place, list[list[Any]]] = {}
+        self._added: dict[_Place, _Added] = {}
         self._merged: dict[str, set[_Place]] = {}
         self._undo: list[Callable[[], None]] = []
         self._allows_changes = allow_batch_statistics
@@ -213,13 +214,19 @@ class EvaluationSplitter:
         """Put together what parts have added to lists of the module, which the end of the epoch reads."""
         lists = _lists_of(self._module)
         self._added = {
-            place: [lists[place][start[place] : end[place]] for start, end in pairwise(lengths)]
+            place: _Added([lists[place][start[place] : end[place]] for start, end in pairwise(lengths)], weights, sizes)
             for place in lists
             if all(place in known for known in lengths) and lengths[0][place] < lengths[-1][place]
         }
-        for place in self._merged.get(name, set()) & self._added.keys():
-            if (rows := _rows(self._added[place])) is not None:
-                lists[place][lengths[0][place] :] = [merge_kept(row, weights, sizes) for row in rows]
+        self._exchange(self._merged.get(name, set()))
+
+    def _exchange(self, places: set["_Place"]) -> None:
+        """Put what parts have added to some lists, merged, in the place of what each has added."""
+        lists = _lists_of(self._module)
+        for place in places & self._added.keys():
+            added = self._added[place]
+            if (merged := added.merged()) is not None:
+                lists[place][-added.count :] = merged
 
     def _results(self, name: str) -> Any:
         """Lightning's collection that the step logs to; None if it can't log."""
@@ -278,12 +285,20 @@ class EvaluationSplitter:
             return self._values(name, step, part, args, kwargs, size, micro_batch_size)
 
         micro_batch_size = size - max(1, size // 3)
+        self._merged[name] = merged = set[_Place]()
         try:
-            whole, added, kept = run(size), self._added, _readings(self._module)
+            whole, counts, kept = run(size), {place: one.count for place, one in self._added.items()}, self._readings()
             snapshot.restore()
             random.restore()
-            self._merged[name] = {place for place, items in added.items() if _rows(items) is not None}
-            cut, of_parts = run(micro_batch_size), _readings(self._module)
+            cut = run(micro_batch_size)
+            # Parts that add what belongs to each of their samples have together added as much as the whole.
+            merged |= {
+                place
+                for place, one in self._added.items()
+                if one.count != counts.get(place) and len(one.merged() or ()) == counts.get(place)
+            }
+            self._exchange(merged)
+            of_parts = self._readings()
             different = [key for key in {**whole, **cut} if _differ(whole.get(key), cut.get(key), tolerance)]
             others = [key for key in {**kept, **of_parts} if _unlike(kept.get(key), of_parts.get(key), tolerance)]
             # The second run at once draws other random numbers; ranks that meet in a step make equally many.
@@ -291,12 +306,12 @@ class EvaluationSplitter:
                 random_state = RandomState(device)
                 snapshot.restore()
                 random_state.restore()
-                again, kept_again = run(size), _readings(self._module)
+                again, kept_again = run(size), self._readings()
                 different = [key for key in different if not _differ(whole.get(key), again.get(key), tolerance)]
                 others = [key for key in others if not _unlike(kept.get(key), kept_again.get(key), tolerance)]
         finally:
             snapshot.restore()
-        self._merged[name] = {place for place in self._merged[name] if place[0] not in others}
+        merged -= {place for place in merged if place[0] in others}
         if others and not different:
             rank_zero_warn(
                 f"`{name}` changes {', '.join(f'`{key}`' for key in others)} of the module per part of a batch that is "
@@ -304,6 +319,11 @@ class EvaluationSplitter:
                 "`self.log` and torchmetrics give those of the whole batch."
             )
         return [f"{key} is {_short(whole.get(key))} and {_short(cut.get(key))}" for key in different]
+
+    def _readings(self) -> dict[str, Any]:
+        """What the module's attributes hold."""
+        values = {name: slot.read() for name, slot in find_slots(self._module).items()}
+        return {name: reading_of(value) for name, value in values.items() if not is_random_source(value)}
 
     def _values(
         self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int, size: int
@@ -361,6 +381,26 @@ _Place = tuple[str, ...]
 """The name of an attribute of the module that is a list, or of one that is a dict and a key of it."""
 
 
+@dataclass(frozen=True)
+class _Added:
+    """What each part of a batch has added to a list."""
+
+    parts: list[list[Any]]
+    weights: list[float]
+    sizes: list[int]
+
+    @property
+    def count(self) -> int:
+        """Number of items."""
+        return sum(map(len, self.parts))
+
+    def merged(self) -> list[Any] | None:
+        """Return what the parts have added first, second and so on, merged; None if they haven't added equally many."""
+        if len(set(map(len, self.parts))) > 1:
+            return None
+        return [merge_kept(list(row), self.weights, self.sizes) for row in zip(*self.parts, strict=True)]
+
+
 def _lists_of(module: LightningModule) -> dict[_Place, list[Any]]:
     """Return the lists that a module keeps, also those in its dicts."""
     found: dict[_Place, list[Any]] = {}
@@ -374,19 +414,6 @@ def _lists_of(module: LightningModule) -> dict[_Place, list[Any]]:
 
 def _lengths_of_lists(module: LightningModule) -> dict[_Place, int]:
     return {place: len(value) for place, value in _lists_of(module).items()}
-
-
-def _rows(parts: list[list[Any]]) -> list[list[Any]] | None:
-    """Return what each part has added first, second and so on; None if they haven't added equally many."""
-    return [list(row) for row in zip(*parts, strict=True)] if len(set(map(len, parts))) == 1 else None
-
-
-def _readings(module: LightningModule) -> dict[str, Any]:
-    return {
-        name: reading_of(value)
-        for name, value in ((name, slot.read()) for name, slot in find_slots(module).items())
-        if not is_random_source(value)
-    }
 
 
 def _unlike(one: Any, other: Any, tolerance: float) -> bool:

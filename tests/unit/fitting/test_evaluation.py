@@ -96,7 +96,7 @@ class Kept(Evaluated):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.losses: list[Tensor] = []
-        self.outputs: dict[str, list[Any]] = {"rows": []}
+        self.outputs: dict[str, list[Any]] = {"rows": [], "of_samples": []}
         self.seen = Counter[int]()
         self.last = deque[float](maxlen=3)
 
@@ -105,6 +105,7 @@ class Kept(Evaluated):
         self.losses.append(loss)
         self.outputs["rows"].append({"logits": logits, "loss": loss.item()})
         self.seen.update(batch["index"].tolist())
+        self.outputs["of_samples"].extend(batch["index"].tolist())
         self.last.append(loss.item())
 
     def on_validation_epoch_end(self) -> None:
@@ -119,6 +120,7 @@ def test_lists_that_are_kept_for_the_end_are_those_of_whole_batches(fits: int) -
         (found,) = validated(cut, fits)
     assert found == pytest.approx(expected, abs=1e-12)
     assert cut.seen == whole.seen
+    assert cut.outputs["of_samples"] == whole.outputs["of_samples"]
     for ours, theirs in zip(cut.outputs["rows"], whole.outputs["rows"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"])
         torch.testing.assert_close(ours["logits"], theirs["logits"])
