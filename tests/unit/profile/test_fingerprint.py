@@ -40,6 +40,7 @@ class Net(pl.LightningModule):
 def load(tmp_path, monkeypatch):
     """Write a user's module and its helper into a folder, import them, and give its class."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which another file of the same second and size would get
 
     def load(source=SOURCE, helper="def factor(): return 1", name="users_net", folder=tmp_path):
         folder.mkdir(exist_ok=True)
