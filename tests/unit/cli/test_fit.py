@@ -12,6 +12,7 @@ FITTING = {
     "fits": True,
     "summary": "Fits: zero_2 on 2 devices",
     "numbers": "precision 32-true",
+    "notes": ["For as many samples in batches of another size: ..."],
     "overlay": {"trainer": {"strategy": "memfit_zero_2"}},
 }
 
@@ -51,7 +52,8 @@ def test_the_plan_is_made_once_and_found_by_processes_that_are_started(
     assert "memfit_zero_2" in path.read_text()
     assert plan_file(given) == path
     assert len(asked) == 1
-    assert FITTING["summary"] in capsys.readouterr().err  # type: ignore[operator]
+    said = capsys.readouterr().err
+    assert all(f"memfit: auto: {words}\n" in said for words in (FITTING["summary"], *FITTING["notes"]))  # type: ignore[misc]
 
 
 def test_what_fits_nowhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,11 +268,11 @@ def _state(process: int) -> str:
 
 def test_an_interrupted_wait_ends_the_child() -> None:
     script = """
-import _thread, signal, time
+import signal, time
 from functools import partial
 from lightning_memfit.profile.background import in_child
 wait = in_child(partial(time.sleep, 300))
-signal.signal(signal.SIGALRM, lambda *_: _thread.interrupt_main())
+signal.signal(signal.SIGALRM, signal.default_int_handler)
 signal.setitimer(signal.ITIMER_REAL, 0.5)  # Ctrl-C for this process alone
 try:
     wait()
