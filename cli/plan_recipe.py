@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,12 @@ def plan_recipe(
 
     def laid(one: Plan) -> dict[str, Any]:
         overlay = overlay_of(one, workload, arguments.nvme_path)
-        recounted, _ = _counted_in_batches(run, overlay["trainer"]["accumulate_grad_batches"])
+        recounted = _counted_in_batches(run, overlay["trainer"]["accumulate_grad_batches"])
         return {**origin, **overlay, "trainer": {**overlay["trainer"], **recounted}}
 
     data["overlay"] = laid(plan) if plan.fits else None
     if data["overlay"] is not None:
-        data["notes"] += _counted_in_batches(run, data["overlay"]["trainer"]["accumulate_grad_batches"])[1]
+        data["notes"] += _said_of_counts(run, data["overlay"]["trainer"])
     data["notes"] += [*run.notes, *_assumed(run, workload, plan, arguments)]
     if compare and workload.own is None:
         reason = own_setting(run, workload.devices.total)[1].rstrip(".")
@@ -203,8 +203,8 @@ def workload_of(
     )
 
 
-def _counted_in_batches(run: RecipeRun, accumulate: int) -> tuple[dict[str, int], list[str]]:
-    """The Trainer's options that count batches, for as many samples as in the recipe, and what to say of them.
+def _counted_in_batches(run: RecipeRun, accumulate: int) -> dict[str, int]:
+    """The Trainer's options that count batches, for as many samples as in the recipe; none if nothing changes.
 
     An optimizer step has as many samples under a plan as without it, so a batch has as many times fewer as more are
     accumulated, on all devices together: for validation as for training, whose loaders share `data.batch_size`.
@@ -217,18 +217,26 @@ def _counted_in_batches(run: RecipeRun, accumulate: int) -> tuple[dict[str, int]
     counted = {name: trainer.get(name) for name in COUNT_BATCHES}
     # Floats are shares of an epoch.
     counts = {name: value for name, value in counted.items() if type(value) is int and value > 0}
-    if accumulate == before or not counts:
-        return {}, []
+    if accumulate == before:
+        return {}
     recounted = {}
     for name, count in counts.items():
         whole, rest = divmod(count * accumulate, before)
         # An epoch that is cut must not become shorter than what is between two validations.
         recounted[name] = max(1, whole) if name == "val_check_interval" else whole + (rest > 0)
-    changes = ", ".join(f"`trainer.{name}` {counts[name]} -> {value}" for name, value in recounted.items())
-    note = f"For as many samples in batches of another size: {changes}."
-    if "limit_val_batches" in counts:
-        note += " If the validation loader has a batch size of its own, give that option anew beside the plan."
-    return recounted, [note]
+    return recounted
+
+
+def _said_of_counts(run: RecipeRun, planned: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what to say of options that count batches, if a plan's `trainer` section has some."""
+    own, changed = run.config.get("trainer") or {}, [name for name in COUNT_BATCHES if name in planned]
+    if changed:
+        changes = ", ".join(f"`trainer.{name}` {own[name]} -> {planned[name]}" for name in changed)
+        yield f"For as many samples in batches of another size: {changes}." + (
+            " If the validation loader has a batch size of its own, give that option anew beside the plan."
+            if "limit_val_batches" in changed
+            else ""
+        )
 
 
 def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:

@@ -64,12 +64,15 @@ def test_as_many_samples_are_trained_and_validated_in_batches_of_another_size(
     numbers = {"limit_train_batches": 100, "limit_val_batches": 3, "val_check_interval": 25, "overfit_batches": 0}
     run = recipe()
     run.__dict__["config"] = {"trainer": {**numbers, "limit_test_batches": 7, "max_steps": 5}}
-    found, notes = plan_recipe._counted_in_batches(run, accumulate)
+    found = plan_recipe._counted_in_batches(run, accumulate)
+    notes = list(plan_recipe._said_of_counts(run, {"accumulate_grad_batches": accumulate, **found}))
     assert found == counted
+    assert len(notes) == bool(counted)
     said = [f"`trainer.{name}` {numbers[name]} -> {value}" for name, value in counted.items()]
     assert all(change in notes[0] for change in said)
     run.__dict__["config"] = {"trainer": dict.fromkeys(numbers, 1.0)}  # shares of an epoch
-    assert plan_recipe._counted_in_batches(run, accumulate) == ({}, [])
+    assert plan_recipe._counted_in_batches(run, accumulate) == {}
+    assert list(plan_recipe._said_of_counts(run, {})) == []
 
 
 def test_all_devices_are_taken_by_ddp() -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_memfit.strategies import checkpoints, integrity
@@ -35,6 +35,7 @@ from lightning_memfit.strategies.saved_run import (
 )
 from lightning_memfit.strategies.shards import META, _Folder, kept_whole, load_divided
 from lightning_memfit.strategies.upstream.deepspeed import _divided, _fill, _Live, _weights
+from tests.helpers.trainers import quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -171,16 +172,7 @@ class _Tempered(LightningModule):
 def test_ddp_resumes_a_module_with_a_tensor_beside_it_and_a_dict_in_its_state(tmp_path):
     def fitted(epochs, path=None):
         module = _Tempered()
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=DataParallelStrategy(process_group_backend="gloo"),
-            max_epochs=epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(strategy=DataParallelStrategy(process_group_backend="gloo"), max_epochs=epochs)
         trainer.fit(module, ckpt_path=path)
         return module, trainer
 
@@ -219,17 +211,8 @@ def test_what_an_optimizer_keeps_beside_its_states_comes_back(tmp_path, strategy
     def fitted(epochs, path=None):
         module = _Tempered()
         module.configure_optimizers = lambda: _Counting(module.layer.parameters())
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=strategy(process_group_backend="gloo") if strategy else "auto",
-            plugins=[AtomicCheckpointIO()],
-            max_epochs=epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        made = strategy(process_group_backend="gloo") if strategy else "auto"
+        trainer = quiet_trainer(strategy=made, plugins=[AtomicCheckpointIO()], max_epochs=epochs)
         trainer.fit(module, ckpt_path=path)
         return trainer
 
