@@ -291,7 +291,7 @@ class _Call:
         if not in_trace():  # a trace has no values
             self._samples = Samples(knowledge.name, unsteady, knowledge.steps_in_backward)
         self._is_compared = self._is_watched and not self._places.is_gathered and self._samples is not None
-        is_tried = self._is_compared and not kept and num_calls == 0
+        is_tried = self._is_compared and num_calls == 0
         self._random_states = _random_states(self.saved) if is_tried else None
         self._asks_gradient = False
 
@@ -366,9 +366,8 @@ class _Call:
         """Run the first call to its end once more at once, and compare what its operators return.
 
         A recomputation ends when all that was saved is there, and shows nothing of the operators behind. Nothing is
-        saved for backward here, so that it takes no more memory than the recomputation does; in later calls it would,
-        beside the gradients of the step before. Where a selective choice
-        keeps results it would, beside them, so that no call is tried again then.
+        saved for backward here: of the first step, backward needs more, where the gradients come on top. In later
+        calls the gradients of the step before would be there, too.
         """
         if self._random_states is None or self._asks_gradient:  # a gradient inside needs what would be saved
             return
