@@ -65,6 +65,7 @@ def _mean(values: Tensor, weights: Tensor) -> Tensor:
     return ((values * weights).sum() / weights.sum()).clamp(values.min(), values.max())
 
 
+_EXTREMES = ("max", "min")
 _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": _mean,
     "sum": lambda values, _: values.sum(),
@@ -246,7 +247,7 @@ class LogRules:
             # No mean: that may be chance, as the least of two values often is what they make together.
             self._num_rare[key] += 1
             num_proofs = self._num_rare[key]
-            if is_extreme := any(fold.kind in ("max", "min") for fold in possible):
+            if is_extreme := any(fold.kind in _EXTREMES for fold in possible):
                 # The largest accuracy of a class is 1 while all of its samples are told right: that proves it once.
                 seen = self._extremes.setdefault(key, set())
                 seen.update(float(call.value) for call in whole)
@@ -257,9 +258,11 @@ class LogRules:
     def warn_of_doubts(self) -> None:
         """Name the values that were taken for an extreme of the micro-batches' and of which too few have been seen."""
         found = {
-            key[1]: next(iter(self._possible[key])).kind
+            key[1]: fold.kind
             for key, seen in self._extremes.items()
             if key[1] in self.unsettled - self._inexact and len(seen) < _PROOFS_OF_EXTREMES
+            for fold in FOLDS
+            if fold.kind in _EXTREMES and fold in self._possible[key]
         }
         self._inexact |= found.keys()
         if found:
