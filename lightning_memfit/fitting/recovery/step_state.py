@@ -48,6 +48,7 @@ _FIRST_LOOKS = 8
 _STEPS_BETWEEN_LOOKS = 64
 _LARGE = 1 << 22
 _SMALL = 64
+_ROUNDING = 1e-3
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Optimizer, Dataset, DataLoader)
 _LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
@@ -440,10 +441,13 @@ class StepState:
     Attributes:
         is_looking: Whether this step is one of those in which everything is compared.
         writes_weights: Whether a step has written to parameters in training, which are then copied before each.
+        suspects: Names of what has changed between two looks, so that no step has shown how; compared in every step.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.suspects: set[str] = set()
+        self._before: dict[str, Any] = {}
         self._watched: dict[str, Slot] = {}
         self._readings: dict[str, Any] | None = {}
         self._num_saves = 0
@@ -462,6 +466,7 @@ class StepState:
             return self._look()
         if self._buffers:
             self._look_at_buffers()
+        self._before = {name: reading_of(noted_value(self._watched[name])) for name in self.suspects}
         return self.copies() if self._watched or self.writes_weights else {}
 
     def copies(self) -> Saved:
@@ -475,8 +480,11 @@ class StepState:
             slot.write(with_content(value, content))
 
     def written(self) -> set[str]:
-        """Return the names of what has changed since `save`, in a step in which everything is compared."""
-        slots, before = find_slots(self._module), self._readings or {}
+        """Return the names of what has changed since `save`: of everything when looking, else of the suspects."""
+        if self.is_looking:
+            slots, before = find_slots(self._module), self._readings or {}
+        else:
+            slots, before = {name: self._watched[name] for name in self._before}, self._before
         values = {name: slot.read() for name, slot in slots.items()}
         return {
             name
@@ -504,6 +512,7 @@ class StepState:
         if not first and self._readings is not None:
             before = self._readings
             changed = [n for n, now in readings.items() if n not in before or not alike(before[n], now, 0.0)]
+            self.suspects.update(name for name in changed if name not in self._watched)
             self._watched.update((name, slots[name]) for name in changed)
         self._readings = readings
         self._buffers = [(*slot.place(), slot) for slot in slots.values() if isinstance(slot.read(), Tensor)]
@@ -525,7 +534,9 @@ class StepState:
             now = _identity(owner.get(key))
             if now != self._seen[index]:
                 self._seen[index] = now
-                self._watched.setdefault(slot.name, slot)
+                if slot.name not in self._watched:
+                    self._watched[slot.name] = slot
+                    self.suspects.add(slot.name)
 
 
 def copies_of(slots: Iterable[Slot]) -> Saved:
@@ -606,6 +617,8 @@ class StateRules:
 
     Attributes:
         unproven: Names in `restored` for which other ways do as well while all micro-batches write the same.
+        agreed: Other names in `restored` that are read back to see that all write the same: a step that counts batches
+            whose loss is low may count them in every part of the first batch, and in some parts of later ones.
         restored: Every micro-batch starts from the value before the step: all write the same (counters, power
             iterations of spectral norm, teachers that follow the weights).
         averaged: As `restored`, and the weighted mean of what micro-batches write stays (running means).
@@ -621,11 +634,12 @@ class StateRules:
     joined: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
     unproven: frozenset[str] = frozenset()
+    agreed: frozenset[str] = frozenset()
 
     @staticmethod
     def ways() -> tuple[str, ...]:
         """Return the names of all ways."""
-        return tuple(field.name for field in fields(StateRules) if field.name != "unproven")
+        return tuple(field.name for field in fields(StateRules) if field.name not in ("unproven", "agreed"))
 
     @property
     def names(self) -> frozenset[str]:
@@ -669,13 +683,14 @@ class MicroBatchStates:
             lists.append(list(self._saved[name][0].read()))
         for name, rows in self._rows.items():
             rows.append(self._saved[name][0].read().detach())
-        for name in self._rules.unproven & self._saved.keys():
-            value = self._saved[name][0].read()
-            if isinstance(value, Tensor) and value.numel() > _SMALL:
-                value = value.detach().reshape(-1)[:: value.numel() // _SMALL]
-            now = reading_of(value)
-            if not alike(self._first.setdefault(name, now), now, 1e-9):
-                self._disputed.add(name)
+        for names, tolerance in ((self._rules.unproven, 1e-9), (self._rules.agreed, _ROUNDING)):
+            for name in names & self._saved.keys():
+                value = self._saved[name][0].read()
+                if isinstance(value, Tensor) and not is_small(value):
+                    value = value.detach().reshape(-1)[:: value.numel() // _SMALL]
+                now = reading_of(value)
+                if not alike(self._first.setdefault(name, now), now, tolerance):
+                    self._disputed.add(name)
 
     def finish(self, merge: Callable[[list[Any], list[float], list[int]], Any]) -> set[str]:
         """Leave on the module what the whole batch would have.
@@ -717,6 +732,11 @@ class MicroBatchStates:
         for name, rows in self._rows.items():
             _put(*self._saved[name][0].place(), torch.cat(rows))
         return set()
+
+
+def is_small(value: Any) -> bool:
+    """Whether it costs little to read a value back from the device in every micro-batch."""
+    return not isinstance(value, Tensor) or value.numel() <= _SMALL
 
 
 def sampled_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -253,7 +253,7 @@ class EffectiveStep:
             local_batch, start = self._check_on(request, local_batch, start, size)
         request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
         self._num_checks = 0
-        self._looks = self._check is not None and self._rollback.state.is_looking
+        self._looks = self._check is not None and (self._rollback.state.is_looking or bool(self._suspects(self._check)))
         result = self._run_to_success(request, local_batch, start, size)
         self._guard.learn(request.kept)
         if self._rollback.state.is_looking:
@@ -334,13 +334,22 @@ class EffectiveStep:
     def _needs_check(self, local_batch: LocalBatch, size: int, is_open: bool = False) -> bool:
         """Whether this rank has to check that micro-batches give what the batch gives.
 
-        It has to before the first split of a batch, where it is in dispute how micro-batches weigh, and where an
-        attempt has left something open.
+        It has to before the first split of a batch, where it is in dispute how micro-batches weigh, where an attempt
+        has left something open, and in some later steps where no comparison has been conclusive.
         """
         if self._check is None or local_batch.num_samples <= size:
             return False
-        is_known = self._check.is_done and not is_open
+        is_due = self._check.has_doubts and not self._num_steps & (self._num_steps - 1)
+        is_known = self._check.is_done and not is_open and not is_due
         return not is_known or local_batch.is_disputed(sizes_of(local_batch.num_samples, size))
+
+    def _suspects(self, check: ExactnessCheck) -> set[str]:
+        """Return the names of what steps have changed that no check has seen, as long as another may settle them."""
+        suspects = self._rollback.state.suspects
+        suspects -= check.state_rules.names | self._written_once.keys()
+        if not check.is_worth_more:
+            suspects.clear()
+        return suspects
 
     def _check_on(
         self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int, has_failed: bool = False
@@ -456,7 +465,8 @@ class EffectiveStep:
         states = MicroBatchStates(rules, start.state) if rules.names else None
         skips: set[bool] = set()
         # Ranks that can't stop together must all come to the end; what is open is told then.
-        last, looked_at = len(sizes) - 1, len(sizes) - 1 if self._stops_alone else 0
+        last = len(sizes) - 1
+        looked_at = {last} if self._stops_alone else {0, last}
         last_counted = len(weights) - 1
         while last_counted and not weights[last_counted]:
             last_counted -= 1
@@ -478,7 +488,7 @@ class EffectiveStep:
                 outputs.add(output, weight, sizes[index])
                 if states is not None:
                     states.add(sizes[index], weight)
-                if index == looked_at and self._looks:
+                if self._looks and index in looked_at:
                     self._stop_if(bool(self._rollback.state.written() - rules.names - self._written_once.keys()))
                 del part, output  # before the next forward
         finally:

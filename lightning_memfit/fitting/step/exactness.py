@@ -6,8 +6,9 @@ writes on the module can be put together from what the parts write. No list of l
 statistics, contrastive and summed losses, class weights, masks, teachers and counters all show in one of the two.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,14 @@ from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
-from lightning_memfit.fitting.recovery.step_state import Slot, StateRules, added_alike, alike, reading_of
+from lightning_memfit.fitting.recovery.step_state import (
+    Slot,
+    StateRules,
+    added_alike,
+    alike,
+    is_small,
+    reading_of,
+)
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.step.comparison import Comparison, Cut, PartFailed, Pass
 from lightning_memfit.fitting.step.log_rules import LogRules, check_metrics
@@ -31,6 +39,7 @@ from lightning_memfit.techniques.core.facts import batch_statistics
 
 _USERS = Rule("users")
 _MAX_CUTS = 4
+_MAX_LISTED = 1000
 _MAX_RUNS = 8
 _DIVISORS = (1.0, 2.0**4, 2.0**8, 2.0**12, 2.0**16, 2.0**20)
 """Of the loss, each tried where gradients of 16 bits overflow with the one before; scalers begin at 65536."""
@@ -120,6 +129,9 @@ class ExactnessCheck:
         self._logged: set[str] = set()
         self._unread: set[str] = set()
         self._gone_on: set[str] = set()
+        self._branched: set[str] = set()
+        self._seen_at_work: set[tuple[str, str]] = set()
+        self._was_told = False
         self._refuted: dict[str, set[str]] = {}
         self._ignored: set[int] = set()
         self._num_runs = -1
@@ -231,6 +243,20 @@ class ExactnessCheck:
         return [replace(self._slots[name], holders=()) for name in self.state_rules.names if name in self._slots]
 
     @property
+    def has_doubts(self) -> bool:
+        """Whether values are put together in a way that no comparison has seen at work.
+
+        A count of the batches whose loss is low, say, adds up by chance where only that of one part is, and is its own
+        mean where that of all parts is.
+        """
+        rules = self.state_rules
+        ways = {
+            *(("carried", name) for name in rules.carried - self._unread),
+            *(("averaged", n) for n in rules.averaged),
+        }
+        return bool(ways - self._seen_at_work) and self.is_worth_more
+
+    @property
     def is_worth_more(self) -> bool:
         """Whether another check may settle how logged values are combined; the first few do, or none."""
         return self._num_runs < _MAX_RUNS
@@ -255,6 +281,11 @@ class ExactnessCheck:
                 unseen.append(error)
         if len(unseen) == len(tried):
             raise unseen[0]
+        for cut in (*_spread(_neighbours(num_samples, size)), *_spread(_other_cuts(num_samples, count, tried))):
+            if not self._anywhere(self.has_doubts):
+                break
+            tried.append(cut)
+            self._try(request, batch, num_samples, cut)
         if best is None or best.is_usual:
             return
         # A rare rule needs more than a coincidence: another cut, at which it differs from the usual ones.
@@ -358,6 +389,7 @@ class ExactnessCheck:
                 self._rules.learn(whole.logs, [one.logs, two.logs], weights, runs.cut.sizes, tolerance.state)
                 self._warn_of_loggers({name for logger in runs.loggers for name in logger.names})
                 check_metrics(whole.metrics, two.metrics, max(tolerance.state, 1e-5))
+                self._judge_branches(runs, whole, one, weights, tolerance)
                 if whole.written.keys() - self._gone_on:
                     self._gone_on |= whole.written.keys()
                     self._judge_next(runs, whole, shares[right], weights, tolerance)
@@ -485,6 +517,10 @@ class ExactnessCheck:
         after_one = runs.part(1, after=one, carried=changed)
         odd: list[str] = []
         for name in changed:
+            if not alike(one.before.get(name), one.after.get(name), 0.0) and name in after_one.written:
+                self._seen_at_work.add(("carried", name))
+            if not alike(one.after.get(name), two.after.get(name), tolerance.state):
+                self._seen_at_work.add(("averaged", name))
             found = _ways(name, whole, one, two, after_one, runs.cut.sizes, weights, tolerance.state)
             found = [way for way in found if way not in self._refuted.get(name, ())]
             before = self._classes.get(name)
@@ -500,6 +536,76 @@ class ExactnessCheck:
         self._make_rules()
         return sorted(self.state_rules.carried)
 
+    def _judge_branches(
+        self, runs: Comparison, whole: Pass, one: Pass, weights: list[float], tolerance: Tolerance
+    ) -> None:
+        """Find what the step writes on the module depending on what its code reads out of tensors, and how.
+
+        A branch on a loss may go the same way for the batch and its parts here, and another way for each later, or
+        its results may add up by chance. The step is told other values, for which it goes one way and then the other.
+
+        Raises:
+            MisconfigurationException: If the parts' values give the whole's by chance only, and the step reads them.
+        """
+        in_one_process = self._loop.engine is None and not self._consensus.meets_inside
+        if self._was_told or not in_one_process or not (whole.reads_on_host or one.reads_on_host):
+            return
+        self._was_told = True
+        others = {told: other for told in (True, False) if (other := self._told(runs.whole, told)) is not None}
+        names = [
+            name
+            for name in dict.fromkeys(name for run in (whole, *others.values()) for name in run.after)
+            if name not in runs.trained
+            and any(not alike(whole.after.get(name), other.after.get(name), 0.0) for other in others.values())
+        ]
+        if not any(self._is_read(runs, whole, run, names, tolerance) for run in (whole, *others.values())):
+            return
+        for told, other in others.items():
+            first, second = self._told(runs.part, told, 0), self._told(runs.part, told, 1)
+            chained = first and self._told(runs.part, told, 1, after=first, carried=names)
+            if first is None or second is None or chained is None:
+                continue
+            for run in (other, first, second):
+                self._slots.update((name, slot) for name, (slot, _, _) in run.written.items() if name in names)
+            for name in names:
+                if any(name in run.written for run in (other, first, second)):
+                    ways = _ways(name, other, first, second, chained, runs.cut.sizes, weights, tolerance.state)
+                    self._take_branch(name, ways)
+
+    @staticmethod
+    def _told(run: Callable[..., Pass], told: bool, *args: Any, **kwargs: Any) -> Pass | None:
+        """Run a pass that is told other values; None if it ends in an error, as a real one would before it trains."""
+        try:
+            return run(*args, told=told, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            release(error)
+            return None
+
+    def _take_branch(self, name: str, ways: list[str]) -> None:
+        """Keep of the ways to put a value together those that hold on this branch, too.
+
+        Raises:
+            MisconfigurationException: If none is left.
+        """
+        # What is the same for unlike parts depends on the way that each goes: all have to go the same.
+        ways = ["restored"] if "restored" in ways or not ways else ways
+        self._classes[name] = [way for way in self._classes.get(name, ways) if way in ways]
+        self._branched.add(name)
+        if not self._classes[name]:
+            raise MisconfigurationException(_state_reason(name, batch_statistics(self._loop.module)))
+        self._make_rules()
+
+    def _is_read(
+        self, runs: Comparison, whole: Pass, after: Pass, names: Collection[str], tolerance: Tolerance
+    ) -> bool:
+        """Whether gradients, the loss or logged values of the samples together depend on what a pass has written."""
+        again = runs.whole(after=after, carried=names)
+        logs = [[call.value for call in one.logs if not isinstance(call.value, Metric)] for one in (whole, again)]
+        is_other = _distance(whole, again, again, 1.0, 0.0, tolerance) > 1.0
+        return is_other or not alike(reading_of(logs[0]), reading_of(logs[1]), tolerance.state)
+
     def _accept_unread(self, runs: Comparison, whole: Pass, names: list[str], tolerance: Tolerance) -> None:
         """Accept values that no way puts together if the step does not read them: records of calls, for example.
 
@@ -510,10 +616,7 @@ class ExactnessCheck:
         saved = {name for name, _ in (*module.named_buffers(), *module.named_parameters())}
         if kept := [name for name in names if name in saved]:  # evaluation and checkpoints read these
             raise MisconfigurationException(_state_reason(kept[0], batch_statistics(module)))
-        again = runs.whole(after=whole, carried=names)
-        logs = [[call.value for call in one.logs if not isinstance(call.value, Metric)] for one in (whole, again)]
-        is_read = _distance(whole, again, again, 1.0, 0.0, tolerance) > 1.0
-        if is_read or not alike(reading_of(logs[0]), reading_of(logs[1]), tolerance.state):
+        if self._is_read(runs, whole, whole, names, tolerance):
             raise MisconfigurationException(_state_reason(names[0], batch_statistics(module)))
         if not self._unread.issuperset(names):
             rank_zero_warn(
@@ -547,7 +650,13 @@ class ExactnessCheck:
         self.state_rules = StateRules(
             **{way: frozenset(n for n, mine in ways.items() if mine == way) for way in StateRules.ways()},
             unproven=frozenset(n for n, found in self._classes.items() if found[0] == "restored" and len(found) > 1),
+            agreed=frozenset(n for n, found in self._classes.items() if found == ["restored"] and self._is_seen(n)),
         )
+
+    def _is_seen(self, name: str) -> bool:
+        """Whether micro-batches are compared in what they write under a name, in every step."""
+        slot = self._slots.get(name)
+        return name in self._branched or (slot is not None and is_small(slot.read()))
 
 
 # --- comparing gradients --------------------------------------------------------------------------------------------
@@ -563,6 +672,17 @@ def _other_cuts(num_samples: int, count: int, tried: list[Cut]) -> Iterator[Cut]
             cut = Cut(start, first, count - first)
             if cut not in tried:
                 yield cut
+
+
+def _neighbours(num_samples: int, size: int) -> Iterator[Cut]:
+    for start in range(0, num_samples - size, size):
+        yield Cut(start, size, min(size, num_samples - start - size))
+
+
+def _spread(cuts: Iterable[Cut]) -> list[Cut]:
+    """Return some of many cuts, as different as they can be."""
+    found = list(islice(cuts, _MAX_LISTED))
+    return [found[index * len(found) // _MAX_CUTS] for index in range(min(_MAX_CUTS, len(found)))]
 
 
 def _matching(

@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -656,6 +657,95 @@ class LeastLoss(Toy):
 def test_what_the_first_step_sets_is_tried_in_a_second(size: int, fails_at: tuple[int, ...]) -> None:
     assert_refused(RelativeLoss, "from the second step on: the first one sets `first`", size, fails_at)
     assert_refused(LeastLoss, "changes `least` of the module", size, fails_at)
+
+
+class Curriculum(Toy):
+    """Goes up a level with each batch whose loss is low: every micro-batch would, by its own loss."""
+
+    limit = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        factor = 1 + 0.05 * self.level
+        if loss < self.limit:
+            self.level += 1
+        return factor * loss
+
+
+class CurriculumByNumber(Curriculum):
+    def loss(self, batch: Any) -> Tensor:
+        loss = Toy.loss(self, batch)
+        factor = 1 + 0.05 * self.level
+        if loss.item() < self.limit:
+            self.level = self.level + 1
+        return factor * loss
+
+
+class CurriculumOnDevice(Curriculum):
+    """Nothing is read out of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.level
+        self.register_buffer("level", torch.zeros((), dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = Toy.loss(self, batch)
+        factor = 1 + 0.05 * self.level
+        self.level += loss.detach() < self.limit
+        return factor * loss
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("limit", [0.5, 0.55, 0.6, 0.65, 0.7, 0.8])
+@pytest.mark.parametrize("kind", [Curriculum, CurriculumByNumber, CurriculumOnDevice])
+def test_what_depends_on_how_low_the_loss_is_adds_up_by_no_chance(kind: type[Toy], limit: float, size: int) -> None:
+    limited = type(kind.__name__, (kind,), {"limit": limit})
+    with suppress(MisconfigurationException):  # at some limits no micro-batch and no batch differ
+        assert_exact(limited, size)
+
+
+@pytest.mark.parametrize(("limit", "level"), [(0.0, 0), (1e9, 2 * SAMPLES // BATCH)])
+def test_a_branch_that_all_parts_take_alike_is_exact(limit: float, level: int) -> None:
+    plain, ours = assert_exact(type("Curriculum", (Curriculum,), {"limit": limit}))
+    assert (plain.level, ours.level) == (level, level)
+
+
+class Reading(Toy):
+    """Reads numbers out of tensors as training steps do, and branches on them to no effect on what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped, self.low, self.positive, self.total = 0, 0, 0, 0.0
+        self.mean = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        assert not torch.isnan(loss).any()
+        if torch.isinf(loss):
+            self.skipped += 1
+            return loss * 0
+        if loss < 1.0:
+            self.low += 1
+        for value in batch[0][:, 0]:
+            if value > 0:
+                self.positive += 1
+        self.total += float(batch[0].sum())
+        weight = 1 + 0.1 * self.mean
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        self.log("loss", loss.item())
+        return weight * loss
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,))])
+def test_reading_numbers_is_no_reason_to_refuse(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(Reading, size, fails_at)
+    assert ours.positive == plain.positive
+    assert (ours.total, ours.mean) == pytest.approx((plain.total, plain.mean), rel=1e-9)
 
 
 # --- 3: the batch dimension is known ----------------------------------------------------------------------------------
