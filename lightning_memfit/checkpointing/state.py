@@ -14,6 +14,7 @@ import array
 import copy
 import functools
 import math
+import operator
 import random
 import sys
 import threading
@@ -22,6 +23,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import string_at
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -57,6 +60,12 @@ _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
 }
 _PLAIN = (types.SimpleNamespace, argparse.Namespace, functools.partial, threading.local)
 
+
+_MT19937_BYTES = 625 * 4
+"""Of NumPy's global generator: 624 words and how many of them are used up."""
+
+_INERT: set[type] = set()
+"""Types of libraries whose objects hold nothing that is followed, as far as they have been met."""
 
 _EMPTY = object()
 """Held by a slot that has no value."""
@@ -246,6 +255,42 @@ def restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset
             target[key] = value
 
 
+class _NumpyState:
+    """State of NumPy's global generator: to read or set it takes as long as many operators, to see its bytes does not.
+
+    As long as no second number of a normal pair waits to be given out, every draw changes the bytes.
+    """
+
+    _last: "_NumpyState | None" = None
+
+    def __init__(self) -> None:
+        self._bytes = _numpy_bytes()
+        self._state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+
+    @classmethod
+    def now(cls) -> "_NumpyState":
+        """Return the state as it is."""
+        if cls._last is None or not cls._last._is_current():
+            cls._last = cls()
+        return cls._last
+
+    def _is_current(self) -> bool:
+        return bool(self._bytes) and not self._state["has_gauss"] and _numpy_bytes() == self._bytes
+
+    def restore(self) -> None:
+        """Put it back."""
+        if not self._is_current():
+            np.random.set_state(self._state)  # noqa: NPY002
+
+
+def _numpy_bytes() -> bytes:
+    """Bytes of NumPy's global generator; none if it is of another kind than NumPy's own."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return b""
+    return string_at(generator.ctypes.state_address, _MT19937_BYTES)
+
+
 # --- the state --------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +319,7 @@ class BlockState:
         self._written = written
         self._inputs = list(inputs)
         self._inside = places.inside
-        self._dicts: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
+        self._dicts: list[tuple[dict[str, Any], dict[str, Any], bool, int]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._slots: list[tuple[Any, types.MemberDescriptorType, Any]] = []
         self._locals: list[tuple[threading.local, dict[str, Any]]] = []
@@ -282,7 +327,7 @@ class BlockState:
         self._seen: set[int] = set()
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensors: dict[Place, Tensor] = {}
-        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+        self._python, self._numpy = random.getstate(), _NumpyState.now()
         for number, module in enumerate(places.modules):
             self._add_module(module, number)
         self._cells = [(cell, _content(cell)) for cell in places.cells]
@@ -341,12 +386,14 @@ class BlockState:
             held = {key: value for key, value in owner.items() if key not in _INTERNALS and key[:3] != "ds_"}
         else:
             held = {key: owner[key] for key in names if key in owner}
-        self._dicts.append((owner, held, names is None))
+        self._dicts.append((owner, held, names is None, len(owner)))
         for key, value in held.items():
             if type(value) not in _SIMPLE:
                 self._add(value, (place, key), depth)
 
     def _add(self, value: Any, place: Any, depth: int, of_library: bool = False) -> None:
+        if type(value) in _INERT and not of_library:
+            return
         if type(value) in TENSORS:
             self._add_tensor(value, place)
         elif type(value) in _SIMPLE or id(value) in self._seen or depth > _MAX_DEPTH:
@@ -365,6 +412,8 @@ class BlockState:
             self._add(value(), place, depth, of_library)
         elif _is_plain(value, of_library):
             self._add_object(value, place, depth + 1)
+        elif _is_library(type(value).__module__) and value.__class__ is type(value):  # else it stands for another
+            _INERT.add(type(value))
 
     def _add_object(self, value: Any, place: Place, depth: int) -> None:
         self._seen.add(id(value))
@@ -454,7 +503,7 @@ class BlockState:
             if id(tensor) not in self.copies and type(tensor) is not FakeTensor
         ]
         self.tensors = {}
-        for saved in (*(saved for _, saved, _ in self._dicts), *(saved for _, saved in self._parameters)):
+        for saved in (*(saved for _, saved, _, _ in self._dicts), *(saved for _, saved in self._parameters)):
             for key, value in saved.items():
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     saved[key] = _without_graph(value)
@@ -493,7 +542,9 @@ class BlockState:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _restore(self) -> None:
-        for owner, held, whole in self._dicts:
+        for owner, held, whole, size in self._dicts:
+            if len(owner) == size and all(map(operator.is_, map(owner.get, held, repeat(_EMPTY)), held.values())):
+                continue
             kept = (key for key in owner if not whole or key in _INTERNALS or key[:3] == "ds_")
             restore_dict(owner, held, keep=frozenset(kept))
         for cell, value in self._cells:
@@ -521,7 +572,7 @@ class BlockState:
             tensor.data.copy_(values)
         if random.getstate() != self._python:
             random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
+        self._numpy.restore()
 
 
 def _fill(container: Any, content: Any) -> None:

@@ -199,6 +199,13 @@ class NumpyAndPython(Block):
         return y * np.random.rand() + float(np.random.standard_normal()) * random.gauss(0, 1)  # noqa: NPY002
 
 
+class NumpyNormals(Block):
+    """NumPy draws these in pairs, of which it keeps the second: the bytes of its generator stay as they are then."""
+
+    def change(self, y):
+        return y * np.random.standard_normal()  # noqa: NPY002
+
+
 class OwnGenerators(Block):
     def build(self):
         self.torch_generator = torch.Generator().manual_seed(1)
@@ -309,8 +316,8 @@ class Adapted(Block):
 
 ZOO = [
     *(Counter, GlobalCounter, PlainObject, RunningBuffer, LargeBuffer, ReassignedBuffer, Recurrent, Teacher),
-    *(HiddenTeacher, ClampedWeights, Spectral, OldSpectral, Norms, NumpyAndPython, OwnGenerators, InputInPlace),
-    *(IntermediateInPlace, EarlyExit, Experts, Views, NumpyArray, Hooked, InnerGradient, Adapted),
+    *(HiddenTeacher, ClampedWeights, Spectral, OldSpectral, Norms, NumpyAndPython, NumpyNormals, OwnGenerators),
+    *(InputInPlace, IntermediateInPlace, EarlyExit, Experts, Views, NumpyArray, Hooked, InnerGradient, Adapted),
 ]
 CHOICES = ["full", "keep_matmul", "keep_attention", "offload"]
 
@@ -398,7 +405,18 @@ def segmented(net):
     apply_segments(net, [BlockGroup("blocks", names, tuple(net.blocks))])
 
 
-QUICK = {Counter, LargeBuffer, Teacher, Spectral, Norms, NumpyAndPython, OwnGenerators, InputInPlace, Hooked}
+QUICK = {
+    Counter,
+    LargeBuffer,
+    Teacher,
+    Spectral,
+    Norms,
+    NumpyAndPython,
+    NumpyNormals,
+    OwnGenerators,
+    InputInPlace,
+    Hooked,
+}
 KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in ZOO]
 
 
