@@ -289,7 +289,8 @@ class _Call:
         self._context = contextvars.copy_context()
         self._samples: Samples | None = None
         if not in_trace():  # a trace has no values
-            self._samples = Samples(knowledge.name, unsteady, knowledge.steps_in_backward)
+            has_own_weights = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            self._samples = Samples(knowledge.name, unsteady, knowledge.steps_in_backward, has_own_weights)
         self._is_compared = self._is_watched and not self._places.is_gathered and self._samples is not None
         is_tried = self._is_compared and num_calls == 0
         self._random_states = _random_states(self.saved) if is_tried else None

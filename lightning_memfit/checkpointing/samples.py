@@ -31,7 +31,8 @@ _RUN = 8
 _NUM_SEEDS = 4
 """Numbers of a random generator that attention on a device returns beside its result, unset if there is no dropout."""
 
-Sample = bytes | Tensor
+Sample = bytes | Tensor | int
+"""Elements in host memory or on a device; of a weight where its memory begins."""
 
 _COARSE = (torch.bfloat16, torch.float16)
 _ALLOWED = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4}
@@ -50,10 +51,15 @@ class Samples:
         unsteady: Numbers of saved tensors that differ although all operators return the same: memory that kernels leave
             unwritten. Calls that are watched add to them.
         must_know_now: Whether a difference has to be known before backward goes on.
+        has_own_weights: Whether no strategy may gather weights anew between forward and backward. That they are where
+            they were is all that is compared then: backward of the plain run would read the same memory, too.
     """
 
-    def __init__(self, block: str, unsteady: set[int], must_know_now: Callable[[], bool]) -> None:
+    def __init__(
+        self, block: str, unsteady: set[int], must_know_now: Callable[[], bool], has_own_weights: bool
+    ) -> None:
         self._block = block
+        self._has_own_weights = has_own_weights
         self._unsteady = unsteady
         self._must_know_now = must_know_now
         self._kinds: list[Kind] = []
@@ -75,7 +81,7 @@ class Samples:
             if look is not None and _is_plain(tensor) and tensor.untyped_storage()._cdata in look.sides:
                 self._sides.add(len(self._kinds))
             self._kinds.append((tensor.shape, tensor.dtype))
-            self._samples.append(_sample(tensor))
+            self._samples.append(self._sample(tensor))
 
         with _noting(note):
             yield
@@ -88,7 +94,7 @@ class Samples:
 
         def note(tensor: Tensor) -> None:
             kinds.append((tensor.shape, tensor.dtype))
-            samples.append(_sample(tensor))
+            samples.append(self._sample(tensor))
 
         try:
             with _noting(note):
@@ -98,6 +104,13 @@ class Samples:
         if len(kinds) < len(self._kinds):
             self._refuse(f"it saved {len(self._kinds)} tensors for backward, and {len(kinds)} when it was recomputed")
 
+    def _sample(self, tensor: Tensor) -> Sample | None:
+        if self._has_own_weights:
+            held = tensor._base if tensor._is_view() else tensor
+            if type(held) is nn.Parameter and held.layout is torch.strided:
+                return held.untyped_storage().data_ptr()
+        return _sample(tensor)
+
     def _compare(self, kinds: list[Kind], samples: list[Sample | None]) -> None:
         for number, (kind, first_kind) in enumerate(zip(kinds, self._kinds, strict=False)):
             if kind != first_kind:
@@ -106,7 +119,10 @@ class Samples:
         for number, (first, again) in enumerate(zip(self._samples, samples, strict=False)):
             if first is None or again is None or number in self._unsteady:
                 continue
-            if isinstance(first, Tensor) or isinstance(again, Tensor):
+            if isinstance(first, int) or isinstance(again, int):
+                if first != again:
+                    self._refuse(f"{self._named(number)}, was in other memory when it was recomputed")
+            elif isinstance(first, Tensor) or isinstance(again, Tensor):
                 if must_know_now is None:
                     must_know_now = torch._C._current_graph_task_id() == -1 or self._must_know_now()
                 self._compare_on_device(number, first, again, must_know_now)
