@@ -122,6 +122,7 @@ NAMES: dict[str, str] = {
     "_forward_hooks_with_kwargs": "torch.nn.Module",
     "_forward_pre_hooks": "torch.nn.Module",
     "_from_config": "transformers.PreTrainedModel",
+    "_initialize_weights": "transformers.PreTrainedModel",
     "_remove_autograd_hooks": "torch.nn.parallel.DistributedDataParallel",
     "_unsafe_preserve_version_counter": "torch.autograd",
     "_local_tensor": "torch.distributed.tensor.DTensor",
@@ -235,6 +236,7 @@ NAMES: dict[str, str] = {
     "_update_learning_rates": "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_waiters": "threading.Condition",
     "_version": "torch.Tensor",
+    "_is_view": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
 }
 

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import nn
+
 from lightning_memfit.extras import require
+
+_DEPTH = 2
+"""How far below a module its `_init_weights` reaches: to `self_attn.q_proj.weight` of a layer. GPT-2's attention scales
+the weights of `c_proj`; transformers 5.17 gathers a module's own parameters only, and loses that."""
 
 
 @contextmanager
@@ -28,14 +35,14 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
     """
     require("accelerate", "Building Hugging Face models under ZeRO-3")
     from transformers import PreTrainedModel
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig, initialize_weights_zero3
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
     from transformers.modeling_utils import set_zero3_state
 
     plain = PreTrainedModel.initialize_weights
 
     def initialize_weights(model: PreTrainedModel) -> None:
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            initialize_weights_zero3(model)
+            _initialize_partitioned(model)
         else:
             plain(model)  # type: ignore[no-untyped-call]
 
@@ -47,3 +54,32 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
     finally:
         PreTrainedModel.initialize_weights = plain  # type: ignore[method-assign]
         del alive
+
+
+def _initialize_partitioned(model: Any) -> None:
+    """`PreTrainedModel.initialize_weights`, in its order, with what each module may initialize gathered."""
+    import deepspeed
+    from transformers import PreTrainedModel
+    from transformers.initialization import guard_torch_init_functions
+
+    is_remote_code = model.is_remote_code()
+
+    def apply(module: nn.Module, owner: Any) -> None:
+        for child in module.children():
+            apply(child, child if isinstance(child, PreTrainedModel) else owner)
+        reached = _parameters(module, _DEPTH, PreTrainedModel)
+        with deepspeed.zero.GatheredParameters(reached, modifier_rank=0, enabled=bool(reached)):
+            if deepspeed.comm.get_rank() == 0:
+                owner._initialize_weights(module, is_remote_code)
+
+    with torch.no_grad(), guard_torch_init_functions():
+        apply(model, model)
+
+
+def _parameters(module: nn.Module, depth: int, other: type) -> list[nn.Parameter]:
+    """Parameters of a module and of those below it, as far as a depth and without models of their own."""
+    found = dict.fromkeys(module.parameters(recurse=False))
+    for child in module.children() if depth else ():
+        if not isinstance(child, other):
+            found.update(dict.fromkeys(_parameters(child, depth - 1, other)))
+    return list(found)

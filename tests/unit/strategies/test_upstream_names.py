@@ -7,10 +7,12 @@ import pytest
 
 def test_transformers():
     from transformers import PreTrainedModel, modeling_utils
-    from transformers.integrations.deepspeed import initialize_weights_zero3
+    from transformers.initialization import guard_torch_init_functions
 
     assert list(inspect.signature(PreTrainedModel.initialize_weights).parameters) == ["self"]
-    assert list(inspect.signature(initialize_weights_zero3).parameters) == ["model"]
+    module, is_own_code = list(inspect.signature(PreTrainedModel._initialize_weights).parameters)[1:]
+    assert (module, is_own_code) in (("module", "is_remote_code"), ("module", "is_custom_code"))
+    assert not inspect.signature(guard_torch_init_functions).parameters
     with modeling_utils.set_zero3_state():
         assert modeling_utils._is_ds_init_called is True
     assert modeling_utils._is_ds_init_called is False
