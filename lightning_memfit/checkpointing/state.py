@@ -23,7 +23,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import string_at
 from itertools import repeat
 from typing import Any
 
@@ -60,9 +59,6 @@ _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
 }
 _PLAIN = (types.SimpleNamespace, argparse.Namespace, functools.partial, threading.local)
 
-
-_MT19937_BYTES = 625 * 4
-"""Of NumPy's global generator: 624 words and how many of them are used up."""
 
 _INERT: set[type] = set()
 """Types of libraries whose objects hold nothing that is followed, as far as they have been met."""
@@ -255,42 +251,6 @@ def restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset
             target[key] = value
 
 
-class _NumpyState:
-    """State of NumPy's global generator: to read or set it takes as long as many operators, to see its bytes does not.
-
-    As long as no second number of a normal pair waits to be given out, every draw changes the bytes.
-    """
-
-    _last: "_NumpyState | None" = None
-
-    def __init__(self) -> None:
-        self._bytes = _numpy_bytes()
-        self._state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-
-    @classmethod
-    def now(cls) -> "_NumpyState":
-        """Return the state as it is."""
-        if cls._last is None or not cls._last._is_current():
-            cls._last = cls()
-        return cls._last
-
-    def _is_current(self) -> bool:
-        return bool(self._bytes) and not self._state["has_gauss"] and _numpy_bytes() == self._bytes
-
-    def restore(self) -> None:
-        """Put it back."""
-        if not self._is_current():
-            np.random.set_state(self._state)  # noqa: NPY002
-
-
-def _numpy_bytes() -> bytes:
-    """Bytes of NumPy's global generator; none if it is of another kind than NumPy's own."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
-        return b""
-    return string_at(generator.ctypes.state_address, _MT19937_BYTES)
-
-
 # --- the state --------------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +287,7 @@ class BlockState:
         self._seen: set[int] = set()
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensors: dict[Place, Tensor] = {}
-        self._python, self._numpy = random.getstate(), _NumpyState.now()
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
         for number, module in enumerate(places.modules):
             self._add_module(module, number)
         self._cells = [(cell, _content(cell)) for cell in places.cells]
@@ -572,7 +532,7 @@ class BlockState:
             tensor.data.copy_(values)
         if random.getstate() != self._python:
             random.setstate(self._python)
-        self._numpy.restore()
+        np.random.set_state(self._numpy)  # noqa: NPY002
 
 
 def _fill(container: Any, content: Any) -> None:

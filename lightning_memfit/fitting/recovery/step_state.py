@@ -49,8 +49,9 @@ _STEPS_BETWEEN_LOOKS = 64
 _LARGE = 1 << 22
 _SMALL = 64
 _ROUNDING = 1e-3
+"""Relative, between what micro-batches of other sizes compute alike."""
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Optimizer, Dataset, DataLoader)
-_LIBRARIES = sys.stdlib_module_names | {
+_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
     *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
     *(
         "lightning_memfit",
@@ -68,6 +69,7 @@ _OF_THREADS = frozenset(
     {"_multiprocessing", "_queue", "_thread", "concurrent", "multiprocessing", "queue", "threading"}
 )
 _PLAIN = (types.SimpleNamespace, argparse.Namespace)
+_PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def callback_slots(module: nn.Module) -> Iterator[Slot]:
     """Attributes of the Trainer's callbacks that are iterators, or containers of some."""
     for callback in getattr(vars(module).get("_trainer"), "callbacks", ()):
         kind = type(callback)
-        if kind.__module__.partition(".")[0] in _LIBRARIES:
+        if _is_of_library(kind):
             continue
         for key, value in vars(callback).items():
             items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -188,12 +190,16 @@ def _add(found: dict[str, Slot], seen: set[int], slot: Slot, value: Any) -> None
                 _add(found, seen, replace(slot, name=f"{slot.name}.{key}", inner=(*slot.inner, key)), item)
 
 
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES
+
+
 def _inside(value: Any) -> dict[str, Any] | None:
     """Return the attributes of a plain object that a user wrote; None for everything else."""
     kind = type(value)
     if isinstance(value, (*_OPAQUE, Tensor)):
         return None
-    if kind.__module__.partition(".")[0] in _LIBRARIES and kind not in _PLAIN:
+    if _is_of_library(kind) and kind not in _PLAIN:
         return None
     if is_random_source(value) or isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         return None
@@ -441,13 +447,18 @@ class StepState:
     Attributes:
         is_looking: Whether this step is one of those in which everything is compared.
         writes_weights: Whether a step has written to parameters in training, which are then copied before each.
-        suspects: Names of what has changed between two looks, so that no step has shown how; compared in every step.
+        compares: Whether `written` will be asked in this step.
+        suspects: Names of small values that have changed between two looks, so that no step has shown how. They are
+            compared in every step.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.compares = False
         self.suspects: set[str] = set()
         self._before: dict[str, Any] = {}
+        self._plain: list[Slot] = []
+        self._plain_before: list[Any] = []
         self._watched: dict[str, Slot] = {}
         self._readings: dict[str, Any] | None = {}
         self._num_saves = 0
@@ -466,8 +477,12 @@ class StepState:
             return self._look()
         if self._buffers:
             self._look_at_buffers()
-        self._before = {name: reading_of(noted_value(self._watched[name])) for name in self.suspects}
-        return self.copies() if self._watched or self.writes_weights else {}
+        suspects = self.suspects if self.compares else ()
+        self._before = {name: reading_of(noted_value(self._watched[name])) for name in suspects}
+        self._plain_before = [slot.read() for slot in self._plain]
+        plain = zip(self._plain, self._plain_before, strict=True)
+        saved: Saved = {slot.name: (slot.saved() if slot.inner else slot, value, None) for slot, value in plain}
+        return saved | self.copies() if self._watched or self.writes_weights else saved
 
     def copies(self) -> Saved:
         """Return copies of what is known to change."""
@@ -480,17 +495,15 @@ class StepState:
             slot.write(with_content(value, content))
 
     def written(self) -> set[str]:
-        """Return the names of what has changed since `save`: of everything when looking, else of the suspects."""
+        """Return the names of what has changed since `save`.
+
+        Of everything when looking; else of the suspects, and of numbers and texts that the user's own modules hold.
+        """
         if self.is_looking:
-            slots, before = find_slots(self._module), self._readings or {}
-        else:
-            slots, before = {name: self._watched[name] for name in self._before}, self._before
-        values = {name: slot.read() for name, slot in slots.items()}
-        return {
-            name
-            for name, value in values.items()
-            if not is_random_source(value) and not (name in before and alike(before[name], reading_of(value), 0.0))
-        }
+            return _changed(find_slots(self._module), self._readings or {})
+        plain = zip(self._plain, self._plain_before, strict=True)
+        names = {slot.name for slot, old in plain if (now := slot.read()) is not old and now != old}
+        return names | _changed({name: self._watched[name] for name in self._before}, self._before)
 
     def look_at_weights(self) -> None:
         """Find out, in a step in which everything is compared, whether it has written to parameters in training."""
@@ -512,9 +525,10 @@ class StepState:
         if not first and self._readings is not None:
             before = self._readings
             changed = [n for n, now in readings.items() if n not in before or not alike(before[n], now, 0.0)]
-            self.suspects.update(name for name in changed if name not in self._watched)
-            self._watched.update((name, slots[name]) for name in changed)
+            for name in changed:
+                self._suspect(slots[name])
         self._readings = readings
+        self._plain = _plain_slots(self._module, slots)
         self._buffers = [(*slot.place(), slot) for slot in slots.values() if isinstance(slot.read(), Tensor)]
         self._seen = [_identity(owner.get(key)) for owner, key, _ in self._buffers]
         return copies_of({s.name: s for s in _worth_copying(slots, self._module)}.values()) | self.copies()
@@ -534,9 +548,27 @@ class StepState:
             now = _identity(owner.get(key))
             if now != self._seen[index]:
                 self._seen[index] = now
-                if slot.name not in self._watched:
-                    self._watched[slot.name] = slot
-                    self.suspects.add(slot.name)
+                self._suspect(slot)
+
+    def _suspect(self, slot: Slot) -> None:
+        if slot.name not in self._watched and is_small(slot.read()):
+            self.suspects.add(slot.name)
+        self._watched[slot.name] = slot
+
+
+def _changed(slots: dict[str, Slot], before: dict[str, Any]) -> set[str]:
+    values = {name: slot.read() for name, slot in slots.items()}
+    return {
+        name
+        for name, value in values.items()
+        if not is_random_source(value) and not (name in before and alike(before[name], reading_of(value), 0.0))
+    }
+
+
+def _plain_slots(module: nn.Module, slots: dict[str, Slot]) -> list[Slot]:
+    """Return the places of numbers and texts on modules and in objects that the user wrote, which are cheap to read."""
+    own = {id(vars(child)) for child in module.modules() if not _is_of_library(type(child))}
+    return [s for s in slots.values() if (s.inner or id(s.owner) in own) and type(s.read()) in _PLAIN_VALUES]
 
 
 def copies_of(slots: Iterable[Slot]) -> Saved:
@@ -686,7 +718,7 @@ class MicroBatchStates:
         for names, tolerance in ((self._rules.unproven, 1e-9), (self._rules.agreed, _ROUNDING)):
             for name in names & self._saved.keys():
                 value = self._saved[name][0].read()
-                if isinstance(value, Tensor) and not is_small(value):
+                if isinstance(value, Tensor) and value.numel() > _SMALL:
                     value = value.detach().reshape(-1)[:: value.numel() // _SMALL]
                 now = reading_of(value)
                 if not alike(self._first.setdefault(name, now), now, tolerance):
@@ -735,8 +767,8 @@ class MicroBatchStates:
 
 
 def is_small(value: Any) -> bool:
-    """Whether it costs little to read a value back from the device in every micro-batch."""
-    return not isinstance(value, Tensor) or value.numel() <= _SMALL
+    """Whether it costs little to read a value in every micro-batch, from the device if it is there."""
+    return value.numel() <= _SMALL if isinstance(value, Tensor) else type(value) in _PLAIN_VALUES
 
 
 def sampled_weights(module: nn.Module) -> dict[str, Tensor]:

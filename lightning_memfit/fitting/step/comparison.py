@@ -86,7 +86,6 @@ class Pass:
         host_random: States of Python's and NumPy's generators after the pass.
         draws_on_host: Whether it drew from one of these.
         draws_otherwise: Whether it drew something that the samples together had not drawn.
-        reads_on_host: Whether the user's code read a number or a truth value out of a tensor, on which it may branch.
     """
 
     sketch: Tensor
@@ -99,7 +98,6 @@ class Pass:
     host_random: Any = None
     draws_on_host: bool = False
     draws_otherwise: bool = False
-    reads_on_host: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -202,13 +200,12 @@ class Comparison:
         if self._start is not None:
             StepState.load(self._start.written)
 
-    def whole(self, after: Pass | None = None, carried: Collection[str] = (), told: bool | None = None) -> Pass:
+    def whole(self, after: Pass | None = None, carried: Collection[str] = ()) -> Pass:
         """Run the samples together.
 
         Args:
             after: The pass before it, if it goes on with some of what that wrote on the module.
             carried: Names of what it goes on with.
-            told: What the user's code is told instead of what it reads out of tensors; None for the truth.
 
         Raises:
             PartFailed: If they fail for another reason than memory, being fewer than the batch.
@@ -216,16 +213,10 @@ class Comparison:
         self._go_back()
         if after is not None:
             StepState.load(after.written, carried)
-        self._noise.told = told
         return self._try(self._window, self.cut.count, self._noise, self._divisor)
 
     def part(
-        self,
-        index: int,
-        after: Pass | None = None,
-        carried: Collection[str] = (),
-        continues_random: bool = False,
-        told: bool | None = None,
+        self, index: int, after: Pass | None = None, carried: Collection[str] = (), continues_random: bool = False
     ) -> Pass:
         """Run a part.
 
@@ -234,7 +225,6 @@ class Comparison:
             after: The pass before it, if it goes on with the states of metrics and with some of what that wrote.
             carried: Names of what it goes on with.
             continues_random: Whether Python's and NumPy's generators go on as well.
-            told: As for `whole`.
 
         Raises:
             PartFailed: If the part fails for another reason than memory, though the whole did not.
@@ -248,7 +238,6 @@ class Comparison:
                 numpy.random.set_state(after.host_random[1])  # noqa: NPY002
         size = self.cut.sizes[index]
         noise = SlicedNoise(self._noise, self.cut.first * index, size, self.cut.count)
-        noise.told = told
         # Divided and multiplied again: gradients that the loss's weight does not reach show.
         found = self._try(self.parts[index], size, noise, 2 * self._divisor)
         found.draws_otherwise = noise.is_other
@@ -293,7 +282,6 @@ class Comparison:
             written=copies_of(changed),
             host_random=_host_random(),
             draws_on_host=_differs(host_random, _host_random()),
-            reads_on_host=noise.is_read,
         )
 
 

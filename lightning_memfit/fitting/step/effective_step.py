@@ -244,6 +244,8 @@ class EffectiveStep:
         if self._engine is not None:
             size = int(min(theirs for (theirs,) in self._consensus.exchange(size, at=At.BATCH)))
         local_batch = self._weigh(request, num_samples, size)
+        state = self._rollback.state
+        state.compares = self._check is not None and num_samples > size and self._check.is_worth_more
         start = self._rollback.save()
         needs_check = num_samples > size and self._needs_check(local_batch, size)
         if self._is_sharded and self._engine is None:
@@ -253,7 +255,8 @@ class EffectiveStep:
             local_batch, start = self._check_on(request, local_batch, start, size)
         request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
         self._num_checks = 0
-        self._looks = self._check is not None and (self._rollback.state.is_looking or bool(self._suspects(self._check)))
+        self._looks = self._check is not None and (state.is_looking or state.compares)
+        state.suspects -= self._known()
         result = self._run_to_success(request, local_batch, start, size)
         self._guard.learn(request.kept)
         if self._rollback.state.is_looking:
@@ -343,13 +346,10 @@ class EffectiveStep:
         is_known = self._check.is_done and not is_open and not is_due
         return not is_known or local_batch.is_disputed(sizes_of(local_batch.num_samples, size))
 
-    def _suspects(self, check: ExactnessCheck) -> set[str]:
-        """Return the names of what steps have changed that no check has seen, as long as another may settle them."""
-        suspects = self._rollback.state.suspects
-        suspects -= check.state_rules.names | self._written_once.keys()
-        if not check.is_worth_more:
-            suspects.clear()
-        return suspects
+    def _known(self) -> set[str]:
+        """Return the names of what steps change on the module of which it is known how."""
+        rules = _NO_RULES if self._check is None else self._check.state_rules
+        return {*rules.names, *self._written_once}
 
     def _check_on(
         self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int, has_failed: bool = False
@@ -464,9 +464,9 @@ class EffectiveStep:
         rules = _NO_RULES if self._check is None else self._check.state_rules
         states = MicroBatchStates(rules, start.state) if rules.names else None
         skips: set[bool] = set()
-        # Ranks that can't stop together must all come to the end; what is open is told then.
+        # Ranks that can't stop together must all come to the end; what is open is told then. Others look before the
+        # last backward, in which hooks of the whole batch run.
         last = len(sizes) - 1
-        looked_at = {last} if self._stops_alone else {0, last}
         last_counted = len(weights) - 1
         while last_counted and not weights[last_counted]:
             last_counted -= 1
@@ -483,13 +483,15 @@ class EffectiveStep:
                     raise MisconfigurationException(_SKIPS)
                 if request.zero_grad is not None and not self._is_cleared:
                     self._zero_grad(request.zero_grad)
+                if self._looks and index == last and not self._stops_alone:
+                    self._stop_if_written()
                 is_final = request.is_last and index == last
                 self._backward(request, output, weight, announce and index == last_counted, is_final, is_part=True)
                 outputs.add(output, weight, sizes[index])
                 if states is not None:
                     states.add(sizes[index], weight)
-                if self._looks and index in looked_at:
-                    self._stop_if(bool(self._rollback.state.written() - rules.names - self._written_once.keys()))
+                if self._looks and index == (last if self._stops_alone else 0):
+                    self._stop_if_written()
                 del part, output  # before the next forward
         finally:
             outputs.end()
@@ -543,6 +545,13 @@ class EffectiveStep:
         self._rollback.load(start)
         if is_first and self._is_cleared:
             StepState.load(self._cleared)
+
+    def _stop_if_written(self) -> None:
+        """End the attempt if micro-batches have changed something on the module that no check has seen."""
+        assert self._check is not None
+        names = self._rollback.state.written() - self._known()
+        self._check.look_for(names)
+        self._stop_if(bool(names))
 
     def _stop_if(self, is_open: bool) -> None:
         """End the attempt if something has come up that a check on this batch can settle, unless several could not."""

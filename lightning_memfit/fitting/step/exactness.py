@@ -6,7 +6,7 @@ writes on the module can be put together from what the parts write. No list of l
 statistics, contrastive and summed losses, class weights, masks, teachers and counters all show in one of the two.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NoReturn
@@ -40,6 +40,7 @@ from lightning_memfit.techniques.core.facts import batch_statistics
 _USERS = Rule("users")
 _MAX_CUTS = 4
 _MAX_LISTED = 1000
+"""Possible cuts among which some are chosen."""
 _MAX_RUNS = 8
 _DIVISORS = (1.0, 2.0**4, 2.0**8, 2.0**12, 2.0**16, 2.0**20)
 """Of the loss, each tried where gradients of 16 bits overflow with the one before; scalers begin at 65536."""
@@ -129,10 +130,10 @@ class ExactnessCheck:
         self._logged: set[str] = set()
         self._unread: set[str] = set()
         self._gone_on: set[str] = set()
-        self._branched: set[str] = set()
         self._seen_at_work: set[tuple[str, str]] = set()
-        self._was_told = False
         self._refuted: dict[str, set[str]] = {}
+        self._to_judge: set[str] = set()
+        self._to_see: set[str] = set()
         self._ignored: set[int] = set()
         self._num_runs = -1
         self._divisor = _DIVISORS[0]
@@ -184,6 +185,9 @@ class ExactnessCheck:
         self._agree(batch, num_samples)
         if self._memory is not None:
             self._memory.reset_peak()
+        for name in sorted(self._to_judge):  # no part of the comparison writes it, and micro-batches disagree
+            raise MisconfigurationException(_state_reason(name, batch_statistics(self._loop.module)))
+        self._to_see.clear()  # what no cut shows is no work of the step: a hook's, for example
         self.is_done = self.is_done or _UNSEEN not in told
         if not self.is_worth_more:
             self._rules.warn_of_doubts()
@@ -281,11 +285,11 @@ class ExactnessCheck:
                 unseen.append(error)
         if len(unseen) == len(tried):
             raise unseen[0]
-        for cut in (*_spread(_neighbours(num_samples, size)), *_spread(_other_cuts(num_samples, count, tried))):
-            if not self._anywhere(self.has_doubts):
-                break
-            tried.append(cut)
-            self._try(request, batch, num_samples, cut)
+        for cut in self._doubted(num_samples, count, size, tried) if self._consensus.world_size == 1 else ():
+            try:
+                self._try(request, batch, num_samples, cut)
+            except _NotFinite:
+                continue
         if best is None or best.is_usual:
             return
         # A rare rule needs more than a coincidence: another cut, at which it differs from the usual ones.
@@ -316,6 +320,16 @@ class ExactnessCheck:
             if cut is None:
                 return
             yield cut
+
+    def _doubted(self, num_samples: int, count: int, size: int, tried: list[Cut]) -> Iterator[Cut]:
+        """Yield further cuts as long as there are doubts: micro-batches beside each other, and any others."""
+        least, part = min(2, size) if count >= 4 else 1, max(1, min(size, count // 2))
+        for cut in (*_spread(_neighbours(num_samples, part)), *_spread(_other_cuts(num_samples, count, tried))):
+            if min(cut.sizes) >= least:
+                if not (self.has_doubts or self._to_see):
+                    return
+                tried.append(cut)
+                yield cut
 
     def _disputed(self, batch: Any, num_samples: int, count: int) -> Cut | None:
         """Return the cut at which rules that may be right differ most; None if they agree everywhere."""
@@ -389,7 +403,6 @@ class ExactnessCheck:
                 self._rules.learn(whole.logs, [one.logs, two.logs], weights, runs.cut.sizes, tolerance.state)
                 self._warn_of_loggers({name for logger in runs.loggers for name in logger.names})
                 check_metrics(whole.metrics, two.metrics, max(tolerance.state, 1e-5))
-                self._judge_branches(runs, whole, one, weights, tolerance)
                 if whole.written.keys() - self._gone_on:
                     self._gone_on |= whole.written.keys()
                     self._judge_next(runs, whole, shares[right], weights, tolerance)
@@ -517,14 +530,13 @@ class ExactnessCheck:
         after_one = runs.part(1, after=one, carried=changed)
         odd: list[str] = []
         for name in changed:
-            if not alike(one.before.get(name), one.after.get(name), 0.0) and name in after_one.written:
-                self._seen_at_work.add(("carried", name))
-            if not alike(one.after.get(name), two.after.get(name), tolerance.state):
-                self._seen_at_work.add(("averaged", name))
             found = _ways(name, whole, one, two, after_one, runs.cut.sizes, weights, tolerance.state)
+            self._note_work(name, found, one, two, after_one, tolerance.state)
             found = [way for way in found if way not in self._refuted.get(name, ())]
             before = self._classes.get(name)
             self._classes[name] = found if before is None else [way for way in before if way in found]
+            self._to_judge.discard(name)
+            self._to_see.discard(name)
             if not self._classes[name]:
                 odd.append(name)
         if odd and not is_finite:  # whether the step reads them doesn't show
@@ -532,82 +544,24 @@ class ExactnessCheck:
                 del self._classes[name]
             raise _NotFinite(runs.least_bits < 32)
         if odd:
-            self._accept_unread(runs, whole, odd, tolerance)
+            self._accept_unread(runs, whole, (whole, one, two), odd, tolerance)
         self._make_rules()
         return sorted(self.state_rules.carried)
 
-    def _judge_branches(
-        self, runs: Comparison, whole: Pass, one: Pass, weights: list[float], tolerance: Tolerance
+    def _note_work(self, name: str, ways: list[str], one: Pass, two: Pass, after_one: Pass, near: float) -> None:
+        """Note which ways to put a value together were more than a chance: both parts have changed it, or unlike."""
+        before, after = one.before.get(name), one.after.get(name)
+        if "carried" in ways and name in after_one.written and not alike(before, after, 0.0):
+            self._seen_at_work.add(("carried", name))
+        if "averaged" in ways and not _reaches(after, two.after.get(name), before, near):
+            self._seen_at_work.add(("averaged", name))
+
+    def _accept_unread(
+        self, runs: Comparison, whole: Pass, written_by: Iterable[Pass], names: list[str], tolerance: Tolerance
     ) -> None:
-        """Find what the step writes on the module depending on what its code reads out of tensors, and how.
-
-        A branch on a loss may go the same way for the batch and its parts here, and another way for each later, or
-        its results may add up by chance. The step is told other values, for which it goes one way and then the other.
-
-        Raises:
-            MisconfigurationException: If the parts' values give the whole's by chance only, and the step reads them.
-        """
-        in_one_process = self._loop.engine is None and not self._consensus.meets_inside
-        if self._was_told or not in_one_process or not (whole.reads_on_host or one.reads_on_host):
-            return
-        self._was_told = True
-        others = {told: other for told in (True, False) if (other := self._told(runs.whole, told)) is not None}
-        names = [
-            name
-            for name in dict.fromkeys(name for run in (whole, *others.values()) for name in run.after)
-            if name not in runs.trained
-            and any(not alike(whole.after.get(name), other.after.get(name), 0.0) for other in others.values())
-        ]
-        if not any(self._is_read(runs, whole, run, names, tolerance) for run in (whole, *others.values())):
-            return
-        for told, other in others.items():
-            first, second = self._told(runs.part, told, 0), self._told(runs.part, told, 1)
-            chained = first and self._told(runs.part, told, 1, after=first, carried=names)
-            if first is None or second is None or chained is None:
-                continue
-            for run in (other, first, second):
-                self._slots.update((name, slot) for name, (slot, _, _) in run.written.items() if name in names)
-            for name in names:
-                if any(name in run.written for run in (other, first, second)):
-                    ways = _ways(name, other, first, second, chained, runs.cut.sizes, weights, tolerance.state)
-                    self._take_branch(name, ways)
-
-    @staticmethod
-    def _told(run: Callable[..., Pass], told: bool, *args: Any, **kwargs: Any) -> Pass | None:
-        """Run a pass that is told other values; None if it ends in an error, as a real one would before it trains."""
-        try:
-            return run(*args, told=told, **kwargs)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            release(error)
-            return None
-
-    def _take_branch(self, name: str, ways: list[str]) -> None:
-        """Keep of the ways to put a value together those that hold on this branch, too.
-
-        Raises:
-            MisconfigurationException: If none is left.
-        """
-        # What is the same for unlike parts depends on the way that each goes: all have to go the same.
-        ways = ["restored"] if "restored" in ways or not ways else ways
-        self._classes[name] = [way for way in self._classes.get(name, ways) if way in ways]
-        self._branched.add(name)
-        if not self._classes[name]:
-            raise MisconfigurationException(_state_reason(name, batch_statistics(self._loop.module)))
-        self._make_rules()
-
-    def _is_read(
-        self, runs: Comparison, whole: Pass, after: Pass, names: Collection[str], tolerance: Tolerance
-    ) -> bool:
-        """Whether gradients, the loss or logged values of the samples together depend on what a pass has written."""
-        again = runs.whole(after=after, carried=names)
-        logs = [[call.value for call in one.logs if not isinstance(call.value, Metric)] for one in (whole, again)]
-        is_other = _distance(whole, again, again, 1.0, 0.0, tolerance) > 1.0
-        return is_other or not alike(reading_of(logs[0]), reading_of(logs[1]), tolerance.state)
-
-    def _accept_unread(self, runs: Comparison, whole: Pass, names: list[str], tolerance: Tolerance) -> None:
         """Accept values that no way puts together if the step does not read them: records of calls, for example.
+
+        Whatever a pass has written is tried: the samples together may leave alone what a part of them changes.
 
         Raises:
             MisconfigurationException: If gradients, the loss or logged values depend on them.
@@ -616,8 +570,14 @@ class ExactnessCheck:
         saved = {name for name, _ in (*module.named_buffers(), *module.named_parameters())}
         if kept := [name for name in names if name in saved]:  # evaluation and checkpoints read these
             raise MisconfigurationException(_state_reason(kept[0], batch_statistics(module)))
-        if self._is_read(runs, whole, whole, names, tolerance):
-            raise MisconfigurationException(_state_reason(names[0], batch_statistics(module)))
+        for before in written_by:
+            if before.written.keys().isdisjoint(names):
+                continue
+            again = runs.whole(after=before, carried=names)
+            logs = [[call.value for call in one.logs if not isinstance(call.value, Metric)] for one in (whole, again)]
+            is_read = _distance(whole, again, again, 1.0, 0.0, tolerance) > 1.0
+            if is_read or not alike(reading_of(logs[0]), reading_of(logs[1]), tolerance.state):
+                raise MisconfigurationException(_state_reason(names[0], batch_statistics(module)))
         if not self._unread.issuperset(names):
             rank_zero_warn(
                 f"`training_step` changes {', '.join(f'`{name}`' for name in names)} of the module per micro-batch: "
@@ -627,22 +587,23 @@ class ExactnessCheck:
         self._unread.update(names)
         self._classes.update((name, ["carried"]) for name in names)
 
+    def look_for(self, names: Iterable[str]) -> None:
+        """Have the next check cut where the step writes some names, as micro-batches have done."""
+        self._to_see.update(names)
+
     def refute(self, names: Collection[str]) -> None:
         """Note that what micro-batches have written under some names can't be put together as it seemed.
 
-        Raises:
-            MisconfigurationException: If no other way to put them together is left. Lists are compared again first:
-                the step may not read them.
+        Where no other way is left, the next check shows whether the step reads them.
         """
         for name in names:
             way, *others = self._classes[name]
             self._refuted.setdefault(name, set()).add(way)
             if others:
                 self._classes[name] = others
-            elif way == "merged":
-                del self._classes[name]
             else:
-                raise MisconfigurationException(_state_reason(name, batch_statistics(self._loop.module)))
+                del self._classes[name]
+                self._to_judge.add(name)
         self._make_rules()
 
     def _make_rules(self) -> None:
@@ -656,7 +617,7 @@ class ExactnessCheck:
     def _is_seen(self, name: str) -> bool:
         """Whether micro-batches are compared in what they write under a name, in every step."""
         slot = self._slots.get(name)
-        return name in self._branched or (slot is not None and is_small(slot.read()))
+        return slot is not None and is_small(slot.read())
 
 
 # --- comparing gradients --------------------------------------------------------------------------------------------
@@ -675,6 +636,7 @@ def _other_cuts(num_samples: int, count: int, tried: list[Cut]) -> Iterator[Cut]
 
 
 def _neighbours(num_samples: int, size: int) -> Iterator[Cut]:
+    """Cut between micro-batches beside each other, of a size."""
     for start in range(0, num_samples - size, size):
         yield Cut(start, size, min(size, num_samples - start - size))
 

@@ -18,15 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_memfit.memory.kind import index_of
-from lightning_memfit.profile.culprit import is_read_by_user
 
 aten = torch.ops.aten
 
 _WIDTHS = {torch.float64: 64, torch.complex128: 64, torch.float32: 32, torch.complex64: 32}
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 """Kernels whose fifth argument, `ignore_index`, says which labels `cross_entropy` and `nll_loss` leave out."""
-_LOWER = -1e6
-"""What numbers that Python reads are multiplied by to fall on the other side of most limits; sums stay sums."""
 _FUSED = ("dropout_p", "dropout")
 """Names of the arguments with which kernels draw inside themselves: attention, recurrent layers."""
 
@@ -70,15 +67,11 @@ class RecordedNoise(TorchDispatchMode):
     Attributes:
         least_bits: Width of the least exact floating-point numbers that were computed.
         ignored: Entries of labels that losses were told to leave out.
-        is_read: Whether the user's own code read a number or a truth value out of a tensor, on which it may branch.
-        told: What such code is told instead of what it reads: True and very low numbers, or False and very high ones.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ignored: set[int] = set()
-        self.is_read = False
-        self.told: bool | None = None
         self.draws: dict[bytes, _Draw] = {}
         self.least_bits = 64
         self._size = size
@@ -93,9 +86,6 @@ class RecordedNoise(TorchDispatchMode):
             if func in _LOSSES:
                 self.ignored.add(int(kwargs.get("ignore_index", args[4])))
             found = func(*args, **kwargs)
-            if func is aten._local_scalar_dense.default and isinstance(found, (bool, float)) and is_read_by_user():
-                self.is_read = True
-                return found if self.told is None else _told(found, self.told)
             if isinstance(found, Tensor) and found.is_floating_point():
                 self.least_bits = min(self.least_bits, _WIDTHS.get(found.dtype, 16))
             return found
@@ -124,10 +114,6 @@ class RecordedNoise(TorchDispatchMode):
         kept = self._draw(aten.bernoulli_.float, (torch.empty_like(value), 1.0 - probability), {})
         scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
         return value * kept * scale, kept.bool()
-
-
-def _told(found: bool | float, told: bool) -> bool | float:
-    return told if isinstance(found, bool) else found * (_LOWER if told else -_LOWER)
 
 
 class SlicedNoise(RecordedNoise):

@@ -62,15 +62,15 @@ def _initialize_partitioned(model: Any) -> None:
     from transformers import PreTrainedModel
     from transformers.initialization import guard_torch_init_functions
 
-    is_remote_code = model.is_remote_code()
+    is_own_code = getattr(model, "is_custom_code", model.is_remote_code)()
 
     def apply(module: nn.Module, owner: Any) -> None:
         for child in module.children():
             apply(child, child if isinstance(child, PreTrainedModel) else owner)
         reached = _parameters(module, _DEPTH, PreTrainedModel)
         with deepspeed.zero.GatheredParameters(reached, modifier_rank=0, enabled=bool(reached)):
-            if deepspeed.comm.get_rank() == 0:
-                owner._initialize_weights(module, is_remote_code)
+            if not reached or deepspeed.comm.get_rank() == 0:
+                owner._initialize_weights(module, is_own_code)
 
     with torch.no_grad(), guard_torch_init_functions():
         apply(model, model)
