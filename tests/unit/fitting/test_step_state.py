@@ -225,15 +225,32 @@ def test_written_names_what_has_changed_since_save() -> None:
     assert state.written() == {"helper.calls", "queue", "new"}
 
 
-def test_watched_names_are_saved_in_every_step() -> None:
+def test_numbers_and_what_is_watched_are_saved_in_every_step() -> None:
     module = Module()
     state = StepState(module)
     for _ in range(10):
         state.save()
-    assert state.save() == {}
     slots = find_slots(module)
-    state.watch([slots["calls"], slots["helper.calls"]])
-    assert state.save().keys() == state.copies().keys() == {"calls", "helper.calls"}
+    numbers = state.save().keys()
+    assert numbers == {"calls", "helper.calls", "helper.inner.calls", "space.count", "space.weight"}
+    state.watch([slots["queue"]])
+    assert state.save().keys() == {*numbers, "queue"}
+    assert state.copies().keys() == {"queue"}
+
+
+def test_a_number_that_changes_between_two_looks_is_found_and_put_back() -> None:
+    module = Module()
+    state = StepState(module)
+    for _ in range(10):
+        state.save()
+    saved = state.save()
+    assert not state.is_looking
+    module.calls += 1
+    module.helper.calls += 1
+    assert state.written() == {"calls", "helper.calls"}
+    StepState.load(saved)
+    assert (module.calls, module.helper.calls) == (0, 0)
+    assert state.written() == set()
 
 
 def test_a_teacher_written_through_data_is_put_back() -> None:
