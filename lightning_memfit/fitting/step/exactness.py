@@ -185,8 +185,6 @@ class ExactnessCheck:
         self._agree(batch, num_samples)
         if self._memory is not None:
             self._memory.reset_peak()
-        for name in sorted(self._to_judge):  # no part of the comparison writes it, and micro-batches disagree
-            raise MisconfigurationException(_state_reason(name, batch_statistics(self._loop.module)))
         self._to_see.clear()  # what no cut shows is no work of the step: a hook's, for example
         self.is_done = self.is_done or _UNSEEN not in told
         if not self.is_worth_more:
@@ -200,6 +198,9 @@ class ExactnessCheck:
         def compare() -> _NotFinite | _OutOfMemoryElsewhere | None:
             try:
                 self._compare(request, batch, num_samples, count, size)
+                if self._to_judge:  # micro-batches disagree, and no part that was compared writes it
+                    reason = _state_reason(min(self._to_judge), batch_statistics(self._loop.module))
+                    raise MisconfigurationException(reason)
             except (_NotFinite, _OutOfMemoryElsewhere) as error:
                 if self._consensus.stops_together:
                     raise
