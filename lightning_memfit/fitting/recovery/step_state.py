@@ -51,7 +51,7 @@ _SMALL = 64
 _ROUNDING = 1e-3
 """Relative, between what micro-batches of other sizes compute alike."""
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Optimizer, Dataset, DataLoader)
-_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
+_LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
     *(
         "lightning_memfit",

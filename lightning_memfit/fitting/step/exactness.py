@@ -325,12 +325,13 @@ class ExactnessCheck:
     def _doubted(self, num_samples: int, count: int, size: int, tried: list[Cut]) -> Iterator[Cut]:
         """Yield further cuts as long as there are doubts: micro-batches beside each other, and any others."""
         least, part = min(2, size) if count >= 4 else 1, max(1, min(size, count // 2))
-        for cut in (*_spread(_neighbours(num_samples, part)), *_spread(_other_cuts(num_samples, count, tried))):
-            if min(cut.sizes) >= least:
-                if not (self.has_doubts or self._to_see):
-                    return
-                tried.append(cut)
-                yield cut
+        for cuts in (_neighbours(num_samples, part), _other_cuts(num_samples, count, tried)):
+            if not (self.has_doubts or self._to_see):
+                return
+            for cut in _spread(cuts):
+                if min(cut.sizes) >= least and (self.has_doubts or self._to_see):
+                    tried.append(cut)
+                    yield cut
 
     def _disputed(self, batch: Any, num_samples: int, count: int) -> Cut | None:
         """Return the cut at which rules that may be right differ most; None if they agree everywhere."""
