@@ -71,6 +71,8 @@ class RandomState:
         torch.set_rng_state(torch.frombuffer(bytearray(self._cpu), dtype=torch.uint8))
         if self._accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator, *_of_one(self._device))
+        for generator in (_python, _numpy, _torch):
+            generator.forget()
 
 
 def _of_one(device: torch.device) -> tuple[torch.device, ...]:
@@ -100,6 +102,10 @@ class _Generator:
         self._seen: bytes | None = None
         self._state: Any = None
         self._is_hidden = False
+
+    def forget(self) -> None:
+        """Ask anew next time: a state that is put back may keep a normal number, which the bytes don't show."""
+        self._seen = None
 
     def state(self) -> Any:
         """The generator's state."""

@@ -232,3 +232,20 @@ def test_gradients_of_layers_that_came_later_are_cleared() -> None:
         assert layer.weight.grad is None
         assert layer.bias.grad is not None
         assert not layer.bias.grad.any()
+
+
+@pytest.mark.parametrize(
+    "draw", [numpy.random.standard_normal, lambda: random.gauss(0, 1), lambda: float(torch.randn(()))]
+)
+def test_a_normal_that_a_restored_state_keeps_is_not_lost(draw):
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+    draw()
+    kept = RandomState(torch.device("cpu"))
+    second = draw()
+    RandomState(torch.device("cpu"))  # the same bytes, but nothing is kept any more
+    kept.restore()
+    again = RandomState(torch.device("cpu"))
+    assert draw() == second
+    again.restore()
+    assert draw() == second
