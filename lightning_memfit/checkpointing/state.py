@@ -34,6 +34,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from typing_extensions import override
 
+from lightning_memfit.memory.generators import NUMPY, PYTHON
 from lightning_memfit.memory.wrapping import attributes_of
 
 Place = tuple[Any, ...]
@@ -277,6 +278,7 @@ class BlockState:
         also: Iterable[Tensor] = (),
     ) -> None:
         self._written = written
+        self._num_written = len(written)
         self._inputs = list(inputs)
         self._inside = places.inside
         self._dicts: list[tuple[dict[str, Any], dict[str, Any], bool, int]] = []
@@ -287,7 +289,7 @@ class BlockState:
         self._seen: set[int] = set()
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensors: dict[Place, Tensor] = {}
-        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+        self._python, self._numpy = PYTHON.state(), NUMPY.state()
         for number, module in enumerate(places.modules):
             self._add_module(module, number)
         self._cells = [(cell, _content(cell)) for cell in places.cells]
@@ -491,19 +493,40 @@ class BlockState:
                 raise InexactRecomputationError(
                     block, f"{_described(tensor)} was written in place between its forward and its backward pass."
                 )
-        now = BlockState(places, self._written, self._inputs, [tensor for tensor, _ in self.copies.values()])
+        if self._is_now():
+            now = self
+        else:
+            now = BlockState(places, self._written, self._inputs, [tensor for tensor, _ in self.copies.values()])
         tensors = [tensor for tensor, _ in now.copies.values()]
         with _unsafe_preserve_version_counter(tuple(tensors)):
-            self._restore()
+            if now is not self:
+                self._restore()
             try:
                 yield
             finally:
                 now._restore()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _is_now(self) -> bool:
+        """Whether nothing has changed since this was saved, as far as that takes no more time than to save it anew."""
+        return (
+            not (self.copies or self._locals or self._sources)
+            and len(self._written) == self._num_written
+            and all(_still_holds(owner, held, size) for owner, held, _, size in self._dicts)
+            and all(_still_holds(owner, held, len(held)) for owner, held in self._parameters)
+            and all(_content(cell) is value for cell, value in self._cells)
+            and all(vars(kind).get(name) is value for kind, name, value in self._classes)
+            and all(_in_slot(value, slot) is held for value, slot, held in self._slots)
+            and all(_is_filled(container, content) for container, content in self._contents)
+            and all(leaf.requires_grad is requires_grad for leaf, requires_grad in self._need_grad)
+            and PYTHON.state() is self._python
+            and NUMPY.state() is self._numpy
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _restore(self) -> None:
         for owner, held, whole, size in self._dicts:
-            if len(owner) == size and all(map(operator.is_, map(owner.get, held, repeat(_EMPTY)), held.values())):
+            if _still_holds(owner, held, size):
                 continue
             kept = (key for key in owner if not whole or key in _INTERNALS or key[:3] == "ds_")
             restore_dict(owner, held, keep=frozenset(kept))
@@ -530,9 +553,22 @@ class BlockState:
                 leaf.requires_grad_(requires_grad)
         for tensor, values in self.copies.values():
             tensor.data.copy_(values)
-        if random.getstate() != self._python:
-            random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
+        PYTHON.restore(self._python)
+        NUMPY.restore(self._numpy)
+
+
+def _still_holds(owner: dict[str, Any], held: dict[str, Any], size: int) -> bool:
+    """Whether a dict has as many entries as it had, and those that were held."""
+    return len(owner) == size and all(map(operator.is_, map(owner.get, held, repeat(_EMPTY)), held.values()))
+
+
+def _is_filled(container: Any, content: Any) -> bool:
+    """Whether a container holds its content, in that order. Arrays are not compared."""
+    if isinstance(container, _ARRAYS) or len(container) != len(content):
+        return False
+    if isinstance(container, dict) and not all(map(operator.is_, container.values(), content.values())):
+        return False
+    return all(map(operator.is_, container, content))
 
 
 def _fill(container: Any, content: Any) -> None:

@@ -5,17 +5,12 @@ what forward and backward change. `TrainingSnapshot` is for trial steps: after `
 exactly as it would have without them. `OptimizerSnapshot` is the part that an optimizer step changes.
 """
 
-import ctypes
-import random
-import struct
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,15 +30,12 @@ from lightning_memfit.fitting.recovery.step_state import (
     with_notes,
 )
 from lightning_memfit.fitting.upstream.deepspeed import held_weight
+from lightning_memfit.memory.generators import NUMPY, PYTHON, TORCH
 from lightning_memfit.memory.kind import DeviceKind
 
-# --- random generators, cheap enough to save in every step ----------------------------------------------------------
+# --- random generators ------------------------------------------------------------------------------------------------
 
 _CPU = torch.device("cpu")
-_MT19937_BYTES = 625 * 4  # 624 words and the position
-_PEEKED_BYTES = 16  # the position and the three words next to it
-_TORCH_HEAD_BYTES = 256  # of the C++ object; its state begins within them
-_TORCH_PEEKED_BYTES = 32  # the seed, the position in three fields, and the three words next to it
 
 
 class RandomState:
@@ -57,143 +49,25 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._python = _python.state()
-        self._numpy = _numpy.state()
-        self._cpu = _torch.state()
+        self._python = PYTHON.state()
+        self._numpy = NUMPY.state()
+        self._cpu = TORCH.state()
         self._accelerator: Tensor | None = None
         if device != _CPU and device.type != "cpu":  # the name of a type takes longer than the comparison
             self._accelerator = torch.get_device_module(device).get_rng_state(*_of_one(device))
 
     def restore(self) -> None:
         """Set all generators back."""
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)  # noqa: NPY002
-        torch.set_rng_state(torch.frombuffer(bytearray(self._cpu), dtype=torch.uint8))
+        PYTHON.restore(self._python)
+        NUMPY.restore(self._numpy)
+        TORCH.restore(self._cpu)
         if self._accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator, *_of_one(self._device))
-        for generator in (_python, _numpy, _torch):
-            generator.forget()
 
 
 def _of_one(device: torch.device) -> tuple[torch.device, ...]:
     """What names a device to its type's functions: without it, it is the current one, which user code may change."""
     return (device,) if DeviceKind.of(device).has_own_generator else ()  # "mps" has one device, and no such argument
-
-
-class _Generator:
-    """A global generator whose state is expensive to ask for, and which many steps don't draw from.
-
-    A Mersenne twister moves its position with every draw and renews all words every 624. So the position and a few
-    words next to it tell whether anything was drawn since the state was last read; if not, that state is still valid.
-    While it keeps the second of a pair of normal numbers, which it returns without moving, it is read every time.
-
-    Args:
-        ask: Returns the state.
-        peek: Returns the bytes to compare, None where they can't be read.
-        keeps_normal: Whether a state has the second of a pair of normal numbers in it.
-    """
-
-    def __init__(
-        self, ask: Callable[[], Any], peek: Callable[[], bytes | None], keeps_normal: Callable[[Any], bool]
-    ) -> None:
-        self._ask = ask
-        self._peek = peek
-        self._keeps_normal = keeps_normal
-        self._seen: bytes | None = None
-        self._state: Any = None
-        self._is_hidden = False
-
-    def forget(self) -> None:
-        """Ask anew next time: a state that is put back may keep a normal number, which the bytes don't show."""
-        self._seen = None
-
-    def state(self) -> Any:
-        """The generator's state."""
-        now = self._peek()
-        if now is None or self._is_hidden or now != self._seen:
-            self._seen, self._state = now, self._ask()
-            self._is_hidden = self._keeps_normal(self._state)
-        return self._state
-
-
-def _ask_numpy() -> Any:
-    return numpy.random.get_state(legacy=False)  # noqa: NPY002
-
-
-class _NumpyWords:
-    """Returns the bytes to compare of NumPy's global generator, which the user may replace."""
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._bytes: Any = None
-
-    def __call__(self) -> bytes | None:
-        generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        if generator is not self._generator:
-            self._generator, self._bytes = generator, None
-            if isinstance(generator, numpy.random.MT19937):  # the position comes last
-                self._bytes = _bytes_at(generator.ctypes.state_address + _MT19937_BYTES - _PEEKED_BYTES)
-        return None if self._bytes is None else self._bytes.raw
-
-
-def _peek_python() -> bytes | None:
-    return None if _python_bytes is None else _python_bytes.raw
-
-
-def _bytes_at(address: int, size: int = _PEEKED_BYTES) -> Any:
-    return (ctypes.c_char * size).from_address(address)
-
-
-def _find_python_state() -> int | None:
-    """Return the address of CPython's position and words, after the object's header if a check proves it; or None."""
-    generator = getattr(random, "_inst", None)
-    size = object.__basicsize__ + _MT19937_BYTES
-    if sys.implementation.name != "cpython" or generator is None or type(generator).__basicsize__ < size:
-        return None
-    address = id(generator) + object.__basicsize__
-    words = struct.unpack("=625I", ctypes.string_at(address, _MT19937_BYTES))
-    return address if (*words[1:], words[0]) == random.getstate()[1] else None
-
-
-def _ask_torch() -> bytes:
-    """Return the state as bytes: a tensor would count on a simulated device, in steps that draw and only there."""
-    return torch.default_generator.get_state().numpy().tobytes()
-
-
-def _find_torch_state() -> int | None:
-    """Return the address of torch's seed, position and words, if a check against its state proves it; or None.
-
-    They lie behind the head of the C++ object, in which they are looked for word by word.
-    """
-    try:
-        address: int = torch.default_generator._cdata  # type: ignore[attr-defined]
-        seed, left, is_seeded, position, *words = struct.unpack_from("=QiiQ624Q", _ask_torch())
-    except (AttributeError, TypeError, RuntimeError, struct.error):
-        return None
-    head = struct.pack("=Qi?", seed, left, is_seeded)
-    rest = struct.pack("=625I", position, *words)  # from byte 16 on, after padding
-    for start in range(address, address + _TORCH_HEAD_BYTES, 8):
-        if ctypes.string_at(start, len(head)) == head and ctypes.string_at(start + 16, len(rest)) == rest:
-            return start
-    return None
-
-
-def _peek_torch() -> bytes | None:
-    return None if _torch_bytes is None else _torch_bytes.raw
-
-
-def _keeps_torch_normal(state: bytes) -> bool:
-    """Whether the legacy layout says so: an `int` after 624 words and three doubles, and a flag after a `float`."""
-    return any(state[5040:5044]) or bool(state[5052])
-
-
-_python_address = _find_python_state()
-_python_bytes = None if _python_address is None else _bytes_at(_python_address)
-_torch_address = _find_torch_state()
-_torch_bytes = None if _torch_address is None else _bytes_at(_torch_address, _TORCH_PEEKED_BYTES)
-_python = _Generator(random.getstate, _peek_python, lambda state: state[2] is not None)
-_numpy = _Generator(_ask_numpy, _NumpyWords(), lambda state: bool(state.get("has_gauss")))
-_torch = _Generator(_ask_torch, _peek_torch, _keeps_torch_normal)
 
 
 # --- snapshots ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 # ruff: noqa: NPY002  (the global generator is what is tested)
 import copy
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy
@@ -11,7 +10,6 @@ from torch import nn
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_memfit.device.limit import SimulatedDevice
-from lightning_memfit.fitting.recovery import rollback as rollback
 from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot, RandomState, Rollback, TrainingSnapshot
 
@@ -122,27 +120,6 @@ def test_host_copies_do_not_count_on_a_simulated_device() -> None:
     assert tensor[9].item() == 9.0
 
 
-@pytest.mark.parametrize(
-    ("seed", "draw"),
-    [
-        (numpy.random.seed, numpy.random.rand),
-        (random.seed, random.random),
-        (torch.manual_seed, lambda: torch.rand(()).item()),
-    ],
-)
-def test_states_are_right_whether_or_not_a_generator_is_used(seed: object, draw: object) -> None:
-    seed(3)  # type: ignore[operator]
-    first, again = RandomState(CPU), RandomState(CPU)
-    expected = [draw() for _ in range(3)]  # type: ignore[operator]
-    for saved in (first, again):
-        saved.restore()
-        assert [draw() for _ in range(3)] == expected  # type: ignore[operator]
-    later = RandomState(CPU)
-    expected = [draw() for _ in range(3)]  # type: ignore[operator]
-    later.restore()
-    assert [draw() for _ in range(3)] == expected  # type: ignore[operator]
-
-
 class Devices:
     """A stand-in for `torch.cuda` with two devices, of which the second is the current one."""
 
@@ -171,54 +148,6 @@ def test_devices_whose_functions_take_no_index_are_asked_without(monkeypatch: py
     RandomState(torch.device("mps", 0)).restore()
 
 
-@pytest.mark.parametrize(
-    ("seed", "draw"),
-    [
-        (numpy.random.seed, numpy.random.randn),
-        (random.seed, lambda: random.gauss(0.0, 1.0)),
-        (torch.manual_seed, lambda: torch.randn(()).item()),
-        (torch.manual_seed, lambda: torch.randn((), dtype=torch.float64).item()),
-    ],
-)
-def test_a_kept_normal_number_is_part_of_the_state(
-    seed: Callable[[int], None], draw: Callable[[], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollback, "_numpy", fresh(rollback._numpy))
-    monkeypatch.setattr(rollback, "_python", fresh(rollback._python))
-    monkeypatch.setattr(rollback, "_torch", fresh(rollback._torch))
-    seed(3)
-    draw()  # two were made, one is kept
-    RandomState(CPU)
-    draw()  # the kept one: the words don't move
-    later = RandomState(CPU)
-    expected = [draw() for _ in range(3)]
-    later.restore()
-    assert [draw() for _ in range(3)] == expected
-
-
-@pytest.mark.parametrize(
-    ("peek", "draw"),
-    [
-        (rollback._peek_python, random.random),
-        (rollback._NumpyWords(), lambda: numpy.random.bytes(4)),
-        (rollback._peek_torch, lambda: torch.rand(())),
-    ],
-)
-def test_every_draw_shows_in_the_bytes_compared(peek: Callable[[], bytes | None], draw: Callable[[], object]) -> None:
-    """Where they can't be read every step asks for the whole state, which is slower but right."""
-    seen = set()
-    for _ in range(1300):  # more than twice around the words
-        assert peek() == peek()
-        seen.add(peek())
-        draw()
-    assert None not in seen
-    assert len(seen) == 1300
-
-
-def fresh(generator: rollback._Generator) -> rollback._Generator:
-    return rollback._Generator(generator._ask, generator._peek, generator._keeps_normal)
-
-
 def test_gradients_of_layers_that_came_later_are_cleared() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     state = Rollback(module, CPU)
@@ -232,20 +161,3 @@ def test_gradients_of_layers_that_came_later_are_cleared() -> None:
         assert layer.weight.grad is None
         assert layer.bias.grad is not None
         assert not layer.bias.grad.any()
-
-
-@pytest.mark.parametrize(
-    "draw", [numpy.random.standard_normal, lambda: random.gauss(0, 1), lambda: float(torch.randn(()))]
-)
-def test_a_normal_that_a_restored_state_keeps_is_not_lost(draw):
-    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-        seed(0)
-    draw()
-    kept = RandomState(torch.device("cpu"))
-    second = draw()
-    RandomState(torch.device("cpu"))  # the same bytes, but nothing is kept any more
-    kept.restore()
-    again = RandomState(torch.device("cpu"))
-    assert draw() == second
-    again.restore()
-    assert draw() == second

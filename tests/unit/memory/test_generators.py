@@ -1,0 +1,117 @@
+# ruff: noqa: NPY002  (the global generator is what is tested)
+"""States of the host's random generators, read only where something was drawn."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from lightning_memfit.memory import generators
+from lightning_memfit.memory.generators import NUMPY, PYTHON, TORCH, HostGenerator
+
+DRAWS: list[tuple[HostGenerator, Callable[[int], Any], Callable[[], float]]] = [
+    (PYTHON, random.seed, random.random),
+    (PYTHON, random.seed, lambda: random.gauss(0.0, 1.0)),
+    (NUMPY, numpy.random.seed, numpy.random.rand),
+    (NUMPY, numpy.random.seed, numpy.random.randn),
+    (TORCH, torch.manual_seed, lambda: torch.rand(()).item()),
+    (TORCH, torch.manual_seed, lambda: torch.randn(()).item()),
+    (TORCH, torch.manual_seed, lambda: torch.randn((), dtype=torch.float64).item()),
+]
+
+
+def drawn(draw: Callable[[], float], number: int = 3) -> list[float]:
+    return [draw() for _ in range(number)]
+
+
+@pytest.mark.parametrize(("generator", "seed", "draw"), DRAWS)
+@pytest.mark.parametrize("earlier", range(3))
+def test_a_state_is_right_however_much_was_drawn_before_and_after(
+    generator: HostGenerator, seed: Callable[[int], Any], draw: Callable[[], float], earlier: int
+) -> None:
+    """An odd number of normal numbers leaves the second of a pair, whose draw moves no word."""
+    seed(3)
+    drawn(draw, earlier)
+    first, again = generator.state(), generator.state()
+    assert first is again
+    expected = drawn(draw)
+    for saved in (first, again):
+        generator.restore(saved)
+        assert drawn(draw) == expected
+    later = generator.state()
+    expected = drawn(draw)
+    generator.restore(later)
+    generator.restore(later)
+    assert drawn(draw) == expected
+
+
+@pytest.mark.parametrize(("generator", "seed", "draw"), DRAWS)
+def test_what_users_put_back_is_seen(
+    generator: HostGenerator, seed: Callable[[int], Any], draw: Callable[[], float]
+) -> None:
+    """A state of the same words and position may keep a normal number, or another one."""
+    own = {PYTHON: (random.getstate, random.setstate), TORCH: (torch.get_rng_state, torch.set_rng_state)}
+    get, put = own.get(generator, (numpy.random.get_state, numpy.random.set_state))
+    seed(0)
+    draw()
+    kept = get()  # type: ignore[operator]
+    second = draw()
+    generator.state()  # the same words, but nothing is kept any more
+    put(kept)  # type: ignore[operator]
+    state = generator.state()
+    assert draw() == second
+    generator.restore(state)
+    assert draw() == second
+
+
+def test_kept_normal_numbers_tell_states_apart() -> None:
+    words = numpy.random.get_state()[1:3]
+    for normal in (0.5, 0.25):
+        numpy.random.set_state(("MT19937", *words, 1, normal))
+        assert NUMPY.state()["gauss"] == normal
+
+
+@pytest.mark.parametrize(("generator", "seed", "draw"), DRAWS)
+def test_every_draw_shows_in_what_is_compared(
+    generator: HostGenerator, seed: Callable[[int], Any], draw: Callable[[], float]
+) -> None:
+    """Where it can't be read every call asks for the whole state, which is slower but right."""
+    seen = set()
+    for _ in range(1300):  # more than twice around the words
+        assert generator._peek() == generator._peek()
+        seen.add(generator._peek())
+        draw()
+    assert None not in seen
+    assert len(seen) == 1300
+
+
+def test_a_generator_that_replaces_numpys_is_asked_itself() -> None:
+    own = numpy.random.get_bit_generator()
+    state = NUMPY.state()
+    try:
+        numpy.random.set_bit_generator(numpy.random.PCG64(3))
+        other = NUMPY.state()
+        expected = drawn(numpy.random.rand)
+        NUMPY.restore(other)
+        assert drawn(numpy.random.rand) == expected
+    finally:
+        numpy.random.set_bit_generator(own)
+    NUMPY.restore(state)
+    assert NUMPY.state()["bit_generator"] == "MT19937"
+
+
+@pytest.mark.parametrize(
+    ("find", "generator"),
+    [("_find_numpy_normal", generators._NumpyPeek()), ("_shows_torch_normals", generators._TorchPeek())],
+)
+def test_states_that_no_check_finds_are_read_every_time(
+    find: str, generator: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generators, find, lambda: None)
+    ask = NUMPY._ask if "numpy" in find else TORCH._ask
+    always = HostGenerator(ask, lambda state: None, generator)
+    assert generator() is None
+    assert always.state() is not always.state()
