@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from random import Random
 from types import FunctionType, GeneratorType
 from typing import Any, cast
@@ -655,7 +655,7 @@ class Counters:
         for name, value in list(attributes.items()):
             if isinstance(value, torch.optim.Optimizer):  # that a wrapper steps
                 yield from self._of_optimizer(value, f"{prefix}{name}.", known)
-            elif name not in _OF_OPTIMIZERS:
+            elif name not in _of_optimizers():
                 for found in self._at(attributes, name, prefix + name, value, 0, known):
                     if found[1] not in _SCHEDULED:
                         yield found[2], *found
@@ -727,9 +727,13 @@ _NAMED_KEYS = (str, int, bool, float, tuple, type(None))
 _WITHOUT_COUNTERS = ("torch.", "lightning_memfit.", "bitsandbytes.", "transformers.")
 """Packages whose optimizers do the same in every step, but for the first."""
 
-_OF_OPTIMIZERS = frozenset((*vars(torch.optim.SGD([torch.zeros(0)], lr=0.1)), "_opt_called", "_step_count")) - {
-    "param_groups"
-}
+
+@cache
+def _of_optimizers() -> frozenset[str]:
+    """Attributes of every optimizer. Asked for late: the first optimizer of a process imports `torch._dynamo` (1 s)."""
+    of_any = {*vars(torch.optim.SGD([torch.zeros(0)], lr=0.1)), "_opt_called", "_step_count"}
+    return frozenset(of_any - {"param_groups"})
+
 
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
 """What schedulers set in groups."""
