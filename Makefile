@@ -48,8 +48,8 @@ fuzz: $(STAMP)
 faults: $(STAMP)
 	$(WITH_OWN_NINJA) python -m tests.faults
 
-# Unit and technique tests under the oldest and the newest supported versions, each in an environment of its own in
-# .venv-versions (some gigabytes each); `make test-versions ONLY=oldest` takes one.
+# Tests of units, techniques and strategies under older and the newest supported versions, each in an environment of its
+# own in .venv-versions (some gigabytes each); `make test-versions ONLY=oldest` takes one.
 ONLY ?=
 test-versions: $(STAMP)
 	$(BIN)/python -m tests.versions $(ONLY)

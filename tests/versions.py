@@ -1,4 +1,4 @@
-"""Run the unit and technique tests under the oldest and the newest supported versions: `make test-versions`.
+"""Run tests of units, techniques and strategies under older and the newest supported versions: `make test-versions`.
 
 The oldest environment takes the lower bounds of `pyproject.toml`, the newest the pins of `constraints.txt`, so that
 what is claimed is what runs. Wheels of older torch are CUDA builds of some gigabytes; they run on the CPU, too.
@@ -22,8 +22,16 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-versions"
-TESTS = ("tests/unit", "tests/techniques")
-DEFAULT_ARGUMENTS = ("-n", "2", "--dist", "loadfile", "-m", "not gpu and not slow")
+TESTS = {
+    ("tests/unit", "tests/techniques"): "not gpu and not slow",
+    # What transformers, DeepSpeed and FSDP2 do together shows only where ranks train.
+    tuple(f"tests/integration/test_{name}.py" for name in ("zero", "zero_checkpoints", "ddp_and_fsdp2")): "not gpu",
+}
+"""Files, and which of their tests are run."""
+
+DEFAULT_ARGUMENTS = ("-n", "2", "--dist", "loadfile")
+
+_NO_TESTS = 5  # pytest's exit code
 
 
 @dataclass(frozen=True)
@@ -96,15 +104,20 @@ def run(name: str, arguments: list[str]) -> str:
         programs = install(name, environment, python)
     except subprocess.CalledProcessError as error:
         return f"FAILED to install: {' '.join(error.cmd[-2:])}"
-    log = FOLDER / f"{name}.log"
-    command = [str(programs / "python"), "-m", "pytest", "-q", *TESTS, *DEFAULT_ARGUMENTS, *arguments]
     # Kernels are built and loaded with the ninja of the environment.
     variables = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-    with log.open("w") as output:
-        result = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=variables)
-    lines = log.read_text().rstrip().splitlines() or [""]
-    failures = "".join(f"\n    {line}" for line in lines if line.startswith(("FAILED", "ERROR")))
-    return f"{'passed' if result.returncode == 0 else 'FAILED'}: {lines[-1].strip('= ')}{failures}"
+    results, closing, failures = [], [], []
+    for number, (files, which) in enumerate(TESTS.items(), start=1):
+        log = FOLDER / f"{name}-{number}.log"
+        command = [str(programs / "python"), "-m", "pytest", "-q", *files, *DEFAULT_ARGUMENTS, "-m", which, *arguments]
+        with log.open("w") as output:
+            results.append(subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=variables))
+        lines = log.read_text().rstrip().splitlines() or [""]
+        closing.append(lines[-1].strip("= "))
+        failures += [f"\n    {line}" for line in lines if line.startswith(("FAILED", "ERROR"))]
+    # With `-k`, one of the two may have nothing to run.
+    has_passed = {one.returncode for one in results} in ({0}, {0, _NO_TESTS})
+    return f"{'passed' if has_passed else 'FAILED'}: {'; '.join(closing)}{''.join(failures)}"
 
 
 def main(arguments: list[str]) -> int:

@@ -120,10 +120,14 @@ def plain_losses(case: dict[str, Any]) -> list[float]:
     ranks //= case.get("together", 1)  # ranks that compute on one batch
     torch.manual_seed(0)
     module = build_module(**case.get("module", {}))
+    is_half = case.get("precision", "32-true").startswith("bf16")
+    # Transformers 5.17 draws in the type in which a module is built, later versions in fp32.
+    torch.set_default_dtype(torch.bfloat16 if is_half and _is_built_in_half(case) else torch.float32)
     module.configure_model()
+    torch.set_default_dtype(torch.float32)
     names = [name for name, _ in module.named_parameters()]
     masters = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    if case.get("precision", "32-true").startswith("bf16"):
+    if is_half:
         module.bfloat16()
         masters = {name: parameter.detach().float() for name, parameter in module.named_parameters()}
     parameters = dict(module.named_parameters())
@@ -152,6 +156,13 @@ def plain_losses(case: dict[str, Any]) -> list[float]:
             for name in names:
                 parameters[name].copy_(masters[name])
     return losses
+
+
+def _is_built_in_half(case: dict[str, Any]) -> bool:
+    """Whether a run builds its module in half precision rather than converting it: a "true" one, or within ZeRO-3."""
+    strategy = case["strategy"]
+    stage = strategy.get("init_args", {}).get("stage") if isinstance(strategy, dict) else strategy[-1]
+    return case["precision"].endswith("true") or str(stage) == "3"
 
 
 def fit(case: dict[str, Any]) -> dict[str, Any]:
