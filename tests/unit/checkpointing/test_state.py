@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 from lightning_memfit.checkpointing import samples
 from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments
 from lightning_memfit.checkpointing.blocks import BlockGroup
-from lightning_memfit.checkpointing.state import InexactRecomputationError
+from lightning_memfit.checkpointing.state import BlockState, InexactRecomputationError, StatePlaces
 
 WIDTH = 6
 CALLS = [0]
@@ -1058,3 +1058,64 @@ def test_what_is_exact_is_not_refused(kind):
 def test_a_block_that_ends_in_torchscript_is_refused_in_words():
     with pytest.raises(InexactRecomputationError, match="EndsInTorchScript .*ends with TorchScript"):
         train(EndsInTorchScript, checkpointed("full"))
+
+
+class Holder(Block):
+    """Keeps state of many kinds."""
+
+    amount = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1
+        self.entries = [1, 2]
+        self.by_name = {"a": 1, "b": 2}
+        self.names = {1, 2}
+        self.plain = State()
+
+    def change(self, y):
+        return y * self.amount
+
+
+CHANGES = {
+    "number": lambda block: setattr(block, "number", 2),
+    "new": lambda block: setattr(block, "other", 2),
+    "gone": lambda block: delattr(block, "number"),
+    "list": lambda block: block.entries.append(3),
+    "entry": lambda block: block.entries.__setitem__(0, 5),
+    "order": lambda block: block.by_name.update(a=block.by_name.pop("a")),
+    "value": lambda block: block.by_name.update(b=3),
+    "set": lambda block: block.names.add(3),
+    "object": lambda block: setattr(block.plain, "calls", 7),
+    "class": lambda block: setattr(Holder, "amount", 2),
+    "weight": lambda block: setattr(block.inner, "weight", nn.Parameter(torch.zeros(4, 4))),
+    "frozen": lambda block: block.inner.weight.requires_grad_(False),
+    "training": lambda block: block.eval(),
+    "python": lambda block: random.random(),
+    "numpy": lambda block: np.random.rand(),  # noqa: NPY002
+}
+
+
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_state_is_saved_anew_for_backward_where_something_has_changed(change, monkeypatch):
+    monkeypatch.setattr(Holder, "amount", 1)  # put back at the end
+    block, saved = Holder(), []
+    places = StatePlaces((block,))
+
+    class Noted(BlockState):
+        def __init__(self, *args):
+            saved.append(None)
+            super().__init__(*args)
+
+    state = Noted(places, set())
+    state.end_of_forward("Holder", [], [], {})
+    monkeypatch.setattr("lightning_memfit.checkpointing.state.BlockState", Noted)
+    for _ in range(3):  # what is only read would have been made by then
+        with state.again("Holder", places):
+            pass
+    assert len(saved) == 1
+    if change is not None:
+        CHANGES[change](block)
+        with state.again("Holder", places):
+            pass
+        assert len(saved) == 2
