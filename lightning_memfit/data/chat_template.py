@@ -7,6 +7,7 @@ end-of-turn token that follows its text. Either is tried on a conversation whose
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import re
@@ -38,7 +39,7 @@ _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 _DATE_FORMAT = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
 _PROBE = [
     {"role": "user", "content": "How many legs has a beetle?"},
-    {"role": "assistant", "content": "It walks on six of them."},
+    {"role": "assistant", "content": "    It walks on six   of them.  "},
     {"role": "user", "content": "And a crab?"},
     {"role": "assistant", "content": "Ten, two with pincers."},
 ]
@@ -77,7 +78,6 @@ class ChatTemplate:
         date: str = "2024-07-26",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
         self.name = "the tokenizer's chat template" if template is None else f"`chat_template={template!r}`"
         self.options = dict(options or {})
         self.source = _pin_date(read_template(tokenizer, template), date)
@@ -87,6 +87,7 @@ class ChatTemplate:
                 f"`tokenizer`: {type(tokenizer).__name__} doesn't say which characters its tokens stand for, so that "
                 "answers can't be found. Use a fast tokenizer (a folder with `tokenizer.json`)."
             )
+        self.tokenizer = _with_spaces_in_offsets(tokenizer)
         self._end_of_turn = _end_of_turn(tokenizer)
         self.end_of_answer = int(tokenizer.eos_token_id)
         """Id of the token with which the model learns to end an answer."""
@@ -149,7 +150,10 @@ class ChatTemplate:
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         is_answer = np.zeros(len(ids), bool)
         for start, end in self._answers(messages, text):
-            is_answer |= (start <= starts) & (ends <= end) & (starts < ends)
+            # An end-of-turn token may take in the spaces behind it (`rstrip`).
+            inside = np.flatnonzero((start <= starts) & (starts < end) & (starts < ends))
+            if len(inside):
+                is_answer[inside[0] : inside[-1] + 1] = True
         return Conversation(ids, is_answer)
 
     def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
@@ -273,6 +277,32 @@ def _pin_date(source: str, date: str) -> str:
         return source
     written = {form: day.strftime(form) for _, form in _DATE_FORMAT.findall(source)}
     return f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(written)}[form] }}}}{{%- endmacro -%}}{source}"
+
+
+def _with_spaces_in_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose offsets cover spaces, too: the same one, or a copy if it trims them (`trim_offsets`).
+
+    Trimmed, a token of spaces stands for no character, and can't be found in an answer. Ids are the same.
+    """
+    from tokenizers import Tokenizer, models
+
+    bare = Tokenizer(models.BPE())
+    bare.post_processor = tokenizer.backend_tokenizer.post_processor
+    state = json.loads(bare.to_str())
+    untrimmed = {**state, "post_processor": _untrimmed(state["post_processor"])}
+    if untrimmed == state:
+        return tokenizer
+    whole = copy.deepcopy(tokenizer)
+    whole.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(untrimmed)).post_processor
+    return whole
+
+
+def _untrimmed(state: Any) -> Any:
+    if isinstance(state, list):
+        return [_untrimmed(inner) for inner in state]
+    if isinstance(state, dict):
+        return {key: key != "trim_offsets" and _untrimmed(inner) for key, inner in state.items()}
+    return state
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,5 +1,5 @@
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_memfit.data.chat_template import ChatTemplate
@@ -188,6 +188,38 @@ def test_the_first_word_after_a_space_is_learned(tmp_path):
     template = ChatTemplate(load_tokenizer(str(tmp_path)))
     ids, is_answer = template.encode(said("How many legs", "It walks"))
     assert tokenizer.convert_ids_to_tokens(ids[is_answer]) == ["▁It", "▁walks", "</s>"]
+
+
+TRIMMING = {
+    "bytes": processors.ByteLevel(trim_offsets=True),
+    "sequence": processors.Sequence([processors.ByteLevel(trim_offsets=True)]),
+    "roberta": processors.RobertaProcessing(("<|endoftext|>", 256), ("<|bos|>", 258), trim_offsets=True),
+}
+CHATML_BY_HAND = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", [CHATML_BY_HAND, None], ids=["prefixes", "marks"])
+@pytest.mark.parametrize("kind", TRIMMING)
+def test_spaces_of_answers_are_learned_where_offsets_are_trimmed(kind, source):
+    """Trimmed offsets have no characters for a token of spaces (GPT-NeoX, RoBERTa)."""
+    tokenizer = chat_tokenizer("qwen3", source)
+    tokenizer.backend_tokenizer.post_processor = TRIMMING[kind]
+    template = ChatTemplate(tokenizer, None if source else "chatml")
+    end = "<|im_end|>" if source else "<|endoftext|>"
+    for answer in ("    return x", "return x      ", "a    =\n    b"):
+        assert learned(template, said("Code", answer)) == [answer + end]
+
+
+def test_an_end_of_turn_that_takes_in_spaces_behind_it_is_learned():
+    """As those of Phi-3 do (`rstrip`)."""
+    tokenizer = byte_tokenizer()
+    special = ["<|im_start|>", AddedToken("<|im_end|>", rstrip=True, special=True)]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = CHATML_BY_HAND
+    assert learned(ChatTemplate(tokenizer), said("Hi!", "Hello")) == ["Hello<|im_end|>"]
 
 
 def test_a_tokenizer_without_offsets_is_refused(monkeypatch):
