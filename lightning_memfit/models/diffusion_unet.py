@@ -27,9 +27,12 @@ class DiffusionUNet(NetworkModule):
         pretrained: Hub name or local folder of a `UNet2DModel` (in a pipeline's folder, its folder `unet`). Null:
             random weights.
         config: Arguments of `diffusers.UNet2DModel`, when `pretrained` is null.
-        train_timesteps: Number of strengths of noise.
-        beta_schedule: How the strength grows, as diffusers' DDPMScheduler names it.
-        prediction_type: What the network tells: the noise (`epsilon`) or a mixture with the image (`v_prediction`).
+        train_timesteps: Number of strengths of noise. Null, as for the next two: what the scheduler of `pretrained`
+            says, whose other settings hold, too; 1000 without `pretrained`.
+        beta_schedule: How the strength grows, as diffusers' DDPMScheduler names it. `squaredcos_cap_v2` without
+            `pretrained`.
+        prediction_type: What the network tells: the noise (`epsilon`, without `pretrained`) or a mixture with the image
+            (`v_prediction`).
         learning_rate: Peak learning rate.
         min_learning_rate_fraction: Learning rate at the end of the cosine, as a fraction of the peak.
         warmup_steps: Optimizer steps of linear warm-up.
@@ -39,7 +42,8 @@ class DiffusionUNet(NetworkModule):
 
     Raises:
         ModuleNotFoundError: If diffusers isn't installed.
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range, or says otherwise than the scheduler of `pretrained`; if that has
+            no scheduler, or one of another kind of diffusion, and arguments are missing.
     """
 
     counted = "pixel_values"
@@ -48,9 +52,9 @@ class DiffusionUNet(NetworkModule):
         self,
         pretrained: str | None = None,
         config: dict[str, Any] | None = None,
-        train_timesteps: int = 1000,
-        beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] = "squaredcos_cap_v2",
-        prediction_type: Literal["epsilon", "v_prediction"] = "epsilon",
+        train_timesteps: int | None = None,
+        beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] | None = None,
+        prediction_type: Literal["epsilon", "v_prediction"] | None = None,
         learning_rate: float = 1e-4,
         min_learning_rate_fraction: float = 0.0,
         warmup_steps: int = 0,
@@ -62,15 +66,13 @@ class DiffusionUNet(NetworkModule):
             learning_rate, min_learning_rate_fraction, warmup_steps, weight_decay, optimizer, optimizer_options
         )
         require("diffusers", "DiffusionUNet")
-        if train_timesteps < 1:
+        if train_timesteps is not None and train_timesteps < 1:
             raise ValueError(f"`train_timesteps={train_timesteps}` must be at least 1.")
         if (pretrained is None) == (config is None):
             raise ValueError("Give `pretrained`, or `config` with the arguments of a new UNet2DModel, and not both.")
-        from diffusers import DDPMScheduler
-
         self.save_hyperparameters()
-        schedule: Any = DDPMScheduler
-        self.noise_schedule = schedule(train_timesteps, beta_schedule=beta_schedule, prediction_type=prediction_type)
+        asked = {"train_timesteps": train_timesteps, "beta_schedule": beta_schedule, "prediction_type": prediction_type}
+        self.noise_schedule = _noise_schedule(pretrained, asked)
         self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
 
     @override
@@ -137,11 +139,11 @@ class DiffusionUNet(NetworkModule):
         images = batch["pixel_values"]
         on = images.device if generator is None else generator.device
         noise = torch.randn(images.shape, generator=generator, device=on, dtype=images.dtype).to(images.device)
-        steps = torch.randint(self.hparams["train_timesteps"], (len(images),), generator=generator, device=on)
+        steps = torch.randint(len(self.noise_schedule.betas), (len(images),), generator=generator, device=on)
         steps = steps.to(images.device)
         noisy = self.noise_schedule.add_noise(images, noise, steps)
         target = noise
-        if self.hparams["prediction_type"] == "v_prediction":
+        if self.noise_schedule.config.prediction_type == "v_prediction":
             target = self.noise_schedule.get_velocity(images, noise, steps)
         told = self(noisy, steps, batch.get("labels") if self.network.class_embedding is not None else None)
         return F.mse_loss(told.float(), target.float())
@@ -151,6 +153,37 @@ class DiffusionUNet(NetworkModule):
         mean, size = getattr(self, f"{stage}_loss"), len(batch[self.counted])
         mean.update(self._loss(batch, torch.Generator().manual_seed(batch_idx)), size)
         self.log(f"{stage}_loss", mean, prog_bar=True, batch_size=size)
+
+    # --- checkpoints and exports ------------------------------------------------------------------------------------
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the noise schedule; see `NetworkModule`."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[_SCHEDULE_KEY] = dict(self.noise_schedule.config)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint that was trained with another noise schedule; see `NetworkModule`.
+
+        Raises:
+            ValueError: If it was.
+        """
+        super().on_load_checkpoint(checkpoint)
+        given = {name: checkpoint.get("hyper_parameters", {}).get(name) for name in _ARGUMENTS}
+        if _SCHEDULE_KEY in checkpoint:
+            before = _scheduler_of(checkpoint[_SCHEDULE_KEY])
+        elif None not in given.values():  # earlier versions trained what their arguments said, whatever `pretrained`
+            before = _scheduler_of({of: given[name] for name, of in _ARGUMENTS.items()})
+        else:
+            return
+        now = self.noise_schedule
+        if before.config.prediction_type != now.config.prediction_type or not torch.equal(before.betas, now.betas):
+            fix = ", ".join(f"`{name}: {before.config[of]}`" for name, of in _ARGUMENTS.items())
+            raise ValueError(
+                f"The checkpoint was trained with another noise schedule, {fix}, than this module's. Give these "
+                "arguments, and as `pretrained`, if there is one, the folder of a UNet without a scheduler beside it."
+            )
 
     def export(self, folder: str | Path) -> Path:
         """Write a folder of a pipeline that `diffusers.DDPMPipeline.from_pretrained` loads.
@@ -166,6 +199,86 @@ class DiffusionUNet(NetworkModule):
         pipeline: Any = DDPMPipeline
         pipeline(self.network, self.noise_schedule).save_pretrained(target)
         return target
+
+
+# --- the noise schedule -----------------------------------------------------------------------------------------------
+
+_SCHEDULE_KEY = "memfit_noise_schedule"
+_ARGUMENTS = {
+    "train_timesteps": "num_train_timesteps",
+    "beta_schedule": "beta_schedule",
+    "prediction_type": "prediction_type",
+}
+"""Arguments of `DiffusionUNet`, with the names that diffusers has for them."""
+_OF_NEW_NETWORKS = {"train_timesteps": 1000, "beta_schedule": "squaredcos_cap_v2", "prediction_type": "epsilon"}
+
+
+def _noise_schedule(pretrained: str | None, asked: dict[str, Any]) -> Any:
+    """Return the DDPMScheduler by which noise is added, that of a pretrained pipeline with all its settings.
+
+    Args:
+        pretrained: As given to `DiffusionUNet`.
+        asked: Values of `_ARGUMENTS`; None where none was given.
+
+    Raises:
+        ValueError: If these and `pretrained` leave open what it is, or contradict each other.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    found, reason = (None, "") if pretrained is None else _read_scheduler(pretrained)
+    if found is not None:
+        schedule = _scheduler_of(found)
+        for name, value in given.items():
+            own = schedule.config[_ARGUMENTS[name]]
+            if own != value:
+                raise ValueError(
+                    f"`{name}={value!r}`, but the scheduler of `pretrained={pretrained!r}` has {own!r}. Leave it out; "
+                    "to train for another noise, give the folder of the UNet alone, and all of "
+                    f"{', '.join(f'`{one}`' for one in _ARGUMENTS)}."
+                )
+        _refuse_other_diffusion(schedule, found, str(pretrained))
+        return schedule
+    missing = [f"`{name}`" for name in _ARGUMENTS if name not in given]
+    if pretrained is not None and missing:
+        raise ValueError(
+            f"`pretrained={pretrained!r}` has no scheduler that says for which noise it was trained ({reason}). Give "
+            f"the folder of the whole pipeline, or {', '.join(missing)}."
+        )
+    return _scheduler_of({_ARGUMENTS[name]: value for name, value in (_OF_NEW_NETWORKS | given).items()})
+
+
+def _scheduler_of(config: dict[str, Any]) -> Any:
+    from diffusers import DDPMScheduler
+
+    kind: Any = DDPMScheduler
+    return kind.from_config(config)
+
+
+def _read_scheduler(pretrained: str) -> tuple[dict[str, Any] | None, str]:
+    """Return a pipeline's configuration of its scheduler; or None, and why there is none."""
+    from diffusers import DDPMScheduler
+
+    kind: Any = DDPMScheduler
+    folder, reason = Path(pretrained).expanduser(), ""
+    for place in ({"subfolder": "scheduler"}, {}):  # older pipelines have everything in one folder
+        try:
+            return kind.load_config(str(folder) if folder.is_dir() else pretrained, **place), ""
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+    return None, reason
+
+
+def _refuse_other_diffusion(schedule: Any, found: dict[str, Any], pretrained: str) -> None:
+    known = {type(schedule).__name__, *(kind.__name__ for kind in schedule.compatibles)}
+    kind, told, variance = (found.get("_class_name", ""), schedule.config.prediction_type, schedule.variance_type)
+    if kind and kind not in known:
+        has = f"is a {kind}, whose noise is another than DDPM's"
+    elif told not in ("epsilon", "v_prediction"):
+        has = f"has `prediction_type={told!r}`, and DiffusionUNet trains `epsilon` or `v_prediction`"
+    elif variance.startswith("learned"):
+        has = f"has `variance_type={variance!r}`, and DiffusionUNet trains no variance"
+    else:
+        return
+    raise ValueError(f"`pretrained={pretrained!r}`: its scheduler {has}. Take another model.")
 
 
 def _folder_of(name: str) -> str:

@@ -66,13 +66,73 @@ def test_an_export_is_a_pipeline_that_is_trained_on(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def pipeline(folder, scheduler):
+    """A folder of a pipeline with a tiny UNet, without asking the module."""
+    from diffusers import UNet2DModel
+
+    UNet2DModel(**TINY).save_pretrained(folder / "unet")
+    scheduler.save_pretrained(folder / "scheduler")
+    return str(folder)
+
+
+V_PREDICTION = {"num_train_timesteps": 50, "beta_schedule": "linear", "prediction_type": "v_prediction"}
+
+
+def test_a_pretrained_pipeline_brings_its_noise_schedule_and_keeps_it(tmp_path):
+    """The default schedule would train it on another target, and write another scheduler beside it."""
+    from diffusers import DDIMScheduler, DDPMScheduler
+
+    before = DDIMScheduler(**V_PREDICTION, beta_end=0.03, clip_sample_range=2.0, timestep_spacing="trailing")
+    module = DiffusionUNet(pretrained=pipeline(tmp_path / "in", before), prediction_type="v_prediction")
+    assert torch.equal(module.noise_schedule.betas, before.betas)
+    module.configure_model()
+    module._loss({"pixel_values": torch.rand(8, 3, 8, 8)})
+    written = DDPMScheduler.from_pretrained(module.export(tmp_path / "out"), subfolder="scheduler").config
+    for name in (*V_PREDICTION, "beta_end", "clip_sample_range", "timestep_spacing"):
+        assert written[name] == before.config[name]
+
+
+def test_a_noise_schedule_that_contradicts_the_pretrained_one_is_refused(tmp_path):
+    from diffusers import DDPMScheduler, ScoreSdeVeScheduler
+
+    name = pipeline(tmp_path / "in", DDPMScheduler(**V_PREDICTION))
+    with pytest.raises(ValueError, match=r"`train_timesteps=1000`, but the scheduler of .* has 50\. Leave it out"):
+        DiffusionUNet(pretrained=name, train_timesteps=1000)
+    alone = f"{name}/unet"
+    with pytest.raises(ValueError, match=r"has no scheduler .* or `train_timesteps`, `prediction_type`"):
+        DiffusionUNet(pretrained=alone, beta_schedule="linear")
+    other = DiffusionUNet(alone, train_timesteps=9, beta_schedule="linear", prediction_type="epsilon")
+    assert len(other.noise_schedule.betas) == 9
+    for scheduler, reason in (
+        (ScoreSdeVeScheduler(), "is a ScoreSdeVeScheduler, whose noise"),
+        (DDPMScheduler(prediction_type="sample"), "has `prediction_type='sample'`"),
+        (DDPMScheduler(variance_type="learned_range"), "has `variance_type='learned_range'`"),
+    ):
+        scheduler.save_pretrained(tmp_path / "in" / "scheduler")
+        with pytest.raises(ValueError, match=reason):
+            DiffusionUNet(pretrained=name)
+
+
+def test_a_checkpoint_of_another_noise_schedule_is_refused():
+    checkpoint = {}
+    built(train_timesteps=50).on_save_checkpoint(checkpoint)
+    built(train_timesteps=50).on_load_checkpoint(checkpoint)
+    arguments = {"train_timesteps": 1000, "beta_schedule": "linear", "prediction_type": "epsilon"}
+    earlier = {"hyper_parameters": arguments}
+    for saved in (checkpoint, earlier):
+        with pytest.raises(ValueError, match="was trained with another noise schedule, `train_timesteps: "):
+            built().on_load_checkpoint(saved)
+    built(beta_schedule="linear").on_load_checkpoint(earlier)
+
+
 def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Give `pretrained`, or `config`"):
         DiffusionUNet()
     with pytest.raises(ValueError, match="diffusers can't build this UNet2DModel"):
         DiffusionUNet(config={"down_block_types": ["NoBlock"]}).configure_model()
     with pytest.raises(ValueError, match="is neither a folder with a UNet"):
-        DiffusionUNet(pretrained=str(tmp_path)).configure_model()
+        arguments = {"train_timesteps": 9, "beta_schedule": "linear", "prediction_type": "epsilon"}
+        DiffusionUNet(pretrained=str(tmp_path), **arguments).configure_model()
 
     class Data(ImageData):
         def prepare_data(self):
