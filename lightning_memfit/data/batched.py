@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from typing_extensions import NotRequired, override
 
@@ -160,10 +161,14 @@ class ResumableLoader(DataLoader[Any]):
         on_resume: Called with a position, the number of batches of the present size that stand for it, and of an epoch;
             returns whether that epoch goes on.
         asked_for: Names and values of the arguments that the data depend on, to say what has changed.
+        knows_ranks: Whether the sampler was made with the run's number of processes.
         arguments: Further arguments of `DataLoader`.
 
     A position means something in the order that it was counted in only. With other data or another seed an epoch
     that was interrupted begins anew, with a warning that names what has changed.
+
+    Raises:
+        ValueError: When it is iterated over, if there are several processes and it doesn't know of them.
     """
 
     sampler: EffectiveBatchSampler
@@ -174,6 +179,7 @@ class ResumableLoader(DataLoader[Any]):
         sampler: EffectiveBatchSampler,
         on_resume: Callable[[Position, int, int], bool] | None = None,
         asked_for: Mapping[str, Any] | None = None,
+        knows_ranks: bool = True,
         **arguments: Any,
     ) -> None:
         # Its own generator: starting workers draws a number, which must not come from the run's random state.
@@ -181,11 +187,14 @@ class ResumableLoader(DataLoader[Any]):
         super().__init__(dataset, sampler=sampler, batch_size=sampler.batch_size, **arguments)
         self.on_resume = on_resume
         self.asked_for = dict(asked_for or {})
+        self.knows_ranks = knows_ranks
         self._position = sampler.position_at(sampler.part)
         self._resume: Position | None = None
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if not self.knows_ranks:
+            _refuse_several_ranks()
         sampler, resume = self.sampler, self._resume
         self._resume = None
         sampler.part = Part(0, sampler.total_size, 0)
@@ -230,6 +239,19 @@ class ResumableLoader(DataLoader[Any]):
                 f"{position['epoch']}, after {position['samples']:,} samples, means nothing in them: the epoch's data "
                 "begin anew, and samples that were seen in it may come again. Steps go on counting."
             )
+
+
+def _refuse_several_ranks() -> None:
+    """Refuse a loader that would give each of several processes the same samples.
+
+    Lightning, which would divide another sampler's samples, leaves a `DistributedSampler` as it is.
+    """
+    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if ranks > 1:
+        raise ValueError(
+            f"`train_dataloader()` was called outside a Trainer: its loader would give all {ranks} processes the same "
+            "samples. Give the Trainer the data module instead: `trainer.fit(model, datamodule=data)`."
+        )
 
 
 def _changes(before: Identity | None, now: Identity) -> str:
@@ -328,13 +350,20 @@ class BatchedSamples(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of shuffled whole effective batches, which continues exactly at a checkpoint's position."""
+        """Return a loader of shuffled whole effective batches, which continues exactly at a checkpoint's position.
+
+        It knows of processes and accumulation by the Trainer that the data module was given to. Called outside one, it
+        is a loader for one process whose every micro-batch is a step, and refuses to be used in several.
+        """
         accumulation, processes, rank = self._placement()
         samples = _ready(self._train)
         if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return self._in_order(samples)
         sampler = EffectiveBatchSampler(samples, self.batch_size, accumulation, processes, rank, self.seed)
-        return ResumableLoader(samples, sampler, self._recount, self._asked_for(), **self._worker_arguments())
+        has_trainer = self.trainer is not None
+        return ResumableLoader(
+            samples, sampler, self._recount, self._asked_for(), has_trainer, **self._worker_arguments()
+        )
 
     def _asked_for(self) -> dict[str, Any]:
         """Return the arguments on which the data depend, in values that any checkpoint holds."""
