@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedSamples, Visit, digest_of
-from lightning_memfit.data.sources import content_hash, load_documents, validation_mask
+from lightning_memfit.data.sources import content_hash, files_below, load_documents, validation_mask
 from lightning_memfit.extras import require
 
 if TYPE_CHECKING:
@@ -47,19 +47,19 @@ class Images(Protocol):
 
 
 class ImageFiles:
-    """Image files below a folder for each class, sorted.
+    """Image files below a folder for each class, sorted; see `files_below`.
 
     Args:
         folder: The folder of these folders.
 
     Raises:
-        ValueError: If there are no images, or they are in no folder of a class.
+        ValueError: If there are no images, they are in no folder of a class, or can't be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.classes = sorted(child.name for child in folder.iterdir() if child.is_dir())
-        self.files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _ENDINGS and file.is_file())
+        self.files = files_below(folder, _ENDINGS)
         beside = next((file for file in self.files if file.parent == folder), None)
         if beside is not None:
             raise ValueError(

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -156,12 +156,12 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: If the file isn't UTF-8, or a line no JSON.
     """
-    if file.suffix == ".txt":
+    if _ending(file) == ".txt":
         room = HostRoom(f"`dataset`: the bytes and letters of {str(file)!r}, one document,", _IN_PARTS)
         room.take(2 * file.stat().st_size)
         yield {"text": file.read_text(encoding=_UTF8)}
         return
-    if file.suffix == _LIST:
+    if _ending(file) == _LIST:
         room = HostRoom(f"`dataset`: the bytes and objects of {str(file)!r}, one list,", _IN_PARTS)
         room.take(2 * file.stat().st_size)
         yield from _objects(json.loads(file.read_text(encoding=_UTF8), object_pairs_hook=_once))
@@ -225,8 +225,8 @@ def _read_plainly(path: Path) -> PlainDocuments:
         ValueError: If a file can't be read.
     """
     files = local_files(path)
-    if files[0].suffix not in (".txt", ".jsonl", _LIST):
-        require("datasets", f"`dataset={str(path)!r}`: reading {files[0].suffix} files")
+    if _ending(files[0]) not in (".txt", ".jsonl", _LIST):
+        require("datasets", f"`dataset={str(path)!r}`: reading {_ending(files[0])} files")
     return PlainDocuments(files)
 
 
@@ -257,11 +257,11 @@ def load_documents(dataset: str, dataset_config: str | None, split: str, cache_d
     if path.exists():
         if dataset_config is not None or split != "train":
             raise ValueError(f"`dataset={dataset!r}` is local: `dataset_config` and other splits are for the hub.")
-        plainly = path.suffix == _LIST or not is_installed("datasets")
+        plainly = _ending(path) == _LIST or not is_installed("datasets")
         return _read_plainly(path) if plainly else _load_files(path, cache_dir)
     if path.is_symlink():
         raise ValueError(f"`dataset={dataset!r}` is a link to {str(path.readlink())!r}, which is not there. Mend it.")
-    if dataset.startswith((".", "/", "~")) or path.suffix in (*_READERS, _LIST) or dataset.count("/") > 1:
+    if dataset.startswith((".", "/", "~")) or _ending(path) in (*_READERS, _LIST) or dataset.count("/") > 1:
         raise ValueError(f"`dataset={dataset!r}` is a path, but there is no such file or folder.")
     return _load_from_hub(dataset, dataset_config, split, cache_dir)
 
@@ -270,7 +270,7 @@ def _load_files(path: Path, cache_dir: str | None) -> Dataset:
     from datasets import load_dataset
 
     files = local_files(path)
-    reader, options = _READERS[files[0].suffix]
+    reader, options = _READERS[_ending(files[0])]
     names = [str(file) for file in files]
     if reader == "parquet":
         for file in files:
@@ -301,24 +301,77 @@ def local_files(path: Path) -> list[Path]:
     Raises:
         ValueError: If there are no files, they are of several kinds, or one is empty or can't be read.
     """
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _READERS)
-    kinds = sorted({file.suffix for file in files})
+    files = [path] if path.is_file() else files_below(path, _READERS)
+    kinds = sorted({_ending(file) for file in files})
     if not files or kinds[0] not in (*_READERS, _LIST):
         raise ValueError(f"`dataset={str(path)!r}` has no text files. Wanted: {_ENDINGS}, or a .json file itself.")
     if len(kinds) > 1:
         raise ValueError(f"`dataset={str(path)!r}` mixes {', '.join(kinds)} files. Keep one kind in a folder.")
     for file in files:
-        try:
-            is_empty = file.stat().st_size == 0
-        except OSError as error:  # a link whose target is gone
-            raise ValueError(
-                f"`dataset`: the file {str(file)!r} can't be read: {error.strerror}. Remove it or mend it."
-            ) from error
-        if is_empty:
+        if _size_of(file) == 0:
             raise ValueError(f"`dataset`: the file {str(file)!r} is empty. Remove it or fill it.")
-        if file.suffix == ".jsonl" and _is_blank(file):
+        if _ending(file) == ".jsonl" and _is_blank(file):
             raise ValueError(f"`dataset`: the file {str(file)!r} has blank lines only. Remove it or fill it.")
     return files
+
+
+def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
+    """Return the files below a folder with some endings, in small or capital letters, sorted.
+
+    Links to folders are followed, but for one that leads back to a folder around it. Files with other endings are named
+    in a warning, hidden ones aside.
+
+    Args:
+        folder: The folder.
+        endings: Such as `.txt`, in small letters.
+
+    Raises:
+        ValueError: If a folder or one of the files can't be read.
+    """
+    files: list[Path] = []
+    others: dict[str, list[Path]] = {}
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    while waiting:
+        place, around = waiting.pop()
+        try:
+            state = place.stat()
+            with os.scandir(place) as entries:
+                children = [(place / entry.name, entry.is_dir()) for entry in entries]
+        except OSError as error:
+            raise _unreadable("folder", place, error) from error
+        own = (state.st_dev, state.st_ino)
+        if own in around:
+            continue
+        for path, is_folder in children:
+            if is_folder:
+                waiting.append((path, around | {own}))
+            elif _ending(path) in endings:
+                _size_of(path)
+                files.append(path)
+            elif not any(part.startswith(".") for part in path.relative_to(folder).parts):
+                others.setdefault(_ending(path), []).append(path)
+    if others:
+        found = ", ".join(
+            f"{len(others[ending]):,} {ending or 'without an ending'} (such as {min(others[ending]).name!r})"
+            for ending in sorted(others)
+        )
+        rank_zero_warn(f"`dataset={str(folder)!r}`: of its files only {', '.join(endings)} are read, not {found}.")
+    return sorted(files)
+
+
+def _ending(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:  # a link whose target is gone
+        raise _unreadable("file", file, error) from error
+
+
+def _unreadable(kind: str, path: Path, error: OSError) -> ValueError:
+    return ValueError(f"`dataset`: the {kind} {str(path)!r} can't be read: {error.strerror}. Remove it or mend it.")
 
 
 def _is_blank(file: Path) -> bool:
@@ -392,11 +445,11 @@ def _fault_in(file: Path, column: str | None = None) -> str | None:
 
     It is only asked when something is wrong: reading lines is slow.
     """
-    if file.suffix in (".parquet", _LIST):
+    if _ending(file) in (".parquet", _LIST):
         return None
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            reason = _fault_of(line, column, file.suffix == ".jsonl")
+            reason = _fault_of(line, column, _ending(file) == ".jsonl")
             if reason is not None:
                 return f"In {str(file)!r}, line {number:,} {reason}."
     return None
@@ -407,7 +460,7 @@ def _change_in(file: Path) -> str | None:
 
     Columns have one type each, and some versions of `datasets` read none of the file then.
     """
-    if file.suffix != ".jsonl":
+    if _ending(file) != ".jsonl":
         return None
     known: dict[str, tuple[str, int]] = {}
     with file.open("rb") as lines:

@@ -56,6 +56,14 @@ def test_folders_set_apart_are_used(tmp_path):
     assert (len(data._train), len(data._val)) == (6, 3)
 
 
+def test_a_linked_folder_of_a_class_is_read(tmp_path):
+    fill(tmp_path, {"data/cat": 6, "elsewhere": 6})
+    (tmp_path / "data" / "ant").symlink_to(tmp_path / "elsewhere")
+    data = made(str(tmp_path / "data"))
+    assert data.classes == ["ant", "cat"]
+    assert len(data._train) + len(data._val) == 12
+
+
 def half_and_half(tmp_path):
     """Images that are black on the left and white on the right."""
     (tmp_path / "a").mkdir()

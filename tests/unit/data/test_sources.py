@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from lightning_memfit.data import PairData, TextData, sources
-from lightning_memfit.data.sources import PlainDocuments, check_texts, content_hash, load_documents, validation_mask
+from lightning_memfit.data.sources import (
+    PlainDocuments,
+    check_texts,
+    content_hash,
+    files_below,
+    load_documents,
+    local_files,
+    validation_mask,
+)
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.memory import GIB
 
@@ -221,3 +229,36 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, plainly):
         pytest.importorskip("datasets")
         documents = load_documents(str(tmp_path / name), None, "train", str(tmp_path / "cache"))
     assert list(documents["text"]) == ["caf\u00e9"]
+
+
+def test_linked_folders_and_endings_in_capitals_are_read(tmp_path):
+    for name in ("data/code/a.txt", "data/code/B.TXT", "books/1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    data = tmp_path / "data"
+    (data / "books").symlink_to(tmp_path / "books")
+    (data / "code" / "up").symlink_to(data)  # leads back
+    files = local_files(data)
+    assert [file.relative_to(data).as_posix() for file in files] == ["books/1.txt", "code/B.TXT", "code/a.txt"]
+    for read in (True, False):
+        texts = (
+            PlainDocuments(files)["text"] if read else load_documents(str(data), None, "train", str(tmp_path))["text"]
+        )
+        assert list(texts) == ["books/1.txt", "data/code/B.TXT", "data/code/a.txt"]
+    assert len(load_documents(str(data / "code" / "B.TXT"), None, "train", str(tmp_path))) == 1
+
+
+def test_files_that_are_not_read_are_named(tmp_path):
+    for name in ("a.txt", "b.jsonl.gz", "c.jsonl.gz", "LICENSE", ".hidden", ".cache/d.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    told = r"only \.txt are read, not 1 without an ending \(such as 'LICENSE'\), 2 \.gz \(such as 'b.jsonl.gz'\)\."
+    with pytest.warns(UserWarning, match=told):
+        assert files_below(tmp_path, [".txt"]) == [tmp_path / "a.txt"]
+
+
+def test_a_link_whose_target_is_gone_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"the file '.*b.txt' can't be read: No such file"):
+        local_files(tmp_path)
