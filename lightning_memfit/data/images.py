@@ -87,17 +87,17 @@ class ImageFiles:
         return self.files[index].relative_to(self.folder).as_posix()
 
     def open(self, index: int) -> Image:
-        """Read an image.
+        """Read an image; see `in_rgb`.
 
         Raises:
-            ValueError: If it is damaged.
+            ValueError: If it is damaged, or not of 8 or 16 bits.
         """
         from PIL import Image as PillowImage
 
         try:
             with PillowImage.open(self.files[index]) as image:
-                converted: Image = image.convert("RGB")
-                return converted
+                image.load()
+                return in_rgb(image, repr(str(self.files[index])))
         except (OSError, SyntaxError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(f"`dataset`: the image {str(self.files[index])!r} can't be read: {reason}.") from error
@@ -141,9 +141,40 @@ class ImageRows:
         return str(index)
 
     def open(self, index: int) -> Image:
-        """Read an image."""
-        image: Image = self.rows[index][self.image_column].convert("RGB")
-        return image
+        """Read an image; see `in_rgb`.
+
+        Raises:
+            ValueError: If it is not of 8 or 16 bits.
+        """
+        return in_rgb(self.rows[index][self.image_column], f"in row {index:,} of {self.image_column!r}")
+
+
+def in_rgb(image: Image, name: str) -> Image:
+    """Return an image in three channels of 8 bits, those of 16 bits divided by 256, what is transparent on white.
+
+    Args:
+        image: An image in any of Pillow's modes.
+        name: Its name, for messages.
+
+    Raises:
+        ValueError: If its values have no known range (modes `I` and `F`).
+    """
+    from PIL import Image as PillowImage
+
+    mode = image.mode
+    # Pillow would cut values off at 255. Its older versions read a gray PNG of 16 bits in mode `I`.
+    if mode.startswith("I;16") or (mode == "I" and image.format == "PNG"):
+        return PillowImage.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if mode in ("I", "F") or ";" in mode:
+        raise ValueError(
+            f"`dataset`: the image {name} has values of mode {mode!r}, of which it isn't known what is black and what "
+            "white. Save it with 8 or 16 bits a channel."
+        )
+    if mode.endswith(("A", "a")) or "transparency" in image.info:
+        seen = PillowImage.new("RGBA", image.size, "white")
+        seen.alpha_composite(image.convert("RGBA"))
+        return seen.convert("RGB")
+    return image.convert("RGB")
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -247,7 +278,8 @@ class ImageData(BatchedSamples):
     """Images for `ImageClassifier` and `DiffusionUNet`.
 
     A local folder has one folder for each class, or `train` and `val` (or `validation`, `test`) with these in them, as
-    torchvision's ImageFolder and `datasets` have it. Training images are parts drawn anew in each epoch and mirrored
+    torchvision's ImageFolder and `datasets` have it. Images of 16 bits are scaled to 8, and transparent ones stand on
+    white. Training images are parts drawn anew in each epoch and mirrored
     half of the time.
 
     Args:
