@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-_TRAIN, _VAL = "train", ("val", "validation", "test")
+_TRAIN, _VAL, _TEST = ("train", "training"), ("val", "valid", "validation", "dev"), ("test", "testing")
+"""Names of folders of splits, in small or capital letters."""
 _SMALLEST_PART, _LEAST_RATIO = 0.35, 3 / 4
 _MOST_EXAMPLE_VALUES = 1 << 26
 
@@ -277,8 +278,9 @@ def _drawn_part(size: tuple[int, int], seed: list[int]) -> tuple[tuple[float, fl
 class ImageData(BatchedSamples):
     """Images for `ImageClassifier` and `DiffusionUNet`.
 
-    A local folder has one folder for each class, or `train` and `val` (or `validation`, `test`) with these in them, as
-    torchvision's ImageFolder and `datasets` have it. Images of 16 bits are scaled to 8, and transparent ones stand on
+    A local folder has one folder for each class, or `train` and `val` (or `valid`, `validation`, `dev`) with these in
+    them, as torchvision's ImageFolder and `datasets` have it. A folder `test` is left out, or validated with if it is
+    the only one beside `train`. Images of 16 bits are scaled to 8, and transparent ones stand on
     white. Training images are parts drawn anew in each epoch and mirrored
     half of the time.
 
@@ -375,7 +377,7 @@ class ImageData(BatchedSamples):
         require("PIL", "ImageData")
         folder = Path(self.dataset).expanduser()
         if folder.is_dir():
-            return ImageFiles(folder / _TRAIN if _has_splits(folder) else folder)
+            return ImageFiles(_splits_in(folder)[0] or folder)
         if folder.exists():
             raise ValueError(f"`dataset={self.dataset!r}` is a file. Name a folder with a folder for each class.")
         rows = load_documents(self.dataset, self.hparams["dataset_config"], split, self.hparams["cache_dir"])
@@ -390,8 +392,8 @@ class ImageData(BatchedSamples):
         folder = Path(self.dataset).expanduser()
         found: Images | None = None
         if folder.is_dir():
-            names = [name for name in _VAL if (folder / name).is_dir()] if _has_splits(folder) else []
-            found = ImageFiles(folder / names[0]) if names else None
+            held_out = _splits_in(folder)[1]
+            found = None if held_out is None else ImageFiles(held_out)
         elif self.hparams["val_split"] is not None:
             found = self._images(self.hparams["val_split"])
         if found is not None and found.classes != images.classes:
@@ -418,7 +420,30 @@ class ImageData(BatchedSamples):
         return {**batch, "labels": torch.arange(self.batch_size) % 2} if self.with_labels else batch
 
 
-def _has_splits(folder: Path) -> bool:
-    return (folder / _TRAIN).is_dir() and all(
-        child.name in (_TRAIN, *_VAL) for child in folder.iterdir() if child.is_dir()
-    )
+def _splits_in(folder: Path) -> tuple[Path | None, Path | None]:
+    """Return the folders to train on and to validate with; None where there is none, as in a folder of classes.
+
+    Raises:
+        ValueError: If there are folders beside that of training of which it isn't known what they are.
+    """
+    names = {child.name: child.name.lower() for child in sorted(folder.iterdir()) if child.is_dir()}
+    train, val, test = ([name for name in names if names[name] in kind] for kind in (_TRAIN, _VAL, _TEST))
+    others = [name for name in names if name not in (*train, *val, *test) and not name.startswith(".")]
+    # A class may be called so as well. Then its images lie in its folder.
+    if not train or (others and not _is_folder_of_folders(folder / train[0])):
+        return None, None
+    doubtful = others + train[1:] + val[1:]
+    if doubtful:
+        raise ValueError(
+            f"`dataset={str(folder)!r}` has its images for training in {train[0]!r}, and beside it {doubtful[0]!r}, "
+            f"which is none of {', '.join(_VAL + _TEST)}, or a second one. Move it elsewhere; if {train[0]!r} is a "
+            "class, give it another name."
+        )
+    held_out = (val + test)[:1]
+    return folder / train[0], folder / held_out[0] if held_out else None
+
+
+def _is_folder_of_folders(folder: Path) -> bool:
+    children = list(folder.iterdir())
+    has_images = any(child.suffix.lower() in _ENDINGS for child in children)
+    return not has_images and any(child.is_dir() for child in children)

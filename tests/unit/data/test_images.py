@@ -56,6 +56,28 @@ def test_folders_set_apart_are_used(tmp_path):
     assert (len(data._train), len(data._val)) == (6, 3)
 
 
+@pytest.mark.parametrize(
+    ("names", "held_out"),
+    [("train valid test", 2), ("Training Testing", 3), ("train dev", 2), ("test train", 3), ("train .cache val", 2)],
+)
+def test_splits_are_no_classes(names, held_out, tmp_path):
+    """They were three, with the images of the test among those for training."""
+    for name in names.split():
+        count = {"tra": 6, "tes": 3}.get(name.lower()[:3], 2)
+        fill(tmp_path / name, {"a": count, "b": count})
+    data = made(str(tmp_path))
+    assert data.classes == ["a", "b"]
+    assert (len(data._train), len(data._val)) == (12, 2 * held_out)
+
+
+def test_what_lies_beside_splits_is_asked_for_and_a_class_may_be_called_train(tmp_path):
+    fill(tmp_path / "train", {"a": 3})
+    fill(tmp_path / "more", {"a": 3})
+    with pytest.raises(ValueError, match="training in 'train', and beside it 'more', which is none of val, valid"):
+        made(str(tmp_path))
+    assert made(fill(tmp_path / "vehicles", {"train": 5, "car": 5, "test": 5})).num_classes == 3
+
+
 def test_a_linked_folder_of_a_class_is_read(tmp_path):
     fill(tmp_path, {"data/cat": 6, "elsewhere": 6})
     (tmp_path / "data" / "ant").symlink_to(tmp_path / "elsewhere")
