@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +21,8 @@ from lightning_memfit.data.sources import MAPPED, HostRoom, PlainDocuments, load
 if TYPE_CHECKING:
     from datasets import Dataset
 
+TOKENS_FORMAT = 2
+"""Raised with every change to what some row becomes, so that cached tokens of before are made anew."""
 _ROWS, _LETTERS = 1000, 1 << 22
 """Rows, and letters of them, that are tokenized at a time."""
 
@@ -37,7 +40,7 @@ class RowEncoder(Protocol):
 
     @property
     def identity(self) -> list[str]:
-        """Everything besides the rows that the tokens depend on, the same in every process."""
+        """Everything besides the rows and the code that the tokens depend on, the same in every process."""
 
     def check(self, documents: Dataset | PlainDocuments, dataset: str) -> None:
         """Refuse data without the column, or with something else in it; `dataset` is for messages."""
@@ -161,11 +164,16 @@ def tokenize_documents(documents: Dataset, encoder: RowEncoder, num_processes: i
         num_proc=num_processes if num_processes > 1 else None,
         desc="Tokenizing",
         # By default `datasets` hashes the tokenizer object, whose internal state changes when it is first used.
-        new_fingerprint=Hasher.hash([documents._fingerprint, *encoder.identity]),
+        new_fingerprint=Hasher.hash([documents._fingerprint, *_code(), *encoder.identity]),
     )
     if len(tokenized) == 0:
         raise ValueError(encoder.nothing(len(documents)))
     return tokenized
+
+
+def _code() -> list[str]:
+    """The code that tokens depend on: this package's by a number, that of others by their versions."""
+    return [str(TOKENS_FORMAT), *(f"{name} {version(name)}" for name in ("tokenizers", "transformers"))]
 
 
 def _portions(rows: Iterable[Any]) -> Iterator[tuple[list[Any], int]]:
