@@ -151,7 +151,9 @@ class ImageRows:
 
 
 def in_rgb(image: Image, name: str) -> Image:
-    """Return an image in three channels of 8 bits, those of 16 bits divided by 256, what is transparent on white.
+    """Return an image in three channels of 8 bits, those of 16 bits divided by 256.
+
+    Transparency is dropped, as torchvision and transformers do, so that a network is trained with what it will see.
 
     Args:
         image: An image in any of Pillow's modes.
@@ -171,10 +173,6 @@ def in_rgb(image: Image, name: str) -> Image:
             f"`dataset`: the image {name} has values of mode {mode!r}, of which it isn't known what is black and what "
             "white. Save it with 8 or 16 bits a channel."
         )
-    if mode.endswith(("A", "a")) or "transparency" in image.info:
-        seen = PillowImage.new("RGBA", image.size, "white")
-        seen.alpha_composite(image.convert("RGBA"))
-        return seen.convert("RGB")
     return image.convert("RGB")
 
 
@@ -280,9 +278,8 @@ class ImageData(BatchedSamples):
 
     A local folder has one folder for each class, or `train` and `val` (or `valid`, `validation`, `dev`) with these in
     them, as torchvision's ImageFolder and `datasets` have it. A folder `test` is left out, or validated with if it is
-    the only one beside `train`. Images of 16 bits are scaled to 8, and transparent ones stand on
-    white. Training images are parts drawn anew in each epoch and mirrored
-    half of the time.
+    the only one beside `train`. Images of 16 bits are scaled to 8. Training images are parts drawn anew in each epoch
+    and mirrored half of the time.
 
     Args:
         dataset: Local folder, or a hub name.
