@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.profile.background import Starter
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
@@ -20,6 +21,7 @@ from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.course import Course, RunLength
 from lightning_memfit.profile.culprit import runs_steps
+from lightning_memfit.profile.dispatch import attention_switches
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import describe_processor
@@ -150,6 +152,7 @@ def _traced(
             limits,
             RunLength.of(module),
             ranks.settings() if ranks is not None else None,
+            attention_switches(emulation.capability) if DeviceKind.of(emulation.device).emulated_dispatch else None,
         )
         key = profile_key(module, batch, *settings, describe_processor(emulation.device))
         known = None if key is None else cache.load(key)

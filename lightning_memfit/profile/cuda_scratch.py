@@ -1,8 +1,9 @@
 """Memory that CUDA kernels take from the caching allocator while they run, beyond their results, by torch's own rules.
 
-Two kinds matter beside activations: buffers through which blocks of threads add up a tensor's rows, as for the gradient
-of a bias, and the float32 gradient of queries in the backward of fused attention. Both agree to the byte with what was
-allocated in runs of GPT-2 and BERT on an H200 (torch 2.11). Other kernels count as taking nothing.
+Three kinds matter beside activations: buffers through which blocks of threads add up a tensor's rows, as for the
+gradient of a bias, the float32 gradient of queries in the backward of fused attention, and what unfused attention makes
+of its scores. The first two agree to the byte with what was allocated in runs of GPT-2 and BERT on an H200 (torch
+2.11). Other kernels count as taking nothing.
 """
 
 from collections.abc import Callable
@@ -34,6 +35,8 @@ def scratch(func: Any, args: Any, result: Any, capability: tuple[int, int]) -> t
     """
     if func is aten.sum.dim_IntList:
         return BOUNDED_SCRATCH_SITE, (row_sum_bytes(args[0], args[1], result, capability),)
+    if func is _SAFE_SOFTMAX:
+        return SCRATCH_SITE, (safe_softmax_bytes(result),)
     rule = _ATTENTION.get(func)
     return None if rule is None else (SCRATCH_SITE, rule(*args[:2]))
 
@@ -89,6 +92,16 @@ def _multiprocessors(capability: tuple[int, int]) -> int:
 
 def _most_threads(capability: tuple[int, int]) -> int:
     return _THREADS.get(capability[0], {}).get(capability[1], 1536)
+
+
+# --- attention without a fused kernel ---------------------------------------------------------------------------------
+
+_SAFE_SOFTMAX = getattr(getattr(aten, "_safe_softmax", None), "default", object())  # torch 2.5
+
+
+def safe_softmax_bytes(result: torch.Tensor) -> int:
+    """A softmax as large as the result, and which scores are masked (`_safe_softmax` in torch's `attention.cpp`)."""
+    return result.nbytes + result.numel()
 
 
 # --- backward of fused attention --------------------------------------------------------------------------------------

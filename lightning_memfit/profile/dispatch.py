@@ -25,6 +25,26 @@ _HALF = (torch.float16, torch.bfloat16)
 _PREFERS_CUDNN = ((9, 0), (10, 0))
 """Data-centre Hopper and Blackwell, where torch asks cuDNN first (`check_prefer_cudnn_attention`)."""
 
+_CUDNN_LAST: tuple[AttentionBackend, ...] = ("flash", "efficient", "math", "cudnn")
+_CUDNN_FIRST: tuple[AttentionBackend, ...] = ("cudnn", "flash", "efficient", "math")
+"""The two orders in which torch asks by itself."""
+
+_NUMBERS: dict[int, AttentionBackend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+"""Of `at::SDPBackend`."""
+
+
+def attention_switches(capability: tuple[int, int]) -> tuple[Any, ...]:
+    """What of torch's process-wide settings decides the choice of a kernel for attention, and what it takes."""
+    on = tuple(name for name, is_on in _IS_ON.items() if is_on())
+    keeps_half = getattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed", bool)()  # torch 2.5
+    return on, _order(capability), is_deterministic(), keeps_half
+
+
+def is_deterministic() -> bool:
+    """Whether torch must not run kernels that aren't deterministic, more than warn of them."""
+    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not is_warning
+
 
 def choose_attention(
     query: torch.Tensor,
@@ -35,24 +55,101 @@ def choose_attention(
     capability: tuple[int, int],
     grouped: bool,
 ) -> AttentionBackend:
-    """The kernel CUDA would take for attention over `query`, `key`, `value` of shape (batch, heads, sequence, head)."""
-    if query.dim() != 4:
-        return "math"
-    half, head = query.dtype in _HALF, query.size(-1)
-    same_head = head == value.size(-1)
-    if capability in _PREFERS_CUDNN and half and same_head and head % 8 == 0 and head <= 128:
-        return "cudnn"
-    narrow_card = capability[0] == 8 and capability[1] in (6, 9)
-    if mask is None and half and capability >= (8, 0) and head <= 256 and same_head:
-        backward_too_large = narrow_card and head > 192 and dropout > 0
-        if not backward_too_large:
-            return "flash"
-    if grouped and query.size(1) != key.size(1):
-        return "math"
-    aligned = head % (8 if half else 4) == 0 and value.size(-1) % (8 if half else 4) == 0
-    if aligned and (capability >= (8, 0) or query.dtype != torch.bfloat16) and capability >= (5, 0):
-        return "efficient"
-    return "math"
+    """The kernel CUDA would take for attention over `query`, `key`, `value` of shape (batch, heads, sequence, head).
+
+    It is the first, in torch's order, of those that are switched on as this is called (`sdpa_kernel`,
+    `torch.backends.cuda.enable_flash_sdp`) and take the call.
+
+    Raises:
+        RuntimeError: If there is none, as torch does.
+    """
+    call = _Call(query, key, value, mask, dropout, capability, grouped)
+    on = [kernel for kernel in _order(capability) if _IS_ON[kernel]()]
+    for kernel in on:
+        if _TAKES[kernel](call):
+            return kernel
+    raise RuntimeError(
+        f"No available kernel. Aborting execution. Of the kernels for attention that are switched on "
+        f"({', '.join(on) or 'none'}), none takes queries {tuple(query.shape)} of {query.dtype}"
+        f"{'' if mask is None else ' with a mask'} on CUDA {capability[0]}.{capability[1]}. Switch "
+        "`SDPBackend.MATH` on, which takes all"
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of attention. The kernels' conditions are those of `can_use_..._attention` in torch's `sdp_utils.cpp`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    capability: tuple[int, int]
+    grouped: bool
+
+    @property
+    def head(self) -> int:
+        """Elements of a head of the queries."""
+        return self.query.size(-1)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is in half precision."""
+        return self.query.dtype in _HALF
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it has the four dimensions that fused kernels take."""
+        return self.query.dim() == 4
+
+    def fits_cudnn(self) -> bool:
+        """Whether cuDNN takes it."""
+        is_narrow = self.head == self.value.size(-1) and self.head % 8 == 0 and self.head <= 128
+        return self.has_batch and self.is_half and is_narrow and self.capability >= (8, 0) and not is_deterministic()
+
+    def fits_flash(self) -> bool:
+        """Whether flash attention takes it."""
+        same_head = self.head == self.value.size(-1)
+        if not self.has_batch or self.mask is not None or not self.is_half or self.head > 256 or not same_head:
+            return False
+        narrow_card = self.capability[0] == 8 and self.capability[1] in (6, 9)
+        backward_too_large = narrow_card and self.head > 192 and self.dropout > 0
+        return self.capability >= (8, 0) and not backward_too_large
+
+    def fits_efficient(self) -> bool:
+        """Whether memory-efficient attention takes it."""
+        if not self.has_batch or (self.grouped and self.query.size(1) != self.key.size(1)):
+            return False
+        multiple = 8 if self.is_half else 4
+        aligned = self.head % multiple == 0 and self.value.size(-1) % multiple == 0
+        has_type = self.capability >= (8, 0) or self.query.dtype != torch.bfloat16
+        return aligned and has_type and self.capability >= (5, 0)
+
+
+_TAKES: dict[AttentionBackend, Callable[[_Call], bool]] = {
+    "cudnn": _Call.fits_cudnn,
+    "flash": _Call.fits_flash,
+    "efficient": _Call.fits_efficient,
+    "math": lambda call: True,
+}
+
+_IS_ON: dict[AttentionBackend, Callable[[], bool]] = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def _order(capability: tuple[int, int]) -> tuple[AttentionBackend, ...]:
+    """The order in which a device asks the kernels, which `sdpa_kernel(..., set_priority=True)` changes."""
+    read = getattr(torch._C, "_get_sdp_priority_order", None)  # torch 2.6
+    order = _CUDNN_LAST if read is None else tuple(_NUMBERS[number] for number in read() if number in _NUMBERS)
+    # On its first call torch sets the order of the card that is here, which needn't be the emulated one.
+    if order == _CUDNN_LAST or (order == _CUDNN_FIRST and torch.cuda.is_available()):
+        return _CUDNN_FIRST if capability in _PREFERS_CUDNN else _CUDNN_LAST
+    return order
 
 
 @dataclass(frozen=True)
@@ -139,8 +236,9 @@ class CudaDispatch:
             elif chosen == "cudnn" or chosen == "efficient":
                 output = _masked(chosen, query, key, value, attn_mask, dropout_p, is_causal, scale)
             else:
+                mask = _additive(attn_mask, query)
                 output = aten._scaled_dot_product_attention_math(
-                    query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+                    query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
                 )[0]
             return output
 
@@ -155,8 +253,8 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, ca
     return out[..., :head] if padding else out
 
 
-def _additive(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """A mask as the kernels take it: added to the scores, one per head (`convert_boolean_attn_mask` in torch).
+def _additive(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """A mask as the kernels take it: added to the scores (`convert_boolean_attn_mask` in torch).
 
     The default type of tensors plays no part in it: Lightning's true half precision sets it in forward, and not where a
     checkpoint recomputes.
@@ -164,8 +262,8 @@ def _additive(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> to
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=q.dtype, device=mask.device))
-    return mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+        return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=q.dtype, device=mask.device))
+    return mask
 
 
 def _masked(
@@ -179,7 +277,9 @@ def _masked(
     scale: float | None,
 ) -> Any:
     """The two kernels that take masks, and keep statistics for backward where there will be one."""
-    mask = _additive(mask, q, k)
+    mask = _additive(mask, q)
+    if mask is not None:
+        mask = mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))  # one per head
     statistics = q.requires_grad or k.requires_grad or v.requires_grad
     if backend == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, statistics, dropout, causal, False, scale=scale)[

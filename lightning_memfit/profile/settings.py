@@ -195,6 +195,10 @@ def _of_torch() -> Iterator[_Setting]:
     yield _by_function(attention.mem_efficient_sdp_enabled, attention.enable_mem_efficient_sdp)
     yield _by_function(attention.math_sdp_enabled, attention.enable_math_sdp)
     yield _by_function(attention.cudnn_sdp_enabled, attention.enable_cudnn_sdp)
+    if hasattr(attention, "allow_fp16_bf16_reduction_math_sdp"):  # torch 2.5
+        yield _by_function(attention.fp16_bf16_reduction_math_sdp_allowed, attention.allow_fp16_bf16_reduction_math_sdp)
+    if hasattr(torch._C, "_set_sdp_priority_order"):  # torch 2.6
+        yield _Setting(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, ("sdpa_kernel",))
     for namespace in (torch.nn.functional, torch.Tensor, torch.nn.Module):
         yield _functions_of(namespace)
 

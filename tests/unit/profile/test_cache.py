@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_memfit.memory.cache_files import tell_once
 from lightning_memfit.profile import fingerprint, record
@@ -149,3 +150,13 @@ def test_a_folder_that_can_not_be_written_is_said_and_stops_nothing(tmp_path):
         profile = profile_module(Classifier(), batch(), any_micro_batch=False, cache=ProfileCache(tmp_path / "taken"))
     assert profile.events.live_bytes().max() > 0
     assert (tmp_path / "taken").read_text() == "a file of the user's"
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 2), ("cpu", 1)])
+def test_the_key_of_a_trace_for_cuda_changes_with_the_kernels_for_attention(monkeypatch, device, expected):
+    keys = set()
+    monkeypatch.setattr(ProfileCache, "load", lambda cache, key: keys.add(key) or object())
+    for kernels in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], SDPBackend.MATH):
+        with sdpa_kernel(kernels):
+            profile_module(Classifier(), batch(), emulation=Emulation(device), cache=ProfileCache())
+    assert len(keys) == expected

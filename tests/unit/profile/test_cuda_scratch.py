@@ -64,6 +64,13 @@ def test_backward_of_attention_takes_what_an_h200_allocated(kernel, shape, dtype
     assert scratch(operator, (query, query), None, H200)[1] == pytest.approx(sizes, abs=256)  # cuDNN aligns
 
 
+@pytest.mark.skipif(not hasattr(aten, "_safe_softmax"), reason="came with torch 2.5")
+def test_softmax_of_unfused_attention_is_made_twice():
+    scores = torch.empty(2, 4, 16, 16, device="meta")
+    found = scratch(aten._safe_softmax.default, (scores, -1), torch.empty_like(scores), H200)
+    assert found[1] == (scores.numel() * (4 + 1),)
+
+
 def test_scratch_is_written_down_and_given_back():
     x = torch.ones(4096, 1600)
     with EventRecorder(cuda=H200) as recorder:

@@ -1,4 +1,5 @@
 import functools
+import inspect
 import types
 
 import lightning.pytorch as pl
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -53,6 +55,54 @@ def test_the_kernel_that_cuda_takes(query, settings, expected):
     mask = torch.empty(16, 16, dtype=query.dtype, device="meta") if settings.pop("mask", False) else None
     arguments = {"capability": AMPERE, "dropout": 0.0, "grouped": False, **settings}
     assert choose_attention(query, key, key, mask, **arguments) == expected
+
+
+def chosen(query, capability=AMPERE):
+    return choose_attention(query, query, query, None, 0.0, capability, grouped=False)
+
+
+FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
+
+
+@pytest.mark.parametrize(
+    ("switched_on", "query", "capability", "expected"),
+    [
+        (MATH, heads(), AMPERE, "math"),
+        ([MATH, EFFICIENT], heads(), AMPERE, "efficient"),
+        ([MATH, FLASH], heads(FULL), AMPERE, "math"),  # flash takes half precision only
+        (CUDNN, heads(), AMPERE, "cudnn"),  # which is asked last there
+        ([FLASH, MATH], heads(), HOPPER, "flash"),
+    ],
+)
+def test_only_kernels_that_are_switched_on_are_taken(switched_on, query, capability, expected):
+    with sdpa_kernel(switched_on):
+        assert chosen(query, capability) == expected
+
+
+@pytest.mark.skipif("set_priority" not in inspect.signature(sdpa_kernel).parameters, reason="came with torch 2.6")
+def test_kernels_are_asked_in_the_order_that_the_user_has_set():
+    with sdpa_kernel([MATH, FLASH], set_priority=True):
+        assert chosen(heads()) == "math"
+    with sdpa_kernel([FLASH, CUDNN], set_priority=True):
+        assert chosen(heads(), HOPPER) == "flash"
+    assert chosen(heads()) == "flash"
+
+
+@pytest.mark.parametrize("switched_on", [[FLASH, CUDNN], []])
+def test_attention_without_a_kernel_fails_as_it_does_on_cuda(switched_on):
+    with sdpa_kernel(switched_on), pytest.raises(RuntimeError, match="No available kernel"):
+        chosen(heads(FULL))
+
+
+def test_cudnn_is_not_deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert chosen(heads(), HOPPER) == "flash"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert chosen(heads(), HOPPER) == "cudnn"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def saved_bytes(function):
@@ -111,6 +161,32 @@ def test_scores_are_kept_by_the_math_kernel_only(fake, kernel):
         assert kept >= scores + inputs_and_output / 4 * 3
     else:
         assert inputs_and_output < kept < inputs_and_output + scores / 4
+
+
+@pytest.mark.parametrize("dtype", [BF16, FULL])
+def test_math_that_a_module_asks_for_keeps_all_scores(fake, dtype):
+    q, k, v = (torch.randn(2, 4, 128, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+    dispatch = CudaDispatch()
+    with dispatch, sdpa_kernel(MATH):
+        kept = saved_bytes(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert dispatch.used == {"math": 1}
+    assert kept >= 2 * 4 * 128 * 128 * 4  # in float32, whatever the inputs are
+
+
+def test_the_math_kernel_adds_masks_in_the_type_of_its_queries(fake):
+    seen = []
+
+    class Masks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten.where:
+                seen.append((result.dtype, tuple(result.shape)))
+            return result
+
+    q, mask = torch.randn(2, 4, 16, 64, dtype=BF16), torch.ones(16, 16, dtype=torch.bool)
+    with CudaDispatch(attention="math"), Masks():
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert seen == [(BF16, (16, 16))]
 
 
 class GroupedAttention(pl.LightningModule):
