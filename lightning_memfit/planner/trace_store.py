@@ -101,10 +101,17 @@ class TraceStore:
         """The step in the recipe's precision, with its own adapters and no other technique.
 
         What is trained by adapters may have no step without them: a preference's reference is the model without.
+
+        Values that it has to assume are checked here, once for all settings: they are those of the step, whatever
+        techniques run with it.
+
+        Raises:
+            TraceError: If it can't be traced, or what it allocates depends on such values.
         """
         adapter = self.workload.adapter
         callbacks = () if adapter is None else Setting(chosen=(adapter,)).traced_callbacks()
-        return self._profile(("plain",), self._whole_step(self._options(self.workload.options.precision), callbacks))
+        options = self._options(self.workload.options.precision)
+        return self._profile(("plain",), self._whole_step(options, callbacks, check_assumptions=True))
 
     def passes(self, setting: Setting, choice: Choice) -> ModelProfile:
         """The step with what a setting does in forward and backward, all blocks following one checkpointing choice.
@@ -210,18 +217,27 @@ class TraceStore:
         own = self.workload.options
         return StepOptions(precision, accumulate, own.gradient_clip_val, own.gradient_clip_algorithm)
 
-    def _whole_step(self, options: StepOptions, callbacks: tuple[Any, ...]) -> Callable[[], ModelProfile]:
+    def _whole_step(
+        self, options: StepOptions, callbacks: tuple[Any, ...], check_assumptions: bool = False
+    ) -> Callable[[], ModelProfile]:
         """What traces forward, backward and step at two sizes."""
-        start, settings = None if self._worker is None else self._worker.start, self._settings(options, callbacks)
+        start = None if self._worker is None else self._worker.start
+        settings = self._settings(options, callbacks, check_assumptions=check_assumptions)
         return partial(profile_module, self.workload.module, self._batch, overlap=start, **settings)
 
-    def _settings(self, options: StepOptions, callbacks: tuple[Any, ...], any_size: bool = True) -> dict[str, Any]:
+    def _settings(
+        self,
+        options: StepOptions,
+        callbacks: tuple[Any, ...],
+        any_size: bool = True,
+        check_assumptions: bool = False,
+    ) -> dict[str, Any]:
         return {
             "options": options,
             "emulation": self._emulation,
             "callbacks": (*self.workload.fixed, *callbacks),
             "any_micro_batch": any_size,
-            "check_assumptions": False,
+            "check_assumptions": check_assumptions,
             "cache": self._cache,
         }
 

@@ -149,6 +149,7 @@ def _traced(
             make_optimizer,
             any_micro_batch,
             shorten,
+            check_assumptions,
             limits,
             RunLength.of(module),
             ranks.settings() if ranks is not None else None,
