@@ -28,7 +28,7 @@ from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_s
 from lightning_memfit.estimate.placement import torch_placement
 from lightning_memfit.estimate.stage3_gathered import gathered_levels, left_gathered
 from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels, second_step
-from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.memory import Category, MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
 from lightning_memfit.profile.record import ModelProfile, trained
 
@@ -566,18 +566,32 @@ def _with_activations(breakdown: MemoryBreakdown, activations: int) -> MemoryBre
     )
 
 
+_SHARED_BYTES, _SCALED = 1024, 16
+"""Most bytes of what 8-bit states of a parameter share (a map of 256 values), and elements per byte of their scales."""
+
+
 def _state_bytes(profile: ModelProfile) -> float:
     """Bytes of optimizer states per trained element as DeepSpeed steps: over fp32 masters, not the traced weights.
 
     A state as large as its parameter has the parameter's dtype, and is fp32 under DeepSpeed.
+
+    Raises:
+        NotDividedError: If a state has no fixed number of values per element, as factors of a matrix have not: the flat
+            parts of weights that DeepSpeed steps have no rows and columns.
     """
     events = profile.events
     own = {p.name: p.numel * p.itemsize for p in profile.parameters}
     widened = {p.name: 4 / p.itemsize for p in profile.parameters}
+    elements = {p.name: p.numel for p in profile.parameters}
     total = 0.0
     is_state = events.categories == CATEGORIES.index(Category.OPTIMIZER_STATE)
     for storage in events.alive_at(second_step(events)["step"][1] - 1).tolist():
         if is_state[storage]:
             name, size = events.site_names[events.sites[storage]].partition(" | ")[0], int(events.sizes[storage])
+            if (2 * size) % elements.get(name, 1) and size > max(_SHARED_BYTES, elements[name] // _SCALED):
+                raise NotDividedError(
+                    f"the states of {profile.optimizer} for `{name}` ({format_bytes(size)}) have no fixed number of "
+                    "values per element, and DeepSpeed steps flat parts of weights"
+                )
             total += size * widened[name] if own.get(name) == size else size
     return total / max(1, sum(p.numel for p in trained(profile.parameters)))

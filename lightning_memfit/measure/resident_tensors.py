@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.host import host_memory_of, stands_for_host
 from lightning_memfit.memory.kind import DeviceKind
-from lightning_memfit.memory.ledger import StorageLedger, held_tensors
+from lightning_memfit.memory.ledger import StorageLedger, held_tensors, state_tensors
 
 
 class _Sum:
@@ -149,7 +149,5 @@ def _add_optimizer(total: _Sum, optimizer: Any) -> None:
         total.add(parameter, Category.OPTIMIZER_STATE)  # the module's own are counted already
         if parameter.grad is not None:
             total.add(parameter.grad, Category.GRADIENT)
-    for state in _inner(optimizer).state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                total.add(value, Category.OPTIMIZER_STATE)
+    for _, value in state_tensors(_inner(optimizer)):
+        total.add(value, Category.OPTIMIZER_STATE)

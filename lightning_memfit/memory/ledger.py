@@ -7,6 +7,7 @@ monitor on the CPU (`measure`). A storage is entered when an operator returns it
 import functools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -311,14 +312,12 @@ class StorageLedger(TorchDispatchMode):
             self.track(parameter.grad, Category.GRADIENT)
 
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, state in optimizer.state.items():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    if is_on_host(parameter):
-                        keep_on_host(value, Category.OPTIMIZER_STATE, parameter)
-                        self.move_to_host(value, Category.OPTIMIZER_STATE, parameter)
-                    else:
-                        self.track(value, Category.OPTIMIZER_STATE)
+        for parameter, value in state_tensors(optimizer):
+            if is_on_host(parameter):
+                keep_on_host(value, Category.OPTIMIZER_STATE, parameter)
+                self.move_to_host(value, Category.OPTIMIZER_STATE, parameter)
+            else:
+                self.track(value, Category.OPTIMIZER_STATE)
 
     def _open_step(self, *_: Any) -> None:
         self._step_open = True
@@ -360,12 +359,25 @@ def _on_cpu(args: Any) -> bool:
 
 
 def tensors_among(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operator, which takes them one by one or in lists."""
+    """The tensors among the arguments of an operator, or in containers of any depth."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, set, deque)):
             yield from tensors_among(value)
+        elif isinstance(value, dict):
+            yield from tensors_among(value.values())
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The states of an optimizer, each after the parameter that it belongs to.
+
+    Some optimizers keep several in a list or a dict (SOAP, Shampoo, LBFGS). What is kept under a key that is no
+    parameter belongs to itself.
+    """
+    for parameter, state in optimizer.state.items():
+        for value in tensors_among((state,)):
+            yield (parameter if isinstance(parameter, torch.Tensor) else value), value
 
 
 def _inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:

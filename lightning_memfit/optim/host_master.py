@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device
 from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.ledger import state_tensors, tensors_among
 from lightning_memfit.optim.steps import OutermostStep, refuse_own_step
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -630,8 +630,7 @@ def _is_ours(hook: Any) -> bool:
 def _refuse(optimizer: Optimizer) -> None:
     refuse_own_step(optimizer, _OWN_STEP)
     name = type(optimizer).__name__
-    states = chain.from_iterable(state.values() for state in optimizer.state.values())
-    if any(isinstance(value, Tensor) and value.dtype in _HALF for value in states):
+    if any(value.dtype in _HALF for _, value in state_tensors(optimizer)):
         raise ValueError(
             f"`optimizer` ({name}) has states already, in half precision. Move it before it steps; one that makes its "
             "states when it is constructed, as Adagrad does, can't be moved."
@@ -642,8 +641,8 @@ def _refuse(optimizer: Optimizer) -> None:
 
 def _keep_states(weight: Tensor, state: Mapping[str, Any]) -> None:
     """Mark states as host memory."""
-    for value in state.values():
-        if isinstance(value, Tensor) and value.layout is torch.strided and not is_on_host(value):
+    for value in tensors_among(state.values()):
+        if value.layout is torch.strided and not is_on_host(value):
             keep_on_host(value, Category.OPTIMIZER_STATE, weight)
 
 

@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from lightning_memfit.memory.ledger import (
     memory_key,
     python_kernel,
     sparse_parts,
+    state_tensors,
     tensors_among,
 )
 from lightning_memfit.profile.collectives import buffers, communicates, composed_of, scratch_bytes
@@ -522,11 +522,10 @@ class EventRecorder(Uncompiled, StorageLedger):
     @override
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
         on_device = _with_steps_on_device(optimizer)
-        for parameter, state in optimizer.state.items():
+        for parameter, state in state_tensors(optimizer):
             entry = self._entry_of(parameter)
             block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
-            tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
-            for value in chain.from_iterable(map(held_tensors, tensors)):
+            for value in held_tensors(state):
                 if is_on_host(parameter) or self._is_paged(optimizer, parameter, value):
                     keep_on_host(value, Category.OPTIMIZER_STATE, parameter)
                     self.move_to_host(value, Category.OPTIMIZER_STATE, parameter)

@@ -30,6 +30,7 @@ from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory, limit_beside
+from lightning_memfit.memory.ledger import state_tensors
 from lightning_memfit.memory.wrapping import own_attribute
 
 _STEPS_BETWEEN_CHECKS = 16
@@ -359,8 +360,7 @@ class _Guarded(AbstractContextManager[None]):
 
 def _versions(optimizer: Optimizer) -> list[int]:
     found = [parameter._version for parameter in _parameters(optimizer)]
-    for state in optimizer.state.values():
-        found.extend(value._version for value in state.values() if isinstance(value, torch.Tensor))
+    found.extend(value._version for _, value in state_tensors(optimizer))
     return found
 
 

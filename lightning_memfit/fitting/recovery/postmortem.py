@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_memfit.fitting.recovery.host_states import absent_bytes
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.ledger import state_tensors
 
 _NUM_NAMED = 5
 _NUMBER = re.compile(r"\b\d+\b")
@@ -85,13 +86,7 @@ def explain(
         found.append((parameter.nbytes, f"{tuple(parameter.shape)} parameter `{name}`"))
         if parameter.grad is not None:
             found.append((parameter.grad.nbytes, f"{tuple(parameter.shape)} gradient of `{name}`"))
-    states = sum(
-        value.nbytes
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
+    states = sum(value.nbytes for optimizer in optimizers for _, value in state_tensors(optimizer))
     states -= sum(map(absent_bytes, optimizers))
     weights = sum(parameter.nbytes for parameter in module.parameters())
     kept = sum(size for size, _ in census.largest.values())

@@ -6,7 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -20,6 +22,7 @@ from lightning_memfit import CausalLM, RandomTokens
 from lightning_memfit.device.runtime import runtime_memory
 from lightning_memfit.estimate.deepspeed import deepspeed_memory
 from lightning_memfit.estimate.division import MODELLED_AS, Division, NotDividedError, division_of, estimate_rank
+from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.estimate.report import build_report, judge, largest_micro_batch
 from lightning_memfit.estimate.target import Target, host_target
 from lightning_memfit.memory import GIB, MIB, Category, Tier
@@ -224,3 +227,44 @@ def test_eight_bit_states_stay_so_and_others_are_wide() -> None:
     assert division("zero_2").run_of(profile).state_bytes == pytest.approx(8, rel=1e-3)  # bf16 in the trace
     whole = stage_profile("32-true")
     assert division("zero_2").run_of(whole).state_bytes == pytest.approx(8, rel=1e-3)
+
+
+class Factored(torch.optim.SGD):
+    """Keeps a list of states per parameter, as SOAP does: of its shape, or one of its rows squared."""
+
+    def __init__(self, parameters: Any, of_rows: bool) -> None:
+        super().__init__(parameters, 0.1)
+        self.of_rows = of_rows
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            shape = [parameter.size(0)] * 2 if self.of_rows else parameter.shape
+            if not self.state[parameter]:
+                self.state[parameter]["GG"] = [parameter.new_zeros(shape), parameter.new_zeros(shape)]
+        return loss
+
+
+class OneMatrix(pl.LightningModule):
+    def __init__(self, of_rows: bool) -> None:
+        super().__init__()
+        self.of_rows = of_rows
+        self.linear = torch.nn.Linear(96, 256, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.linear(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return Factored(self.parameters(), self.of_rows)
+
+
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_states_in_lists_are_divided_where_they_can_be(of_rows: bool) -> None:
+    profile = profile_module(OneMatrix(of_rows), torch.zeros(4, 96), StepOptions("bf16-true"), any_micro_batch=False)
+    values = 256 * 256 if of_rows else 256 * 96
+    assert estimate_step(profile).breakdown.get(Category.OPTIMIZER_STATE) == 2 * 2 * values
+    if of_rows:
+        with pytest.raises(NotDividedError, match="no fixed number of values per element"):
+            division("zero_2").run_of(profile)
+    else:
+        assert division("zero_2").run_of(profile).state_bytes == 8  # fp32 under DeepSpeed

@@ -115,3 +115,11 @@ def test_shards_of_emptied_parameters_count() -> None:
     module.weight.ds_tensor = torch.zeros(16)  # half of it, as DeepSpeed's stage 3 has it on two ranks
     module.weight.data = torch.empty(0)
     assert held_bytes(module, [], CPU).by_category() == {Category.PARAMETER: 64}
+
+
+def test_states_in_lists_of_an_optimizer_count() -> None:
+    module = nn.Linear(16, 16, bias=False)
+    optimizer = torch.optim.SGD(module.parameters())
+    optimizer.state[module.weight]["factors"] = [torch.zeros(16, 16), torch.zeros(16, 16)]
+    found = held_bytes(module, [optimizer], torch.device("cpu"))
+    assert found.get(Category.OPTIMIZER_STATE, Tier.DEVICE) == 2 * 16 * 16 * 4

@@ -8,7 +8,7 @@ import torch
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host
-from lightning_memfit.memory.ledger import StorageLedger, python_kernel
+from lightning_memfit.memory.ledger import StorageLedger, python_kernel, state_tensors
 
 
 @pytest.fixture
@@ -197,3 +197,18 @@ def test_a_ledger_sees_what_a_step_dequantizes_and_changes_no_number():
     unseen, hidden = stepped(False)
     assert torch.equal(seen, unseen)
     assert peak >= hidden + 3 * seen.nbytes  # both moments and the weight in fp32
+
+
+def test_states_in_containers_of_an_optimizer_are_states():
+    """SOAP and Shampoo keep lists of factors, LBFGS those of its last steps."""
+    weight = torch.nn.Parameter(torch.ones(256))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with StorageLedger() as ledger:
+        ledger.track_optimizer(optimizer)
+        weight.grad = torch.ones(256)
+        factors = [torch.zeros(256), {"inner": (torch.zeros(256),)}]
+        optimizer.state[weight]["factors"], optimizer.state["of all"] = factors, torch.zeros(256)
+        optimizer.step()
+        assert ledger.live_by_category[Category.OPTIMIZER_STATE] == 3 * 256 * 4
+    ledger.close()
+    assert [owner is weight for owner, _ in state_tensors(optimizer)] == [True, True, False]
