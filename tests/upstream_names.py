@@ -100,6 +100,7 @@ NAMES: dict[str, str] = {
     "_cuda_isHistoryEnabled": "torch._C",
     "_current_frames": "sys",
     "_current_fx_name": "lightning.pytorch.LightningModule",
+    "_count_flops": "torch.utils.flop_counter.FlopCounterMode",
     "_current_graph_task_id": "torch._C",
     "_current_level": "torch.autograd.forward_ad",
     "_data_source": "lightning.pytorch.loops.fit_loop._FitLoop",

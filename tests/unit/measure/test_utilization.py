@@ -31,6 +31,53 @@ class Layers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Manual(Layers):
+    """Does everything in its training step, with an optimizer that multiplies matrices."""
+
+    def __init__(self, recompute: bool = False, with_closure: bool = False) -> None:
+        super().__init__(recompute)
+        self.automatic_optimization = False
+        self.with_closure = with_closure
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = super(Manual, self).training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        if self.with_closure:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+            optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Orthogonal(self.parameters(), lr=0.1)
+
+
+class Orthogonal(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2:
+                parameter.sub_(parameter @ parameter.T @ parameter, alpha=1e-3)
+        return loss
+
+
+class Penalized(Layers):
+    """Has a penalty on the gradient of its inputs, which takes a backward in the forward."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        batch = batch.requires_grad_()
+        loss = super().training_step(batch, batch_idx)
+        (gradient,) = torch.autograd.grad(loss, batch, create_graph=True)
+        return loss + gradient.square().sum()
+
+
 class Memory(pl.loggers.CSVLogger):
     """Keeps what is logged."""
 
@@ -63,6 +110,14 @@ def test_flops_are_three_forwards_over_the_time(tmp_path):
     assert logger.seen["throughput/mfu"] > 0
     assert logger.seen["throughput/model_tflops_per_second"] > 0
     assert "training_step" not in vars(trainer.strategy)
+
+
+@pytest.mark.parametrize("make", [Manual, lambda: Manual(recompute=True), lambda: Manual(with_closure=True), Penalized])
+def test_only_the_forward_of_a_training_step_is_counted(make):
+    monitor = FlopsMonitor(peak_flops=1e12)
+    loader = DataLoader(torch.randn(SIZE * 3, WIDTH), SIZE)
+    quiet_trainer(monitor, max_steps=3, logger=False).fit(make(), loader)
+    assert monitor._flops_per_sample == 3 * FORWARD / SIZE
 
 
 @pytest.mark.parametrize("first", [True, False])
