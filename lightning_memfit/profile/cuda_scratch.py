@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_memfit.profile.dispatch import is_deterministic
 from lightning_memfit.profile.events import BOUNDED_SCRATCH_SITE, SCRATCH_SITE
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ def scratch(func: Any, args: Any, result: Any, capability: tuple[int, int]) -> t
     if func is _SAFE_SOFTMAX:
         return SCRATCH_SITE, (safe_softmax_bytes(result),)
     rule = _ATTENTION.get(func)
-    return None if rule is None else (SCRATCH_SITE, rule(*args[:2]))
+    return None if rule is None else (SCRATCH_SITE, rule(capability, *args[:3]))
 
 
 # --- sums of rows -----------------------------------------------------------------------------------------------------
@@ -107,20 +108,41 @@ def safe_softmax_bytes(result: torch.Tensor) -> int:
 # --- backward of fused attention --------------------------------------------------------------------------------------
 
 
-def _flash(gradient: torch.Tensor, query: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    """`softmax_d` and `dq_accum` of `mha_bwd` in torch's `transformers/cuda/flash_attn/flash_api.cpp`."""
+def _flash(
+    capability: tuple[int, int], gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[int, ...]:
+    """`softmax_d`, and `dq_accum`, `dk_expanded` and `dv_expanded` of `mha_bwd` in torch's `flash_attn/flash_api.cpp`.
+
+    With fewer heads of keys and values, each head of the queries has gradients of them, which are added up afterwards.
+    Where it must be deterministic, blocks of threads add up the gradient of queries in buffers of their own, as many as
+    there are multiprocessors for a head, rounded up. That is no straight line over the batch, as sizes have to be: what
+    is counted is the lowest line above it, which is too high by less than a head's buffer for every multiprocessor.
+    """
+    batch, heads, _, head = query.shape
+    softmax, sums = _flash_sums(query)
+    if is_deterministic():
+        sums += sums // max(1, batch * heads) * (_multiprocessors(capability) - 1)
+    expanded = 0 if key.size(1) == heads else 2 * batch * key.size(2) * heads * head * key.element_size()
+    return softmax, sums + expanded
+
+
+def _flash_sums(query: torch.Tensor) -> tuple[int, int]:
     batch, heads, length, head = query.shape
     rounded_length = -(-length // 128) * 128
     rounded_head = -(-head // 32) * 32 if head <= 128 else -(-head // 64) * 64
     return 4 * batch * heads * rounded_length, 4 * batch * heads * rounded_length * rounded_head
 
 
-def _cudnn(gradient: torch.Tensor, query: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    """The same in one workspace, as seen of cuDNN 9."""
-    return (sum(_flash(gradient, query)),)
+def _cudnn(
+    capability: tuple[int, int], gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[int, ...]:
+    """The sums of flash attention in one workspace, as seen of cuDNN 9 with as many heads of keys as of queries."""
+    return (sum(_flash_sums(query)),)
 
 
-def _efficient(gradient: torch.Tensor, query: torch.Tensor, *_: Any) -> tuple[int, ...]:
+def _efficient(
+    capability: tuple[int, int], gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[int, ...]:
     """`delta` and `workspace` of `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`.
 
     The kernel adds up the gradient of queries in tiles of 64 rows, each with 16 bytes for a lock and a counter. In

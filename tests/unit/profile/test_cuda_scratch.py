@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -61,7 +63,34 @@ def test_smaller_cards_share_sums_among_fewer_blocks():
 def test_backward_of_attention_takes_what_an_h200_allocated(kernel, shape, dtype, sizes):
     query = torch.empty(shape, dtype=dtype, device="meta")
     operator = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
-    assert scratch(operator, (query, query), None, H200)[1] == pytest.approx(sizes, abs=256)  # cuDNN aligns
+    assert scratch(operator, (query, query, query), None, H200)[1] == pytest.approx(sizes, abs=256)  # cuDNN aligns
+
+
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(12, 1024), (4, 1024), (4, 512)])
+def test_flash_attention_expands_gradients_of_grouped_heads(heads, keys):
+    """`mha_bwd` makes both in the type of the keys, for every head of the queries."""
+    query = torch.empty(8, 12, 1024, 64, dtype=BF16, device="meta")
+    key = torch.empty(8, heads, keys, 64, dtype=BF16, device="meta")
+    expanded = 0 if heads == 12 else 2 * 8 * keys * 12 * 64 * 2
+    assert scratch(FLASH_BACKWARD, (query, query, key), None, H200)[1] == (393_216, 25_165_824 + expanded)
+
+
+def test_deterministic_flash_attention_adds_up_in_buffers_of_its_blocks():
+    """An H200 has 132 multiprocessors, over which every head of every sample is split (`nsplits` in `mha_bwd`)."""
+    of_head, counted = 4 * 1024 * 64, []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for batch in range(1, 33):
+            query = torch.empty(batch, 12, 1024, 64, dtype=BF16, device="meta")
+            counted.append(scratch(FLASH_BACKWARD, (query, query, query), None, H200)[1][-1])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    taken = [-(-132 // (12 * batch)) * 12 * batch * of_head for batch in range(1, 33)]
+    assert all(0 <= more - exact < 132 * of_head for more, exact in zip(counted, taken, strict=True))
+    assert {second - first for first, second in itertools.pairwise(counted)} == {12 * of_head}  # other sizes follow
 
 
 @pytest.mark.skipif(not hasattr(aten, "_safe_softmax"), reason="came with torch 2.5")
