@@ -203,6 +203,8 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
         if changed and arguments.lock is not None:
             print(f"memfit: planning anew, as this changed: {', '.join(changed)}", file=sys.stderr)
 
+    environment = dict(os.environ)  # before the recipe's own modules may set something
+
     from .plan_recipe import plan_recipe
 
     with_page = arguments.html is not None
@@ -220,7 +222,7 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
         with Path(arguments.html).open("x", encoding="utf-8") as file:
             file.write(page)
     if lock is not None and not (arguments.dry_run and arguments.lock is not None):
-        _save(lock, partial(lock.save, key, plan, Sources.now(files), free), arguments.lock is not None)
+        _save(lock, partial(lock.save, key, plan, Sources.now(files, environment), free), arguments.lock is not None)
     return plan
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from lightning_memfit.estimate.division import NotDividedError
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
-from lightning_memfit.planner.lock import names_in
+from lightning_memfit.planner.lock import files_read, names_in
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, is_batching, overlay_of, own_adapter, technique_classes
 from lightning_memfit.planner.plan_page import render_plan
@@ -53,8 +55,8 @@ from lightning_memfit.techniques.core.setting import Setting
 
 from .errors import user_mistake
 from .estimate_recipe import division_in_plans_of, loaded_samples, quiet, ranks_together, target_of
-from .made_for import COUNT_BATCHES, made_for
-from .recipe_files import overlay_text
+from .made_for import COUNT_BATCHES, made_for, written
+from .recipe_files import configs_of, overlay_text, resolve_arguments
 from .recipe_run import RecipeRun, load_recipe
 from .recipe_schema import MADE_FOR
 
@@ -82,7 +84,9 @@ def plan_recipe(
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
         exist.
     """
-    with quiet(), load_recipe(overrides, arguments.batch_shape, arguments.real_batch) as run:
+    with quiet(), ExitStack() as loaded:
+        with files_read() as read:
+            run = loaded.enter_context(load_recipe(overrides, arguments.batch_shape, arguments.real_batch))
         run = _of_own_size(run) if arguments.batch_shape is not None else run
         named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
         try:
@@ -128,8 +132,20 @@ def plan_recipe(
     if with_page:
         texts = [overlay_text(one.plan.summary(), laid(one.plan)) for one in explored[0].tried]
         page = render_plan(data, explored[0], texts)
-    named_files = names_in([run.config.get("model"), run.config.get("data")])
-    return data, [*named_files, str(CalibrationFile(workload.rates.name).path)], page
+    return data, [*_files_of(run, read, overrides), str(CalibrationFile(workload.rates.name).path)], page
+
+
+def _files_of(run: RecipeRun, read: Iterable[str], overrides: Sequence[str]) -> list[str]:
+    """Files and folders that a recipe is made of, beside its own: what was read for it, and what it names.
+
+    Folders that the Trainer's arguments name are written to, not read.
+    """
+    own = {os.path.abspath(path) for path in configs_of(resolve_arguments(overrides))}
+    read = {path for path in read if os.path.abspath(path) not in own}
+    named = written(run.parsed[1])
+    of_trainer = {key: value for key, value in named.items() if key.startswith("trainer.")}
+    others = {key: value for key, value in named.items() if key not in of_trainer}
+    return sorted({*read, *names_in(others), *filter(os.path.isfile, names_in(of_trainer))})
 
 
 def workload_of(

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 _ENVIRONMENT = "CUBLAS_WORKSPACE_CONFIG"
 _LT_ENVIRONMENT = "CUBLASLT_WORKSPACE_SIZE"
+_LT_UNIFIED = "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
+
+WORKSPACE_VARIABLES = (_ENVIRONMENT, _LT_ENVIRONMENT, _LT_UNIFIED)
+"""Environment variables that decide how much memory libraries take."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def _workspace_bytes(recent: bool) -> int:
 
 def _lt_workspace_bytes() -> int:
     """What cuBLASLt takes for itself: nothing where torch lets it use the workspace of cuBLAS."""
-    if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "1":
+    if os.environ.get(_LT_UNIFIED) == "1":
         return 0
     size = os.environ.get(_LT_ENVIRONMENT, "1024")
     if not size.isdecimal():

@@ -7,18 +7,22 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from lightning_memfit.memory.cache_files import opened, sealed
-from lightning_memfit.profile.culprit import owner_of
+from lightning_memfit.device.runtime import WORKSPACE_VARIABLES
+from lightning_memfit.memory.cache_files import default_cache_folder, opened, sealed
+from lightning_memfit.profile.culprit import owner_of, owner_of_frame, running_frames
+from lightning_memfit.profile.fingerprint import PROCESSOR_VARIABLES
+from lightning_memfit.profile.reads import variables_in
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "deepspeed", "peft", "torchao", "lightning-memfit")
 _OWN = Path(__file__).resolve().parents[1]
@@ -68,16 +72,17 @@ class _Content(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     key: dict[str, str]
-    made_from: dict[Literal["modules", "files"], dict[str, str | None]]
+    made_from: dict[Literal["modules", "files", "variables"], dict[str, str | None]]
     free_bytes: int | None
     plan: dict[str, Any]
 
 
 class PlanLock:
-    """A file with a plan, its key, and the user's code and data from which it was made.
+    """A file with a plan, its key, and the user's code, data and environment from which it was made.
 
-    Code is known by the names of its modules, data by their names in the recipe, each with its content. Both are looked
-    up anew where a plan is read, so that a plan made in another folder counts only if the same is found here.
+    Code is known by the names of its modules, data by their names in the recipe, each with its content, and environment
+    variables by a digest of what they hold, as that may be a secret. All are looked up anew where a plan is read, so
+    that a plan made in another folder counts only if the same is found here.
 
     Args:
         path: The file; written by `save`.
@@ -155,36 +160,157 @@ def _host_memory_is_alike(plan: Mapping[str, Any], then: int | None, now: int) -
     return bool(needed <= now <= _MORE_ROOM * then)
 
 
+_VARIABLES = (*WORKSPACE_VARIABLES, *PROCESSOR_VARIABLES)
+"""Environment variables that this package asks for while it plans, beside those that are options of the command."""
+
+_ENVIRONMENT = "the environment"
+"""Stands for all variables."""
+
+_PASSING = frozenset({"_", "SHLVL", "OLDPWD", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
+"""Variables that shells set for each command, and Lightning where a recipe's seed is set."""
+
+
 @dataclass(frozen=True)
 class Sources:
-    """Digests of the code, data and measurements from which a plan was made; None for what did not exist."""
+    """Digests of the code, data, variables and measurements that a plan was made from; None for what was not there."""
 
     modules: Mapping[str, str | None] = field(default_factory=dict)
     """The user's modules by name, as an import would find them."""
     files: Mapping[str, str | None] = field(default_factory=dict)
     """Files and folders as the recipe writes them; relative ones are looked up in the working directory."""
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    """Environment variables that the user's modules or this package ask for; `_ENVIRONMENT` where any may be."""
 
     @classmethod
-    def now(cls, named: Iterable[str] = ()) -> Sources:
-        """What is imported, and what files hold, at this moment.
+    def now(cls, named: Iterable[str] = (), environment: Mapping[str, str] = os.environ) -> Sources:
+        """What is imported, what files hold and variables say, at this moment.
 
         Args:
             named: Files and folders besides the modules' own, of which some may not exist.
+            environment: Variables as they were before the user's modules were imported, which may set some.
         """
-        modules, files = {}, set(named)
+        modules, files, variables = {}, set(named), set(_VARIABLES)
         for name, path in imported_user_modules().items():
+            variables |= _variables_of(path)
             if source_of(name) == path:
                 modules[name] = file_digest(path)
             else:  # loaded by its path, not by its name
                 files.add(str(path))
-        return cls(modules, {name: _stamp(name) for name in sorted(files)})
+        return cls(
+            modules,
+            {name: _stamp(name) for name in sorted(files)},
+            {name: _variable(name, environment) for name in sorted(variables)},
+        )
 
     def changed(self) -> list[str]:
         """Names of what is different here and now."""
         return [
             *(name for name, digest in self.modules.items() if file_digest(source_of(name)) != digest),
             *(name for name, stamp in self.files.items() if _stamp(name) != stamp),
+            *(
+                name if name == _ENVIRONMENT else f"${name}"
+                for name, digest in self.variables.items()
+                if _variable(name, os.environ) != digest
+            ),
         ]
+
+
+def _variables_of(path: Path) -> frozenset[str]:
+    """Variables that a file of Python asks for."""
+    try:
+        found = variables_in(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        found = None
+    return frozenset({_ENVIRONMENT}) if found is None else found
+
+
+def _variable(name: str, environment: Mapping[str, str]) -> str | None:
+    """Digest of what a variable says, or all do; None if it isn't set."""
+    if name == _ENVIRONMENT:
+        values = sorted((key, value) for key, value in environment.items() if key not in _PASSING)
+        return _digest([json.dumps(values).encode()])
+    value = environment.get(name)
+    return None if value is None else _digest([value.encode(errors="surrogateescape")])
+
+
+# --- files that are read while a recipe is loaded ---------------------------------------------------------------------
+
+_PARSER = "jsonargparse"
+
+_CODE, _OF_SYSTEM = (".py", ".pyc"), ("/proc/", "/sys/", "/dev/")
+
+_reading: list[tuple[str, set[str]]] = []
+"""The working directory of each open `files_read`, and the files that were read so far. The parser goes elsewhere."""
+
+_hooked, _is_deciding = False, False
+
+
+@contextmanager
+def files_read() -> Iterator[set[str]]:
+    """Collect the user's files that are opened to be read: by the parser or the user's code, or below this folder.
+
+    What only native code opens isn't seen. Python's code counts by its modules, and what packages bring or keep in
+    caches and hidden folders doesn't count at all.
+
+    Returns:
+        A set that gets their paths: relative ones if they lie in the working directory.
+    """
+    global _hooked
+    if not _hooked:
+        sys.addaudithook(_note_opened)  # there is no way to take it off
+        _hooked = True
+    folder, found = "", set[str]()
+    with suppress(OSError):  # there may be no working directory
+        folder = os.path.join(os.getcwd(), "")
+    entry = folder, found
+    _reading.append(entry)
+    try:
+        yield found
+    finally:
+        _reading[:] = [one for one in _reading if one is not entry]
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    global _is_deciding
+    if not _reading or event != "open" or _is_deciding:
+        return
+    name, _, flags = arguments
+    if not isinstance(name, (str, bytes)) or not isinstance(flags, int) or flags & (os.O_WRONLY | os.O_RDWR):
+        return
+    _is_deciding = True  # `owner_of` may read files itself
+    try:
+        path = os.path.abspath(os.fsdecode(name))
+        for folder, found in _reading if _is_content(path) else ():
+            shown = path.removeprefix(folder)
+            if _is_project(shown) or _is_opened_for_user():
+                found.add(shown)
+    except OSError:  # there is no working directory
+        return
+    finally:
+        _is_deciding = False
+
+
+def _is_content(path: str) -> bool:
+    cached = path.startswith(os.path.join(default_cache_folder().absolute(), ""))
+    special = path.endswith(_CODE) or path.startswith(_OF_SYSTEM)
+    return not (cached or special) and owner_of(path) == "user" and os.path.isfile(path)
+
+
+def _is_project(shown: str) -> bool:
+    """Whether a file lies in the working directory, in no hidden folder."""
+    return not os.path.isabs(shown) and not any(part.startswith(".") for part in shown.split(os.sep))
+
+
+def _is_opened_for_user() -> bool:
+    """Whether the nearest code that isn't Python's own is the user's, or the parser of configurations."""
+    nearest = next((frame for frame in running_frames() if _is_outside(frame)), None)
+    if nearest is None:
+        return False
+    return owner_of_frame(nearest) == "user" or str(nearest.f_globals.get("__name__")).startswith(_PARSER)
+
+
+def _is_outside(frame: FrameType) -> bool:
+    return frame.f_code.co_filename != __file__ and owner_of_frame(frame) != "standard"
 
 
 _NOT_IMPORTED_BY_NAME = ("__main__", "sitecustomize", "usercustomize")
@@ -196,7 +322,10 @@ def imported_user_modules() -> dict[str, Path]:
     found = {}
     for module_name, module in list(sys.modules.items()):
         name = getattr(module, "__file__", None)
-        if isinstance(name, str) and name.endswith(".py") and module_name not in _NOT_IMPORTED_BY_NAME:
+        # Modules that torch makes without a file (`torch.ops`) have a relative path that leads nowhere.
+        if not isinstance(name, str) or not os.path.isabs(name):
+            continue
+        if name.endswith(".py") and module_name not in _NOT_IMPORTED_BY_NAME:
             path = Path(name).resolve()
             if all(owner_of(one) == "user" for one in (name, str(path))):
                 found[module_name] = path
@@ -250,14 +379,18 @@ def file_digest(path: Path | None) -> str | None:
 _MAX_ENTRIES = 20_000
 """Files of a folder that are looked at; more would take seconds."""
 
+_MAX_READ = 1 << 20
+"""A file with more bytes is known by its size and time, as reading it would take long."""
+
 
 def _stamp(name: str) -> str | None:
-    """Sizes and times of a file, or of all files in a folder and below; None if there is neither."""
+    """Content of a small file, or size and time of a large one, of all in a folder and below; None if there is none."""
     path = Path(name).expanduser()
     try:
         if not path.is_dir():
             status = path.stat()
-            return f"{status.st_size}-{status.st_mtime_ns}"
+            is_small = path.is_file() and status.st_size <= _MAX_READ
+            return file_digest(path) if is_small else f"{status.st_size}-{status.st_mtime_ns}"
         entries = sorted(islice(_entries(path), _MAX_ENTRIES))
     except OSError:
         return None

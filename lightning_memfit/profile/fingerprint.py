@@ -98,8 +98,11 @@ _COVERED_BY_VERSION = {"builtins", "torch", "lightning", "pytorch_lightning", "l
 
 _PROCESSOR_FACTS = ("model name", "flags", "cache size")
 
-_PROCESSOR_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
-"""Variables that keep oneDNN and torch from using all that the processor can do."""
+PROCESSOR_VARIABLES = (
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),  # keep from using all that it can do
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+)
+"""Environment variables by which oneDNN and torch choose kernels of the CPU."""
 
 
 def describe_module(module: Any) -> object:
@@ -144,7 +147,7 @@ def describe_processor(device: str) -> object:
     if device != "cpu":
         return None
     return hashlib.sha256(_processor().encode()).hexdigest(), [
-        (name, os.environ.get(name)) for name in _PROCESSOR_LIMITS
+        (name, os.environ.get(name)) for name in PROCESSOR_VARIABLES
     ]
 
 

@@ -157,12 +157,11 @@ def keep_learned() -> None:
 
 
 def _switches() -> tuple[object, ...]:
-    """Settings of torch and the environment that decide which kernels run."""
+    """Settings of torch that decide which kernels run, beside the processor and its variables."""
     return (
         torch.backends.mkldnn.enabled,
         precisions_on_host(),
         torch.are_deterministic_algorithms_enabled(),
-        os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE"),
     )
 
 

@@ -46,6 +46,27 @@ trainer:
 
 STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
 
+SIZED = """\
+import json, os, torch, lightning.pytorch as pl
+from pathlib import Path
+
+class Sized(pl.LightningModule):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        width *= int(os.environ.get("SIZED_TIMES", 1)) * json.loads(Path("sized.json").read_text())
+        self.layer = torch.nn.Linear(4, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+class Rows(pl.LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(8, 4), batch_size=2)
+"""
+
 DUMB = """\
 import lightning.pytorch as pl
 
@@ -253,6 +274,41 @@ def test_nothing_fits_a_device_of_one_mebibyte_and_a_lock_remembers_it(
     assert made["summary"].startswith("Nothing fits")
     assert made["overlay"] is None
     assert plan(capsys, "--config", recipe, "--device", "1MiB", "--lock", lock) == (1, made)
+
+
+@pytest.fixture
+def sized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of a recipe whose model is as large as two files and an environment variable say."""
+    (tmp_path / "sized_module_of_a_test.py").write_text(SIZED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "model.yaml").write_text("{class_path: sized_module_of_a_test.Sized, init_args: {width: 8}}\n")
+    (folder / "sized.yaml").write_text("{model: model.yaml, data: sized_module_of_a_test.Rows}\n")
+    (tmp_path / "sized.json").write_text("1")
+    return ["--config", "recipes/sized.yaml", "--device", "1MiB", "--host-memory", "8GiB"]
+
+
+@pytest.mark.slow
+def test_a_plan_is_made_anew_where_a_file_or_variable_that_it_rests_on_is_another(
+    sized: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that the recipe names for a part of it, those that the module reads, and variables that it asks for."""
+
+    def parameters() -> int:
+        return int(plan(capsys, *sized)[1]["num_parameters"])
+
+    assert parameters() == 5 * 8
+    (tmp_path / "recipes" / "model.yaml").write_text(
+        "{class_path: sized_module_of_a_test.Sized, init_args: {width: 16}}\n"
+    )
+    assert parameters() == 5 * 16
+    monkeypatch.setenv("SIZED_TIMES", "2")
+    assert parameters() == 5 * 32
+    (tmp_path / "sized.json").write_text("3")
+    assert parameters() == 5 * 96
+    monkeypatch.setattr("cli.plan_recipe.plan_recipe", lambda *_, **__: pytest.fail("the plan was made before"))
+    assert parameters() == 5 * 96
 
 
 @pytest.mark.parametrize(

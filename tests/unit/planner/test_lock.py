@@ -1,6 +1,8 @@
+import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.memory.cache_files import sealed
-from lightning_memfit.planner.lock import PlanLock, Sources, imported_user_modules, names_in, plan_key, source_of
+from lightning_memfit.planner import lock as lock_module
+from lightning_memfit.planner.lock import (
+    PlanLock,
+    Sources,
+    files_read,
+    imported_user_modules,
+    names_in,
+    plan_key,
+    source_of,
+)
+from lightning_memfit.profile.reads import variables_in
 
 
 @pytest.fixture
@@ -163,6 +175,122 @@ def test_a_lock_edited_by_hand_is_refused(tmp_path: Path, recipe: Path, change: 
     path.write_text(change(path.read_text()))
     with pytest.raises(ValueError, match=r"--lock.*no lock file.*delete it to plan anew"):
         PlanLock(path).load(key)
+
+
+@pytest.fixture
+def asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Sources]:
+    """What a plan was made from whose only module of the user's has some code."""
+    monkeypatch.delenv("WIDTH", raising=False)
+
+    def made(code: str) -> Sources:
+        path = tmp_path / f"asking_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(f"import os\n{code}\n")
+        monkeypatch.setattr(lock_module, "imported_user_modules", lambda: {path.stem: path})
+        return Sources.now()
+
+    return made
+
+
+def test_variables_that_the_users_modules_ask_for_count(
+    asking: Callable[[str], Sources], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, any_of_them = asking("width = os.environ.get('WIDTH')"), asking("width = os.environ[name()]")
+    monkeypatch.setenv("DEPTH", "2")
+    assert one.changed() == []
+    assert any_of_them.changed() == ["the environment"]
+    monkeypatch.setenv("WIDTH", "a secret")
+    assert one.changed() == ["$WIDTH"]
+    assert "a secret" not in str(asking("width = os.environ.get('WIDTH')"))
+
+
+def test_variables_that_modules_set_are_as_they_were_before(
+    asking: Callable[[str], Sources], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(os.environ)
+    asking("os.environ.setdefault('WIDTH', '2')")
+    monkeypatch.setenv("WIDTH", "2")
+    sources = Sources.now(environment=environment)
+    monkeypatch.delenv("WIDTH")
+    assert sources.changed() == []
+
+
+def test_variables_that_this_package_asks_for_count(
+    asking: Callable[[str], Sources], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = asking("")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert sources.changed() == ["$CUBLAS_WORKSPACE_CONFIG"]
+
+
+_DECIDE_NOTHING = {
+    "MEMFIT_CACHE",  # where caches are
+    "XDG_CACHE_HOME",
+    "MEMFIT_NVME_PATH",  # an option of the command
+    "LOCAL_WORLD_SIZE",  # of a run
+    "TORCH_EXTENSIONS_DIR",
+    "HF_HUB_OFFLINE",  # where and how a model is looked up by its name
+    "HF_ENDPOINT",
+}
+_SEVERAL = {"hub.py", "profile/fingerprint.py", "profile/settings.py", "planner/lock.py"}
+"""Modules with names in loops: `_OFFLINE`, `PROCESSOR_VARIABLES`, what a step has set, what the user's code asks."""
+
+
+def test_every_variable_that_this_package_asks_for_is_known() -> None:
+    """One that decides what a plan says belongs into the key of plans (`_VARIABLES`); others are named here."""
+    root, asked, several = Path(lock_module.__file__).parents[1], set[str](), set[str]()
+    for path in root.rglob("*.py"):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()
+        if ("environ" in text or "getenv" in text) and not name.startswith(("bench/", "cli/")):
+            found = variables_in(text)
+            asked |= found or set()
+            several |= {name} if found is None else set()
+    assert asked - {*lock_module._VARIABLES} <= _DECIDE_NOTHING
+    assert several <= _SEVERAL
+
+
+def test_files_that_are_read_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the user, also where the parser has gone to a recipe's folder; not what is written, code or a cache."""
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "project" / "kept"))
+    for name in ("project/parts", "project/.hidden", "project/kept", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("project/parts/a.yaml", "project/.hidden/b", "project/kept/c", "elsewhere/d.json", "project/e.py"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path / "project")
+    reader = "from pathlib import Path\nfor name in names: Path(name).read_text()"
+    (tmp_path / "elsewhere" / "f.txt").write_text("x")
+    with files_read() as found:
+        (tmp_path / "project" / "written").write_text("x")
+        Path("/proc/self/stat").read_text()
+        Path("kept/c").read_text()
+        Path("e.py").read_text()
+        with contextlib.suppress(OSError):
+            Path("absent").read_text()
+        (tmp_path / "elsewhere" / "d.json").read_text()
+        monkeypatch.chdir("parts")
+        names = ["a.yaml", "../.hidden/b", str(tmp_path / "elsewhere" / "f.txt")]
+        exec(compile(reader, torch_file(), "exec"), {"names": names})
+    assert found == {"parts/a.yaml", str(tmp_path / "elsewhere" / "d.json")}
+    Path("a.yaml").read_text()
+    assert len(found) == 2
+
+
+def torch_file() -> str:
+    """The file of code that isn't the user's."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return spec.origin
+
+
+def test_a_small_file_counts_by_its_content(tmp_path: Path) -> None:
+    """As git writes it anew with every clone."""
+    path = tmp_path / "model.yaml"
+    path.write_text("width: 1")
+    sources = Sources.now([str(path)])
+    os.utime(path, (1, 1))
+    assert sources.changed() == []
+    path.write_text("width: 2")
+    assert sources.changed() == [str(path)]
 
 
 def test_files_that_a_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
