@@ -75,6 +75,7 @@ class MemFitCLI(LightningCLI):
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
         self.planned_for: str | None = None
+        self._plan_file: tuple[str, Any] | None = None
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
             recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
@@ -114,15 +115,29 @@ class MemFitCLI(LightningCLI):
             found = made_for.differences(stamp, made_for.written(_section(recipe)), recounted)
             if found:
                 shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-                raise ValueError(
-                    f"`--config {path}` was made for another recipe: {shown}. Plan again (`memfit plan`). To train "
-                    f"by it all the same, write `{MADE_FOR}: {{}}` in it."
-                )
+                raise ValueError(_of_another(path, "recipe", shown))
+            self._plan_file = path, stamp
             both, before = (_as_list(_section(parsed).trainer.callbacks) for parsed in (config, recipe))
             trainer.callbacks = made_for.laid_over(both, before, path)
         self.planned_for = stamp.get("device")
         _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
         return config
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Make everything; under a plan, see that the model is as large as the one that it was made for.
+
+        Raises:
+            ValueError: If it has other parameters.
+        """
+        super().instantiate_classes()
+        if self._plan_file is not None:
+            from .made_for import other_parameters
+
+            path, stamp = self._plan_file
+            found = other_parameters(stamp, self.model)
+            if found:
+                raise ValueError(_of_another(path, "model", f"{found}, by a file or variable that it reads"))
 
     def _sections(self) -> Iterator[Namespace]:
         """Yield the parsed sections of the command that runs, if there is one."""
@@ -176,6 +191,14 @@ class MemFitCLI(LightningCLI):
         callbacks = self.trainer.checkpoint_callbacks
         paths = [getattr(one, name, "") for one in callbacks for name in ("best_model_path", "last_model_path")]
         return next(filter(None, paths), "")
+
+
+def _of_another(path: str, what: str, differences: str) -> str:
+    """Say that a plan's file was made for something else."""
+    return (
+        f"`--config {path}` was made for another {what}: {differences}. Plan again (`memfit plan`). To train by it all "
+        f"the same, write `{MADE_FOR}: {{}}` in it."
+    )
 
 
 def _name_unlimited_epochs(trainer: Trainer) -> None:

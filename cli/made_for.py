@@ -7,12 +7,16 @@ elsewhere. Its callbacks replace those of the recipe's techniques and leave all 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from jsonargparse import Namespace
+from torch.nn.parameter import is_lazy
 
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.planner.lock import Sources, source_of
@@ -49,14 +53,46 @@ _LOADING = frozenset({"num_workers", "tokenize_workers", "pin_memory", "persiste
 """Arguments of data modules that change how fast batches come, and nothing about them."""
 
 
-def made_for(config: Namespace, device: str) -> dict[str, Any]:
+def made_for(config: Namespace, device: str, model: torch.nn.Module) -> dict[str, Any]:
     """Return what a plan names itself as made for.
 
     Args:
         config: The recipe as parsed, nothing instantiated.
         device: Name of the device.
+        model: What was instantiated, before it configures itself.
     """
-    return {"device": device, "recipe": written(config), "modules": dict(Sources.now().modules)}
+    modules = dict(Sources.now().modules)
+    return {"device": device, "recipe": written(config), "modules": modules, "parameters": parameters_of(model)}
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the number of a model's parameters, and a digest of their names and shapes.
+
+    The recipe and the source don't tell them where the model reads a file or the environment. Types aren't among them,
+    as pretrained weights bring their own, and a plan is made without these.
+    """
+    known = [(name, one) for name, one in model.named_parameters() if not is_lazy(one)]
+    table = [(name, list(one.shape)) for name, one in known]
+    return {
+        "number": sum(one.numel() for _, one in known),
+        "digest": hashlib.sha256(json.dumps(table).encode()).hexdigest()[:24],
+    }
+
+
+def other_parameters(stamp: Mapping[str, Any], model: torch.nn.Module) -> str:
+    """Return how a model differs from the one that a plan was made for, in words; empty if it doesn't.
+
+    Args:
+        stamp: `made_for` of the plan's file.
+        model: What was instantiated, before it configures itself.
+    """
+    then, now = stamp.get("parameters"), parameters_of(model)
+    if not isinstance(then, Mapping) or then == now:
+        return ""
+    number = then.get("number")
+    if isinstance(number, int) and number != now["number"]:
+        return f"`model` had {number:,} parameters and has {now['number']:,}"
+    return "parameters of `model` have other names or shapes"
 
 
 def written(config: Namespace) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def plan_recipe(
                 ) from None
             raise mistake from None
     data = plan.to_dict()
-    origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
+    origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name, run.module)}
 
     def laid(one: Plan) -> dict[str, Any]:
         overlay = overlay_of(one, workload, arguments.nvme_path)

@@ -144,7 +144,7 @@ def test_an_option_beside_a_plan_counts_its_batches(
 ) -> None:
     out = tmp_path / "plan.yaml"
     with load_recipe(["--config", recipe], None, False) as run:
-        stamp = made_for.made_for(run.parsed[1], "CPU")
+        stamp = made_for.made_for(run.parsed[1], "CPU", run.module)
     out.write_text(yaml.safe_dump({"made_for": stamp, "trainer": {"limit_train_batches": 16}}))
     both = ["fit", "--config", recipe, "--config", str(out), "--print_config"]
     for options, expected in (([], 16), (["--trainer.limit_train_batches=3"], 3)):
@@ -287,6 +287,24 @@ def sized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (folder / "sized.yaml").write_text("{model: model.yaml, data: sized_module_of_a_test.Rows}\n")
     (tmp_path / "sized.json").write_text("1")
     return ["--config", "recipes/sized.yaml", "--device", "1MiB", "--host-memory", "8GiB"]
+
+
+def test_a_plan_for_a_model_of_another_size_is_refused(
+    sized: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe and its modules are as they were, and a variable that the model reads is not."""
+    path, quick = tmp_path / "plan.yaml", ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu"]
+    with load_recipe(sized[:2], None, False) as run:
+        stamp = made_for.made_for(run.parsed[1], "CPU", run.module)
+    path.write_text(yaml.safe_dump({"made_for": stamp}))
+    by_plan = [*sized[:2], "--config", str(path)]
+    with load_recipe(by_plan, None, False):
+        pass
+    monkeypatch.setenv("SIZED_TIMES", "2")
+    assert main(["fit", *by_plan, *quick]) == 2
+    error = capsys.readouterr().err
+    assert "was made for another model: `model` had 40 parameters and has 80" in error
+    assert "Plan again" in error
 
 
 @pytest.mark.slow

@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from jsonargparse import Namespace
 
-from cli.made_for import differences, laid_over, other_device, written
+from cli.made_for import differences, laid_over, other_device, other_parameters, parameters_of, written
 from cli.recipe_files import without_config
 from lightning_memfit.planner.lock import file_digest
 
@@ -79,6 +80,16 @@ def test_another_module_of_the_same_name_is_a_difference(tmp_path: Path, monkeyp
     assert differences(stamp, {}) == []
     module.write_text("WIDTH = 2\n")
     assert differences(stamp, {}) == ["the module `tagger_of_a_plan` is another"]
+
+
+def test_models_are_told_by_names_and_shapes_of_their_parameters() -> None:
+    """Not by types, which pretrained weights bring, and without those that are yet to be made."""
+    stamp = {"parameters": parameters_of(torch.nn.Linear(2, 3))}
+    assert other_parameters(stamp, torch.nn.Linear(2, 3).bfloat16()) == ""
+    assert other_parameters(stamp, torch.nn.Linear(2, 4)) == "`model` had 9 parameters and has 12"
+    assert "names or shapes" in other_parameters(stamp, torch.nn.Linear(8, 1))
+    assert parameters_of(torch.nn.LazyLinear(3))["number"] == 0
+    assert other_parameters({}, torch.nn.Linear(2, 4)) == ""
 
 
 def test_a_plan_for_another_device_is_told_from_one_for_a_size() -> None:
