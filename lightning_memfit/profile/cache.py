@@ -79,14 +79,17 @@ def profile_key(module: Any, batch: Any, *settings: Any) -> str | None:
     """Key of a module, a batch and trace settings; None if one of them can't be described, so that nothing is kept.
 
     It covers the source files of every class in the module, all stored attributes, what the user's code reads besides
-    (closures, globals, classes, the environment), shapes and dtypes of its tensors, the batch's shapes and integer
-    values, and the class and simple attributes of a data module that the module can ask.
+    (closures, globals, classes, the environment), what a trace takes over of its tensors (shapes, strides, dtypes,
+    which of them are one, numbers that they hold), the batch's tensors with their integer values, torch's settings in
+    this process, and the class and simple attributes of a data module that the module can ask.
     """
     try:
+        from lightning_memfit.profile.settings import switches  # other keys are made without torch
+
         data = attached_datamodule(module)
         parts = [describe_module(module), describe(batch, values=True)]
         parts.append(None if data is None else describe_settings(data))
-        return text_key(*parts, *(describe(value, values=True) for value in settings))
+        return text_key(*parts, switches(), *(describe(value, values=True) for value in settings))
     except Exception as error:  # a user's module, batch or callback may raise anything
         _log.info("The profile is not kept between runs, as the module or batch can't be described: %r", error)
         return None

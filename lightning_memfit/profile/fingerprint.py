@@ -47,6 +47,9 @@ _MAX_ITEMS = 1_000_000
 
 _MAX_PATH = 1000
 
+_MAX_BYTES = 1 << 24
+"""Values of larger arrays, and of larger tensors outside of a module, don't count: hashing them would take long."""
+
 _EXACT = (bool, int, float, complex, str, bytes, type(None))
 """Values that describe themselves; the order puts `bool` before its base."""
 
@@ -106,7 +109,7 @@ PROCESSOR_VARIABLES = (
 
 
 def describe_module(module: Any) -> object:
-    """Classes, simple attributes, what the code reads besides, source files, and the shapes of all tensors.
+    """Classes, simple attributes, what the code reads besides, source files, and what a trace has of all tensors.
 
     Raises:
         Undescribed: If something that the module's code reads can't be described.
@@ -162,7 +165,7 @@ def _processor() -> str:
 
 
 def describe(value: Any, values: bool = False) -> object:
-    """A stable description of a value; tensors by shape and dtype, with `values` also by integer contents.
+    """A stable description of a value; tensors by what a trace takes over, with `values` also by integer contents.
 
     Nothing on an object that isn't torch's or Python's is called or asked: of any other the class and the stored
     attributes count, read past whatever the class does on attribute access. What the user's functions and classes in it
@@ -182,7 +185,8 @@ class _Description:
     Functions, classes and modules are named by a number where they occur and described in `rest`.
 
     Args:
-        values: Whether integer contents of tensors and arrays count.
+        values: Whether integer contents of tensors count, as a trace carries those of a batch; else only numbers do, as
+            it carries those of a module.
     """
 
     def __init__(self, values: bool) -> None:
@@ -190,10 +194,13 @@ class _Description:
         """Names of all attributes that the user's code reads."""
         self._values = values
         self._seen: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
         self._kept: list[Any] = []  # an id must not be given to another object in between
         self._num_items = 0
         self._later: deque[Any] = deque()
         self._reads_environment = False
+        self._is_outside = False
+        """Whether what is described is held by code, not by a module or batch."""
 
     def of(self, value: Any, depth: int) -> object:
         """Describe a value at a depth of nesting."""
@@ -210,7 +217,7 @@ class _Description:
                 return kind.__qualname__, base.__repr__(value)  # type: ignore[call-arg]
         torch = sys.modules.get("torch")
         if torch is not None and issubclass(kind, torch.Tensor):
-            return _describe_tensor(value, self._values)
+            return self._of_tensor(value)
         if issubclass(kind, _BUILT_IN):
             return value.__module__ if issubclass(kind, BuiltinFunctionType) else None, value.__qualname__
         if issubclass(kind, (tuple, frozenset, CodeType)) and depth < _MAX_DEPTH:
@@ -235,8 +242,49 @@ class _Description:
             if torch is not None and issubclass(type(value), torch.nn.Module):
                 found.append(self._of_torch_module(value))
             else:
+                self._is_outside = issubclass(type(value), (FunctionType, type, ModuleType))
                 found.append(self._of_object(type(value), value, 1))
+                self._is_outside = False
         return found, sorted(os.environ.items()) if self._reads_environment else None
+
+    def _of_tensor(self, tensor: Any) -> object:
+        """All that a trace takes over of a tensor (`fake_clone`, `RealIntegers`), and whose storage it has."""
+        if id(tensor) in self._seen:
+            return "again", self._seen[id(tensor)]
+        self._see(tensor)
+        storage = self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
+        torch, kind = sys.modules["torch"], type(tensor)
+        named = "" if kind.__module__.partition(".")[0] == "torch" else type.__repr__(kind)  # fakes stand for others
+        layout = tuple(tensor.shape), tensor.stride(), str(tensor.dtype), storage
+        learned = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad, tensor.is_leaf
+        return named, *layout, *learned, self._contents_of(tensor)
+
+    def _contents_of(self, tensor: Any) -> object:
+        """The values of a tensor that a trace carries; empty if it carries none."""
+        if self._values:
+            is_carried = not tensor.is_floating_point() and tensor.device.type != "meta"
+        elif self._is_outside:  # no copy of the module has it, so that it stays as it is
+            is_carried = tensor.device.type == "cpu" and not tensor.requires_grad and tensor.nbytes <= _MAX_BYTES
+        else:
+            from lightning_memfit.profile.integers import counter_of  # needs torch, which is there with a tensor
+
+            tensor = counter_of(tensor)
+            is_carried = tensor is not None
+        if not is_carried:
+            return ""
+        as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8)
+        return hashlib.sha256(as_bytes.numpy().tobytes()).hexdigest()
+
+    def _of_array(self, array: Any, base: Any, depth: int) -> object:
+        """An array of NumPy, which a trace copies with its values."""
+        shape, strides, dtype = (getattr(base, name).__get__(array) for name in ("shape", "strides", "dtype"))
+        contents: object = ""
+        if base.nbytes.__get__(array) <= _MAX_BYTES:
+            if dtype.hasobject:
+                contents = self.of(base.tolist(array), depth)
+            else:
+                contents = hashlib.sha256(base.tobytes(array)).hexdigest()
+        return tuple(shape), tuple(strides), str(dtype), contents
 
     def _see(self, value: Any) -> None:
         self._seen[id(value)] = len(self._seen)
@@ -252,10 +300,11 @@ class _Description:
             stored = [(key, value) for key, value in _stored(type(child), child) if key not in _NOT_STATE]
             attributes = [(key, self.of(value, 1)) for key, value in stored]
             parts.append((name, self._seen[id(child)], self.of(type(child), 1), attributes))
-        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+        buffers = module.named_buffers(remove_duplicate=False)
+        for name, tensor in (*module.named_parameters(remove_duplicate=False), *buffers):
             registered = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
             hooks = [self.of(list((one or {}).values()), 1) for one in registered]  # their keys count all in a process
-            parts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad, hooks))
+            parts.append((name, self._of_tensor(tensor), hooks))
         libraries = {base for _, child in children for base in type(child).__mro__ if base is not object}
         theirs = [base for base in libraries if not is_users_module(base.__module__)]
         theirs.sort(key=lambda base: (base.__module__, base.__qualname__))
@@ -309,7 +358,7 @@ class _Description:
         elif issubclass(kind, property):
             contents.append([self.of(getattr(property, name).__get__(value), depth) for name in ("fget", "fset")])
         elif (array := _array_type()) is not None and issubclass(kind, array):
-            contents.append(_describe_array(value, array, self._values))
+            contents.append(self._of_array(value, array, depth))
         elif kind.__module__.partition(".")[0] in _PRINTABLE and not kind.__dictoffset__:
             text = repr(value)  # their slots may hold what they computed once, such as a path's text
             if " at 0x" not in text and len(text) < _MAX_PATH:
@@ -420,14 +469,6 @@ def _array_type() -> Any:
     return None if numpy is None else numpy.ndarray
 
 
-def _describe_array(array: Any, base: Any, values: bool) -> object:
-    shape, dtype = base.shape.__get__(array), base.dtype.__get__(array)
-    contents = ""
-    if values and dtype.kind in "iub":
-        contents = hashlib.sha256(base.tobytes(array)).hexdigest()
-    return tuple(shape), str(dtype), contents
-
-
 def _describe_text(text: str) -> object:
     """A text, together with the model's configuration if it names a model folder."""
     if 0 < len(text) < _MAX_PATH and "\n" not in text:
@@ -435,13 +476,6 @@ def _describe_text(text: str) -> object:
         if os.path.isfile(config):  # which `Path.is_file` refuses to say of a name that is too long
             return text, _file_hash(config)
     return text
-
-
-def _describe_tensor(tensor: Any, values: bool) -> object:
-    contents = ""
-    if values and not tensor.is_floating_point() and tensor.device.type != "meta":
-        contents = hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
-    return tuple(tensor.shape), str(tensor.dtype), contents
 
 
 def _source_files(module_name: str) -> Iterator[str]:

@@ -175,6 +175,15 @@ class EndlessError(RuntimeError):
     """A loop goes on as long as it gets the assumed value."""
 
 
+def counter_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy on the CPU of a tensor with one element, in which a module may count; None of any other."""
+    # A module whose sizes are predicted in the middle of training is a fake clone itself.
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or not may_count(tensor):
+        return None
+    with _disable_current_modes():
+        return tensor.detach().cpu().clone()
+
+
 class RealIntegers(Uncompiled, TorchDispatchMode):
     """Compute real integers along with their fakes.
 
@@ -227,10 +236,10 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
 
     def remember_counter(self, real: torch.Tensor, fake: torch.Tensor) -> None:
         """Remember the value of a copied tensor with one element, in which a module may count."""
-        # A module whose sizes are predicted in the middle of training is a fake clone itself.
-        if real.device.type != "meta" and not isinstance(real, FakeTensor) and may_count(real):
+        value = counter_of(real)
+        if value is not None:
             with _disable_current_modes():
-                self.attach(fake, real.detach().cpu().clone().to(fake.dtype))
+                self.attach(fake, value.to(fake.dtype))
 
     def number_of(self, tensor: torch.Tensor) -> int | float | None:
         """The value of a fake tensor with one element, if it is known and a number."""

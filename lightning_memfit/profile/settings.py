@@ -170,9 +170,26 @@ def _parts(backend: Any) -> Iterator[Any]:
     yield from (part for name in ("matmul", "conv", "rnn") if (part := getattr(backend, name, None)) is not None)
 
 
+def switches() -> list[object]:
+    """Values of all settings of torch that decide which operators and kernels a step runs, for keys of its traces."""
+    found: list[object] = [str(torch.get_default_device())]
+    for setting in _switches():
+        try:
+            found.append(repr(setting.read()))
+        except RuntimeError as error:  # where old and new names of torch's settings are mixed, it refuses to read them
+            found.append(type(error).__name__)
+    return found
+
+
 def _of_torch() -> Iterator[_Setting]:
+    yield from _switches()
+    yield _by_function(torch.get_num_threads, torch.set_num_threads)  # kernels are learned on one
+    for namespace in (torch.nn.functional, torch.Tensor, torch.nn.Module):
+        yield _functions_of(namespace)
+
+
+def _switches() -> Iterator[_Setting]:
     yield _by_function(torch.get_default_dtype, torch.set_default_dtype)
-    yield _by_function(torch.get_num_threads, torch.set_num_threads)
     yield _Setting(torch.is_grad_enabled, torch.set_grad_enabled)  # each thread has its own
     yield _by_function(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
     yield _by_function(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
@@ -199,8 +216,9 @@ def _of_torch() -> Iterator[_Setting]:
         yield _by_function(attention.fp16_bf16_reduction_math_sdp_allowed, attention.allow_fp16_bf16_reduction_math_sdp)
     if hasattr(torch._C, "_set_sdp_priority_order"):  # torch 2.6
         yield _Setting(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, ("sdpa_kernel",))
-    for namespace in (torch.nn.functional, torch.Tensor, torch.nn.Module):
-        yield _functions_of(namespace)
+    yield _attribute_of(torch.backends.mkldnn, "enabled")
+    for name in ("enabled", "strategy"):
+        yield _attribute_of(torch.backends.opt_einsum, name)
 
 
 def _of_kind(read: Callable[[str], Any], write: Callable[[str, Any], object], kind: str) -> _Setting:

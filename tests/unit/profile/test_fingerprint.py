@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from lightning_memfit.profile import cache as cache_module
-from lightning_memfit.profile import fingerprint
+from lightning_memfit.profile import fingerprint, settings
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, profile_key
+from lightning_memfit.profile.fake import fake_clone
+from lightning_memfit.profile.fake_mode import TracingFakeMode
+from lightning_memfit.profile.integers import RealIntegers
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
 
@@ -516,3 +519,138 @@ def test_code_that_reads_itself_is_described(load):
         return module
 
     assert key(make(1)) == key(make(1)) not in (key(make(2)), None)
+
+
+# --- what a trace takes over of tensors, and of the process -----------------------------------------------------------
+
+
+def module_with(**changes):
+    """A module after changes to its tensors."""
+    module = torch.nn.Module()
+    module.one, module.other = torch.nn.Conv2d(2, 2, 3), torch.nn.Conv2d(2, 2, 3)
+    module.register_buffer("turns", torch.tensor(2))
+    module.scale, module.rows = torch.tensor(0.5), torch.zeros(4, 3)
+    for name, value in changes.items():
+        if name == "tied":
+            module.other.weight = module.one.weight
+        elif name == "shared":
+            module.other.weight = torch.nn.Parameter(module.one.weight.detach())
+        elif name == "format":
+            module.to(memory_format=value)
+        else:
+            setattr(module, name, value)
+    return module
+
+
+TENSORS = [
+    {},
+    {"tied": True},
+    {"format": torch.channels_last},
+    {"turns": torch.tensor(12)},
+    {"turns": torch.tensor([2])},
+    {"turns": torch.nn.Parameter(torch.tensor(2.0))},
+    {"turns": torch.nn.Parameter(torch.tensor(2), requires_grad=False)},
+    {"scale": torch.tensor(0.25)},
+    {"scale": torch.tensor(0.5, dtype=torch.float64)},
+    {"scale": torch.tensor(0.5, requires_grad=True)},
+    {"scale": torch.tensor(float("nan"))},
+    {"rows": torch.zeros(3).expand(4, 3)},
+    {"rows": torch.zeros(3, 4).t()},
+    {"rows": torch.zeros(4, 3, requires_grad=True)},
+]
+
+
+def taken_over(module):
+    """What a trace knows of the tensors of a module: each one's number, and its facts at its first occurrence."""
+    fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
+    integers = RealIntegers(fake_mode)
+    clone = fake_clone(module, fake_mode, on_copy=integers.remember_counter)
+    named = {**dict(clone.named_parameters(remove_duplicate=False)), **dict(clone.named_buffers())}
+    numbers, facts = {}, []
+    for name, one in {**named, "scale": clone.scale, "rows": clone.rows}.items():
+        value = integers.value_of(one)
+        kind = isinstance(one, torch.nn.Parameter), one.shape, one.stride(), one.dtype, one.requires_grad
+        number = numbers.setdefault(id(one), len(numbers))
+        facts.append((name, number, *kind, None if value is None else repr(value.item())))
+    return repr(facts)
+
+
+def test_all_that_a_trace_takes_over_of_tensors_counts():
+    made = [[module_with(**changes) for _ in range(2)] for changes in TENSORS]
+    facts = [{taken_over(one) for one in pair} for pair in made]
+    keys = [{key(one) for one in pair} for pair in made]
+    assert all(len(one) == 1 for one in (*facts, *keys))  # equal ones are alike
+    assert len(set.union(*facts)) == len(set.union(*keys)) == len(TENSORS)
+
+
+def test_weights_of_one_storage_are_told_apart_from_others():
+    assert key(module_with(shared=True)) == key(module_with(shared=True)) != key(module_with())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.zeros(1, 3, 4, 4).expand(2, 3, 4, 4)],
+    ids=["channels last", "expanded"],
+)
+def test_strides_of_the_batch_count(other):
+    assert key(module_with(), torch.zeros(2, 3, 4, 4)) != key(module_with(), other)
+
+
+def test_values_that_no_copy_replaces_count():
+    """Tensors that code holds are real in a trace, and arrays are copied with their values."""
+
+    def module_of(sizes):
+        class Made(Net):
+            def training_step(self, data, index):
+                return self.layer(data["x"]) * int(sizes[1])
+
+        return Made()
+
+    for one, other in (((1, 2), (1, 3)), ((0.5, 0.5), (0.5, 0.75))):
+        keys = [key(module_of(torch.tensor(values))) for values in (one, other, one)]
+        assert keys[0] == keys[2] != keys[1]
+        modules = [module_with(array=numpy.array(values)) for values in (one, other, one)]
+        assert key(modules[0]) == key(modules[2]) != key(modules[1])
+    objects = [module_with(array=numpy.array([name, None], dtype=object)) for name in ("a", "b", "a")]
+    assert key(objects[0]) == key(objects[2]) != key(objects[1])
+
+
+SWITCHES = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "flash": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "efficient": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
+    "cudnn attention": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+    "math": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "precision of products": lambda: torch.set_float32_matmul_precision("medium"),
+    "oneDNN": lambda: setattr(torch.backends.mkldnn, "enabled", False),
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.filterwarnings("ignore")
+def test_settings_of_the_process_count(name):
+    module = module_with()
+    before = key(module)
+    with settings.kept_settings():
+        SWITCHES[name]()
+        assert key(module) not in (before, None)
+    assert key(module) == before
+
+
+def test_a_number_that_decides_the_step_is_not_taken_from_another_ones_profile(tmp_path):
+    class Turns(Classifier):
+        def __init__(self, turns):
+            super().__init__()
+            self.register_buffer("turns", torch.tensor(turns))
+
+        def training_step(self, data, index):
+            return sum(super(Turns, self).training_step(data, index) for _ in range(int(self.turns)))
+
+    cache = ProfileCache(tmp_path)
+    peaks = [
+        profile_module(Turns(turns), batch(), any_micro_batch=False, cache=cache).events.live_bytes().max()
+        for turns in (1, 4)
+    ]
+    assert peaks[1] > peaks[0]
