@@ -184,6 +184,8 @@ NAMES: dict[str, str] = {
     "_optimizer_step_pre_hooks": "torch.optim.Optimizer",
     "_overloadpacket": "torch._ops.OpOverload",
     "_parameters": "torch.nn.Module",
+    "_load_from_state_dict": "torch.nn.Module",
+    "_save_to_state_dict": "torch.nn.Module",
     "_parse_ckpt_path": "lightning.pytorch.cli.LightningCLI",
     "_optimizer_states_and_gradient_swap_in": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_optimizer_states_and_gradient_swap_out": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",

@@ -53,6 +53,7 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     begin_pass,
     broadcast_scalars,
     checkpoint_bytes,
+    copying_whole_weights,
     disable_shared_memory_collectives,
     failing_together,
     keep_adagrad,
@@ -279,7 +280,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             if not self.zero_stage_3:
                 yield
                 return
-            with partitioned_builds(self.config):
+            with partitioned_builds(self.config), copying_whole_weights():
                 yield
 
     @override

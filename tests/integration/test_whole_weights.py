@@ -1,0 +1,74 @@
+"""Where ranks divide weights, copies of networks, exports and checkpoints have whole ones."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+import lightning_memfit.strategies  # noqa: F401  registers the names
+from lightning_memfit.models import PreferenceLM
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import quiet_trainer
+
+TINY = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+TINY |= {"bos_token_id": 0, "eos_token_id": 0}
+
+
+class Copied(LightningModule):
+    """Has a network's copies as modules make them, and keeps how far these are from it."""
+
+    def configure_model(self):
+        if hasattr(self, "net"):
+            return
+        self.net, self.target = self.made(), self.made()
+        self.target.load_state_dict(self.net.state_dict())
+        self.average = deepcopy(self.net)
+        self.differences = []
+
+    def made(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        result, copies = self.net(batch), (self.target, self.average)
+        self.differences += [float((result - copy(batch)).detach().abs().max()) for copy in copies]
+        return result.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.1)
+
+
+class Preferring(PreferenceLM):
+    """Keeps its losses."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.__dict__.setdefault("seen", []).append(float(loss.detach()))
+        return loss
+
+
+def preferences():
+    ids = torch.randint(1, 64, (8, 2, 12), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": one, "labels": one, "attention_mask": torch.ones_like(one)} for one in ids]
+    return torch.utils.data.DataLoader(rows)
+
+
+def copies_under(strategy):
+    torch.manual_seed(torch.distributed.is_initialized())
+    module, data = Copied(), torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    options = {"strategy": strategy, "devices": 2, "max_steps": 1}
+    quiet_trainer(**options).fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    preferring = Preferring(beta=1.0, config=TINY)
+    quiet_trainer(**options).fit(preferring, preferences())
+    return module.differences, preferring.seen
+
+
+def test_copies_of_partitioned_networks_are_whole(tmp_path):
+    """A partitioned weight looks empty: state dicts matched, and nothing was copied."""
+    pytest.importorskip("deepspeed")
+    for ended in run_ranks(copies_under, 2, tmp_path, "memfit_zero_3"):
+        assert not ended.error, ended.output
+        differences, losses = ended.result
+        assert differences == [0.0, 0.0]
+        assert losses == pytest.approx([0.693147], abs=1e-5), "the reference is the model"
