@@ -1,18 +1,22 @@
 """Where code that communicates says so beforehand, and who wants to know; a broadcast of tensors of any layout.
 
-Besides, what FSDP2 communicates at once, and what every rank adds to a checkpoint.
+Besides, what FSDP2 communicates at once, what every rank adds to a checkpoint, and whole weights of those that ranks
+divide.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.autograd import Function
 from typing_extensions import override
+
+T = TypeVar("T")
 
 _listeners: list[Callable[[], None]] = []
 
@@ -96,6 +100,114 @@ def of_every_rank(trainer: Trainer, mine: Any) -> list[Any]:
     found: list[Any] = [None] * trainer.world_size
     distributed.all_gather_object(found, mine)
     return found
+
+
+# --- whole weights ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gathered(parameters: Iterable[Any], modifier_rank: int | None = None) -> Iterator[list[Any]]:
+    """Gather what ZeRO-3 has put away of parameters, on all ranks; such a one has the shape `(0,)` outside of this.
+
+    Those that are whole already, by whomever, and maybe on one rank alone (`from_pretrained`), stay as they are.
+
+    Args:
+        parameters: Any tensors.
+        modifier_rank: Rank whose changes all get; None if nothing is changed.
+
+    Returns:
+        Those that are gathered here.
+    """
+    away = [one for one in parameters if getattr(getattr(one, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
+    if not away:
+        yield away
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(away, modifier_rank=modifier_rank):
+        yield away
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Whether ranks have parts of a module's weights, as under ZeRO-3, FSDP2 and tensor parallelism.
+
+    Raises:
+        ValueError: If they can't be made whole: FSDP (1) has flattened them, or the ranks have ended.
+    """
+    from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
+
+    parameters = list(module.parameters())
+    if any(map(_is_fsdp_flattened, parameters)):
+        raise ValueError(
+            "FSDPStrategy has flattened these weights, and each rank has a part of them. Read them from the "
+            "run's checkpoint, or train with `strategy=memfit_fsdp2`."
+        )
+    divided = any(hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in parameters)
+    if divided and not distributed.is_initialized():
+        raise ValueError(
+            "Ranks that have ended had parts of these weights. Read them from the run's checkpoint (`memfit export`)."
+        )
+    return divided
+
+
+@torch.no_grad()
+def whole_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a module whose weights are divided, with whole ones in host memory.
+
+    All ranks have to come: weights are gathered one after the other. The first rank gets them, the others an empty
+    dict. Weights of several names are one tensor.
+
+    Args:
+        module: Of any strategy for which `is_divided`, in a run or after it.
+    """
+    is_first = distributed.get_rank() == 0
+    known: dict[str, Any] = {}
+    seen: dict[int, Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            known[name] = value
+            continue
+        if id(value) not in seen:
+            with gathered([value]):
+                one: Any = value.detach()
+                if hasattr(one, "full_tensor"):  # gathered where its ranks communicate; after a run it is on the host
+                    one = one.to(one.device_mesh.device_type).full_tensor()
+                seen[id(value)] = one.to("cpu", copy=True) if is_first else one.new_empty(0)
+        known[name] = seen[id(value)]
+    return known if is_first else {}
+
+
+def on_first_rank(do: Callable[[], T], together: bool) -> T | None:
+    """Do something on the first rank of several alone, such as to write a folder.
+
+    Args:
+        do: What to do.
+        together: Whether all ranks come here: they then wait for it, return what it returned and fail if it failed.
+
+    Returns:
+        Its result; None on other ranks that don't wait.
+
+    Raises:
+        ValueError: On all ranks, if it raised one.
+        RuntimeError: On the other ranks, if it raised something else.
+    """
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return do()
+    if not together:
+        return do() if distributed.get_rank() == 0 else None
+    told: list[Any] = [None, None]
+    if distributed.get_rank() == 0:
+        try:
+            told[0] = do()
+        except Exception as error:
+            distributed.broadcast_object_list([None, (isinstance(error, ValueError), str(error))], src=0)
+            raise
+    distributed.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        is_value_error, text = told[1]
+        raise (ValueError if is_value_error else RuntimeError)(text)
+    result: T = told[0]
+    return result
 
 
 class _Announcing(Function):

@@ -146,7 +146,7 @@ class CausalLM(NetworkModule):
     # --- what comes out ---------------------------------------------------------------------------------------------
 
     def export(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-        """Write a Hugging Face folder that `from_pretrained` loads again; see `export_folder`."""
+        """Write a Hugging Face folder that `from_pretrained` loads again, on all ranks; see `export_folder`."""
         return export_folder(self.network, folder, tokenizer)
 
     def generate(

@@ -188,17 +188,25 @@ class DiffusionUNet(NetworkModule):
     def export(self, folder: str | Path) -> Path:
         """Write a folder of a pipeline that `diffusers.DDPMPipeline.from_pretrained` loads.
 
+        For runs of several ranks, see `write_folder`.
+
         Raises:
-            ValueError: If the folder is not empty.
+            ValueError: If the folder is not empty, or the weights can't be made whole.
         """
-        from diffusers import DDPMPipeline
+        from lightning_memfit.models.trained import write_folder
 
-        from lightning_memfit.models.trained import new_folder
+        return write_folder(self.network, folder, self._write)
 
-        target = new_folder(folder)
+    def _write(self, target: Path, weights: dict[str, Any] | None) -> None:
+        from diffusers import DDPMPipeline, UNet2DModel
+
         pipeline: Any = DDPMPipeline
-        pipeline(self.network, self.noise_schedule).save_pretrained(target)
-        return target
+        kind: Any = UNet2DModel
+        network = self.network
+        if weights is not None:  # diffusers writes what a network has
+            network = kind.from_config(network.config)
+            network.load_state_dict(weights, assign=True)
+        pipeline(network, self.noise_schedule).save_pretrained(target)
 
 
 # --- the noise schedule -----------------------------------------------------------------------------------------------

@@ -132,5 +132,5 @@ class ImageClassifier(NetworkModule):
         return classes
 
     def export(self, folder: str | Path) -> Path:
-        """Write a Hugging Face folder that `from_pretrained` loads again; see `export_folder`."""
+        """Write a Hugging Face folder that `from_pretrained` loads again, on all ranks; see `export_folder`."""
         return export_folder(self.network, folder, None)

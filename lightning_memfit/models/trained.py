@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
 from lightning_memfit.adapters.checkpoint import base_checksum, base_weights
+from lightning_memfit.memory.collectives import is_divided, on_first_rank, whole_state_dict
 from lightning_memfit.models.architecture import auto_class, hears_speech, is_encoder_decoder
 from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
 
@@ -246,8 +249,32 @@ def _written(own: GenerationConfig, config: PretrainedConfig, folder: Path) -> G
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
+def write_folder(
+    network: torch.nn.Module, folder: str | Path, write: Callable[[Path, dict[str, Any] | None], Any]
+) -> Path:
+    """Make a folder and write a network into it, with whole weights where ranks have parts of them.
+
+    Of several ranks the first one writes. Where they divide the weights, under ZeRO-3, FSDP2 or tensor parallelism, all
+    of them have to come, and return when the folder is complete; else the others return at once.
+
+    Args:
+        network: The network.
+        folder: Folder to write; created if missing.
+        write: Called with the folder and a state dict of whole weights, which is None where the network has them.
+
+    Raises:
+        ValueError: If the folder is not empty, or the weights can't be made whole.
+    """
+    divided = is_divided(network)
+    on_first_rank(partial(new_folder, folder), divided)
+    target = Path(folder).expanduser()
+    weights = whole_state_dict(network) if divided else None
+    on_first_rank(partial(write, target, weights), divided)
+    return target
+
+
 def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Path:
-    """Write a Hugging Face folder that `from_pretrained` loads again.
+    """Write a Hugging Face folder that `from_pretrained` loads again; see `write_folder` for runs of several ranks.
 
     One of Whisper gets the feature extractor of its spectrograms, with which transformers' pipeline hears.
 
@@ -257,15 +284,20 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
         tokenizer: Tokenizer to write into the same folder; None writes none.
 
     Raises:
-        ValueError: If the folder is not empty.
+        ValueError: If the folder is not empty, or the weights can't be made whole.
     """
-    target = new_folder(folder)
+    return write_folder(network, folder, partial(_write_network, network, tokenizer))
+
+
+def _write_network(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, target: Path, weights: dict[str, Any] | None
+) -> None:
     was_cached, generation = network.config.use_cache, getattr(network, "generation_config", None)
     network.config.use_cache = True  # off only for training
     if generation is not None:  # only what generates has one
         network.generation_config = _written(generation, network.config, target)
     try:
-        network.save_pretrained(target)
+        network.save_pretrained(target, state_dict=weights)
     finally:
         network.config.use_cache = was_cached
         if generation is not None:
@@ -277,4 +309,3 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
 
         seconds = 2 * network.config.max_source_positions // _FRAMES_PER_SECOND  # two frames for each position
         WhisperFeatureExtractor(network.config.num_mel_bins, chunk_length=seconds).save_pretrained(target)
-    return target

@@ -5,10 +5,11 @@ from copy import deepcopy
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from safetensors.torch import load_file
 from torch import nn
 
 import lightning_memfit.strategies  # noqa: F401  registers the names
-from lightning_memfit.models import PreferenceLM
+from lightning_memfit.models import CausalLM, DiffusionUNet, PreferenceLM
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
 
@@ -72,3 +73,47 @@ def test_copies_of_partitioned_networks_are_whole(tmp_path):
         differences, losses = ended.result
         assert differences == [0.0, 0.0]
         assert losses == pytest.approx([0.693147], abs=1e-5), "the reference is the model"
+
+
+UNET = {"sample_size": 4, "in_channels": 1, "out_channels": 1, "layers_per_block": 1, "norm_num_groups": 4}
+UNET |= {"block_out_channels": (8,), "down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+
+
+def exports_under(strategy, folder):
+    torch.manual_seed(1)
+    words = torch.randint(1, 64, (8, 12), generator=torch.Generator().manual_seed(1))
+    images = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    refused = []
+    for module, rows in (
+        (CausalLM(config=TINY, optimizer="SGD"), [{"input_ids": one, "labels": one} for one in words]),
+        (DiffusionUNet(config=UNET, optimizer="SGD"), [{"pixel_values": one} for one in images]),
+    ):
+        trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=1)
+        trainer.fit(module, torch.utils.data.DataLoader(rows))
+        target = folder / type(module).__name__.removeprefix("FSDP")  # which FSDP2 puts before it
+        assert module.export(target) == target
+        trainer.strategy.barrier()
+        if strategy != "memfit_ddp":
+            with pytest.raises(ValueError, match="is not empty") as told:
+                module.export(target)
+            refused.append(str(told.value))
+    return refused
+
+
+def test_exports_have_whole_weights_and_one_writer(tmp_path):
+    """A rank's part of a weight is no weight, and a folder that all ranks write to is damaged."""
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("diffusers")
+    found = {}
+    for strategy in ("memfit_ddp", "memfit_zero_3", "memfit_fsdp2"):
+        for ended in run_ranks(exports_under, 2, tmp_path / f"ranks_{strategy}", strategy, tmp_path / strategy):
+            assert not ended.error, ended.output
+        found[strategy] = {
+            f"{path.relative_to(tmp_path / strategy)}/{name}": weight
+            for path in sorted((tmp_path / strategy).rglob("*.safetensors"))
+            for name, weight in load_file(path).items()
+        }
+    expected = found.pop("memfit_ddp")
+    assert len(expected) > 20
+    for weights in found.values():
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)  # the UNet draws its noise

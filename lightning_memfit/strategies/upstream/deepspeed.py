@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memfit.memory.collectives import gathered
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.integrity import all_succeed, stored_bytes, within
 from lightning_memfit.strategies.safe_loading import load
@@ -137,35 +138,26 @@ def copying_whole_weights() -> Iterator[None]:
     what they copy, layer by layer and on all ranks: a state dict holds whole weights in host memory, and what is loaded
     is the first rank's.
     """
-    import deepspeed
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     module: Any = torch.nn.Module
     parameter: Any = torch.nn.Parameter
     load, save, copy = module._load_from_state_dict, module._save_to_state_dict, parameter.__deepcopy__
 
-    def put_away(parameters: Iterable[Any]) -> list[Any]:
-        # Not those that the caller has gathered, maybe on the first rank alone (`from_pretrained`).
-        return [one for one in parameters if getattr(one, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
-
     def load_whole(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        parts = put_away(layer._parameters.values())
-        with deepspeed.zero.GatheredParameters(parts, modifier_rank=0, enabled=bool(parts)):
+        with gathered(layer._parameters.values(), modifier_rank=0):
             load(layer, *args, **kwargs)
 
     def save_whole(layer: torch.nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         save(layer, destination, prefix, keep_vars)
-        for one in [] if keep_vars else put_away(layer._parameters.values()):
-            names = [name for name, own in layer._parameters.items() if own is one]
-            with deepspeed.zero.GatheredParameters([one]):
-                destination.update(dict.fromkeys((prefix + name for name in names), one.detach().to("cpu", copy=True)))
+        for name, own in () if keep_vars else layer._parameters.items():
+            with gathered([own]) as away:
+                if away:
+                    destination[prefix + name] = away[0].detach().to("cpu", copy=True)
 
     def copy_whole(one: Any, memo: dict[int, Any]) -> Any:
-        if id(one) in memo or not put_away([one]):
-            return copy(one, memo)
-        with deepspeed.zero.GatheredParameters([one]):
+        with gathered([one]) as away:
             made = copy(one, memo)
-        one.convert_to_zero_parameters([made])
+        if away:
+            one.convert_to_zero_parameters([made])
         return made
 
     module._load_from_state_dict, module._save_to_state_dict = load_whole, save_whole
