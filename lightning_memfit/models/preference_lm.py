@@ -228,18 +228,23 @@ class PreferenceLM(CausalLM):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @property
+    @override
+    def remade_weights(self) -> tuple[str, ...]:
+        """The reference, if it is a pretrained model, which is read again."""
+        return () if self.hparams["pretrained"] is None else (_REFERENCE,)
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the reference out if it is a pretrained model, which is read again."""
+        """Leave out what is made again."""
         super().on_save_checkpoint(checkpoint)
-        if self.hparams["pretrained"] is not None:
-            entries = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {k: v for k, v in entries.items() if not k.startswith(_REFERENCE)}
+        entries, remade = checkpoint["state_dict"], self.remade_weights
+        checkpoint["state_dict"] = {name: value for name, value in entries.items() if not name.startswith(remade)}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Complete the checkpoint with the reference that was read."""
+        """Complete the checkpoint with the reference that was read; strategies that divide weights have loaded them."""
         super().on_load_checkpoint(checkpoint)
-        entries = checkpoint["state_dict"]
-        own = {k: v for k, v in self.state_dict().items() if k.startswith(_REFERENCE)}
-        checkpoint["state_dict"] = {**own, **entries}
+        if "state_dict" in checkpoint:
+            own = {name: value for name, value in self.state_dict().items() if name.startswith(_REFERENCE)}
+            checkpoint["state_dict"] = {**own, **checkpoint["state_dict"]}

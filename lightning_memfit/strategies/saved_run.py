@@ -489,13 +489,23 @@ def check_left_out(
         )
 
 
-def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str]) -> None:
+def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str], module: nn.Module) -> None:
     """Refuse a checkpoint whose weights have other names than the module's.
+
+    What the module makes again by itself may be missing: its attribute `remade_weights` has beginnings of such names.
+
+    Args:
+        path: The checkpoint, for messages.
+        saved: Names in the checkpoint.
+        live: Names in the module's state dict.
+        module: The module.
 
     Raises:
         ValueError: Naming the first of them.
     """
-    missing, unexpected = sorted({*live} - {*saved}), sorted({*saved} - {*live})
+    remade = tuple(getattr(module, "remade_weights", ()))
+    missing = sorted(name for name in {*live} - {*saved} if not name.startswith(remade))
+    unexpected = sorted({*saved} - {*live})
     if missing or unexpected:
         found = [f"has no {listed(missing)}"] if missing else []
         found += [f"has {listed(unexpected)}, which this run's module has not"] if unexpected else []

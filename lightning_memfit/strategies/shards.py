@@ -357,7 +357,7 @@ def load_divided(
     source: Source = _Folder(saved) if isinstance(saved, Path) else _Whole(saved.named_as(weights))
     path, known = saved if isinstance(saved, Path) else saved.path, source.weights()
     if strict:
-        check_names(path, known, weights)
+        check_names(path, known, weights, module)
     found = _optimizers_of(source, path, module, optimizers)
     read = source.read({(_WEIGHTS, name): value for name, value in weights.items() if name in known})
     called = {plain_name(name): name for name in module.state_dict()}

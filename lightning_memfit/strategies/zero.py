@@ -438,7 +438,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         saved = read.named_as(self.lightning_module.state_dict())
         strict = self.lightning_module.strict_loading
         if strict:
-            check_names(saved.path, saved.weights, self.lightning_module.state_dict())
+            check_names(saved.path, saved.weights, self.lightning_module.state_dict(), self.lightning_module)
         check_shapes(saved.path, saved.weights, self.lightning_module)
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             whole = {"state_dict": saved.state_dict()}
@@ -446,7 +446,7 @@ class ZeroStrategy(DeepSpeedStrategy):
                 self._restore_zero_state(whole, strict=strict)  # on the first rank, whose parameters reach the others
                 take_buffers(self.lightning_module, saved.weights)
             else:
-                self.lightning_module.load_state_dict(whole["state_dict"], strict=strict)
+                self.lightning_module.load_state_dict(whole["state_dict"], strict=False)  # names are checked
             return saved.extras
         groups = [] if self.load_full_weights else self._group_names or []
         if saved.optimizers is not None:

@@ -117,3 +117,45 @@ def test_exports_have_whole_weights_and_one_writer(tmp_path):
     assert len(expected) > 20
     for weights in found.values():
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)  # the UNet draws its noise
+
+
+def preferring_under(strategy, pretrained, folder, elsewhere=None):
+    """Losses after resuming from this run's checkpoint and from another's, and what validations tell of them."""
+
+    def ran(max_steps, path=None):
+        torch.manual_seed(1)
+        module = Preferring(beta=1.0, pretrained=str(pretrained), learning_rate=1e-2)
+        trainer = quiet_trainer(strategy=strategy, devices=1, max_steps=max_steps)
+        trainer.fit(module, preferences(), ckpt_path=path)
+        return trainer, module.seen
+
+    trainer, _ = ran(1)
+    trainer.save_checkpoint(folder / "one.ckpt")
+    found = []
+    for path in filter(None, (folder / "one.ckpt", elsewhere)):
+        module = Preferring(beta=1.0, pretrained=str(pretrained))
+        told = quiet_trainer(strategy=strategy, devices=1).validate(module, preferences(), str(path), verbose=False)
+        found.append((ran(2, path)[1], told[0]["val_loss"]))
+    return found
+
+
+def test_preferences_resume_beside_a_reference_that_is_read_again(tmp_path):
+    """Checkpoints lack the reference of a pretrained model, which is no fault of theirs."""
+    pytest.importorskip("deepspeed")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
+    model.save_pretrained(tmp_path / "model")
+    (ended,) = run_ranks(preferring_under, 1, tmp_path / "ddp", "memfit_ddp", tmp_path / "model", tmp_path / "ddp")
+    assert not ended.error, ended.output
+    ((expected, told),) = ended.result
+    assert expected[0] != pytest.approx(0.693147, abs=1e-2)
+    for strategy in ("memfit_zero_2", "memfit_zero_3", "memfit_fsdp2"):
+        folder = tmp_path / strategy
+        arguments = (strategy, tmp_path / "model", folder, tmp_path / "ddp" / "one.ckpt")
+        (ended,) = run_ranks(preferring_under, 1, folder, *arguments)
+        assert not ended.error, ended.output
+        for losses, loss in ended.result:
+            assert losses == pytest.approx(expected, abs=1e-5)
+            assert loss == pytest.approx(told, abs=1e-5)
