@@ -10,13 +10,14 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
+from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
 from lightning_memfit.fitting.recovery.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
 from lightning_memfit.fitting.upstream.lightning import (
     before_validation,
@@ -52,7 +53,7 @@ class PreemptedError(KeyboardInterrupt):
         return 128 + self.number
 
 
-class Preemption(Callback):
+class Preemption(KeepsRandomNumbers):
     """End a run that gets a signal at its next step boundary, with a checkpoint from which it goes on exactly.
 
     A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows, the start
@@ -102,6 +103,7 @@ class Preemption(Callback):
         for name in signals:
             if name not in signal.Signals.__members__:
                 raise ValueError(f"`signals`: {name!r} is unknown here. Write for example SIGTERM.")
+        super().__init__()
         self.grace_seconds = grace_seconds
         self.dirpath = dirpath
         self.signals = [signal.Signals[name] for name in signals]
@@ -130,6 +132,7 @@ class Preemption(Callback):
         self.error, self._received, self._is_over, self._has_stepped = None, None, False, False
         self._requeue, self._is_requeued = None, False
         self._install(trainer)
+        self.follow_random_numbers(trainer, stage)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -232,6 +235,7 @@ class Preemption(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
         self._restore()
+        self.leave_random_numbers()
         if self._consensus is not None:
             self._consensus.close()
             self._consensus = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -11,20 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_memfit.fitting.upstream.lightning import repeats_validation
+from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
 from lightning_memfit.memory.attach import hide_idle_hooks
-from lightning_memfit.memory.collectives import of_every_rank
-from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.wrapping import wrap_method
 
 _ON_BATCH, _ON_VALIDATION = "on_train_batch_end", "on_validation_end"
@@ -34,7 +29,7 @@ class _LaterError(BaseException):
     """Leaves the hook of a checkpoint callback that would save inside a window."""
 
 
-class WholeSteps(Callback):
+class WholeSteps(KeepsRandomNumbers):
     """Move saves and stops that fall into an accumulation window to the window's end.
 
     With `accumulate_grad_batches` above 1, gradients of a part of a window are in no checkpoint: a run that goes on
@@ -44,8 +39,7 @@ class WholeSteps(Callback):
     a validation inside a window the weights saved are those after the window's step, while the monitored figure, in
     the file's name, too, is of those before it. Saves of weights only aren't moved.
 
-    Checkpoints hold the state of the generators of random numbers (Python, NumPy, torch on the CPU and on the rank's
-    device), so that dropout goes on with the same numbers, on as many ranks as before; Lightning's alone hold none.
+    Checkpoints hold the state of the generators of random numbers, see `KeepsRandomNumbers`.
 
     A save that something else asks for, or an error, can't wait. It is made, and the first time a warning names the
     batches that it lacks.
@@ -56,10 +50,8 @@ class WholeSteps(Callback):
         moved: Number of saves that waited.
     """
 
-    random_state_key = "memfit_random"
-    """Of the generators' states in a checkpoint, by rank; modules restore none of their own where it is there."""
-
     def __init__(self) -> None:
+        super().__init__()
         self.moved = 0
         self._undo: list[Callable[[], None]] = []
         self._held: dict[int, tuple[str, int]] = {}
@@ -67,8 +59,6 @@ class WholeSteps(Callback):
         self._stop_after: str | None = None
         self._num_saved = 0
         self._told: set[str] = set()
-        self._random: dict[str, Any] | None = None
-        self._before_validation: dict[str, Any] | None = None
         hide_idle_hooks(self)
 
     @override
@@ -76,15 +66,12 @@ class WholeSteps(Callback):
         """Put layers around the checkpoint callbacks, around saving, and around the end of a batch."""
         self.remove()
         others = [callback for callback in trainer.callbacks if isinstance(callback, WholeSteps)]  # type: ignore[attr-defined]
+        self.follow_random_numbers(trainer, stage)
         if stage != "fit" or (others and others[0] is not self):
             return
         self.moved, self._told = 0, set()
         self._undo.append(wrap_method(trainer, "save_checkpoint", partial(self._save, trainer)))
         self._undo.append(wrap_method(trainer.fit_loop.epoch_loop, "on_advance_end", partial(self._end, trainer)))
-        self._undo.append(wrap_method(trainer.fit_loop, "setup_data", partial(self._go_on, trainer, False)))
-        self._undo.append(wrap_method(trainer.fit_loop, "on_advance_start", partial(self._go_on, trainer, True)))
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        self._undo.append(wrap_method(validation, "reset", partial(self._begin_validation, trainer)))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, Checkpoint) and not getattr(callback, "save_weights_only", False):
                 for name in (_ON_BATCH, _ON_VALIDATION):
@@ -97,6 +84,7 @@ class WholeSteps(Callback):
 
     def remove(self) -> None:
         """Take the layers off."""
+        self.leave_random_numbers()
         while self._undo:
             self._undo.pop()()
         self._held.clear()
@@ -167,33 +155,6 @@ class WholeSteps(Callback):
             self._told.add(words[:30])
             rank_zero_info(words)
 
-    # --- random numbers ---------------------------------------------------------------------------------------------
-
-    def _begin_validation(self, trainer: Trainer, reset: Callable[[], None]) -> None:
-        """Keep the state with which a run that validates anew goes on; a loader takes a number when it begins."""
-        self._before_validation = random_state(trainer.strategy.root_device)
-        reset()
-
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the state of every rank's generators."""
-        mine = self._before_validation if repeats_validation(trainer) else None
-        checkpoint[self.random_state_key] = of_every_rank(trainer, mine or random_state(trainer.strategy.root_device))
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take this rank's state, if there are as many ranks as before."""
-        states = checkpoint.get(self.random_state_key)
-        if isinstance(states, list) and len(states) == trainer.world_size:
-            self._random = states[trainer.global_rank]
-
-    def _go_on(self, trainer: Trainer, within: bool, inner: Callable[[], None]) -> None:
-        """Set the generators where the run left them: within an epoch after its data are there, else before."""
-        if self._random is not None and within == trainer.fit_loop.restarting:
-            set_random_state(self._random, trainer.strategy.root_device)
-            self._random = None
-        inner()
-
     # --- stops ------------------------------------------------------------------------------------------------------
 
     def _end(self, trainer: Trainer, on_advance_end: Callable[[Any], None], fetcher: Any) -> None:
@@ -214,31 +175,6 @@ class WholeSteps(Callback):
             trainer.should_stop = False
             self._stop_after = self._stop_after or after
             self._tell_once("WholeSteps: the run stops when its accumulation window is complete.")
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """States of the generators of Python, NumPy and torch, as what can be loaded without running code."""
-    kind, keys, *numbers = np.random.get_state()  # noqa: NPY002  (it is the global one that counts)
-    version, words, spare = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(words), spare],
-        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *numbers],
-        "torch": torch.get_rng_state(),
-    }
-    if DeviceKind.of(device.type).has_own_memory:
-        state["device"] = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to a `random_state`; one of the device only where there is such a device."""
-    version, words, spare = state["python"]
-    random.setstate((version, tuple(words), spare))
-    kind, keys, *numbers = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
-    torch.set_rng_state(state["torch"].cpu())
-    if DeviceKind.of(device.type).has_own_memory and "device" in state:
-        torch.get_device_module(device).set_rng_state(state["device"].cpu(), device)
 
 
 def _ready(trainer: Trainer) -> int:

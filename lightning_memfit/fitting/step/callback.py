@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_memfit.fitting.recovery.consensus import At, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
+from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
 from lightning_memfit.fitting.recovery.rank_watch import RankWatch
 from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
 from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
@@ -47,7 +48,7 @@ from lightning_memfit.techniques.core.facts import run_of
 from lightning_memfit.techniques.micro_batching import unsupported
 
 
-class MicroBatching(Callback):
+class MicroBatching(KeepsRandomNumbers):
     """Train with an effective batch of any size by splitting it into micro-batches that fit the device.
 
     The loader delivers each device's part of the effective batch. Gradients, logged values, schedules, checkpoints and
@@ -115,6 +116,7 @@ class MicroBatching(Callback):
             )
         if last_resort not in LAST_RESORTS:
             raise ValueError(f"`last_resort={last_resort!r}` is unknown. Choose from {', '.join(LAST_RESORTS)}.")
+        super().__init__()
         self.global_batch_size = global_batch_size
         self.options = Options(
             global_batch_size=global_batch_size,
@@ -186,6 +188,7 @@ class MicroBatching(Callback):
         if self._predictor is None and self._searches(trainer):
             self._predictor = predict_sizes(trainer, pl_module)
         self._whole_steps.setup(trainer, pl_module, stage)
+        self.follow_random_numbers(trainer, stage)
         self._loop = MicroBatchLoop(trainer)
         self._loop.begin = lambda: self._begin(trainer, pl_module)
         self._loop.install()
@@ -237,6 +240,7 @@ class MicroBatching(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore what was replaced."""
         self._whole_steps.remove()
+        self.leave_random_numbers()
         self._undo(trainer)
 
     @override
