@@ -1,7 +1,7 @@
 """`NetworkModule`: one network, a cosine schedule and an exact resumption, the base of the modules that fine-tune.
 
-A subclass says what the network is and what its loss. Torch's random state is kept in checkpoints, that of every rank,
-so that dropout and noise continue where they stopped on as many ranks.
+A subclass says what the network is and what its loss. The random state of every rank, on the CPU and on the rank's own
+device, is kept in checkpoints, so that dropout and noise continue where they stopped on as many ranks.
 """
 
 from __future__ import annotations
@@ -21,27 +21,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_memfit.memory.collectives import of_every_rank
+from lightning_memfit.memory.random_state import random_state, set_random_state
 from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
 
 ARCHITECTURE_KEY = "memfit_architecture"
 GENERATION_KEY = "memfit_generation"
 _RANDOM_STATE = "memfit_random_state"
-
-
-# --- random state -----------------------------------------------------------------------------------------------------
-
-
-def collect_random_state() -> dict[str, Any]:
-    """Return the state of this process's generators, for the CPU and for every visible CUDA device."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to a state from `collect_random_state`, for the devices that this machine has."""
-    torch.set_rng_state(state["cpu"].cpu())
-    for index, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(value.cpu(), index)
 
 
 # --- the module -------------------------------------------------------------------------------------------------------
@@ -198,7 +183,7 @@ class NetworkModule(pl.LightningModule):
         generation = getattr(self.network, "generation_config", None)
         if generation is not None:
             checkpoint[GENERATION_KEY] = generation.to_dict()
-        mine = collect_random_state()
+        mine = random_state(self._random_device)
         checkpoint[_RANDOM_STATE] = [mine] if self._trainer is None else of_every_rank(self._trainer, mine)
 
     @override
@@ -217,6 +202,10 @@ class NetworkModule(pl.LightningModule):
             self._random_state = states[self.global_rank]
 
     @property
+    def _random_device(self) -> torch.device:
+        return self.device if self._trainer is None else self._trainer.strategy.root_device
+
+    @property
     def _num_ranks(self) -> int:
         return 1 if self._trainer is None else self._trainer.world_size
 
@@ -224,7 +213,7 @@ class NetworkModule(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the checkpoint's random state once, after everything that draws random numbers at the start."""
         if self._random_state is not None:
-            restore_random_state(self._random_state)
+            set_random_state(self._random_state, self._random_device)
             self._random_state = None
 
 
