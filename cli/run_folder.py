@@ -6,6 +6,7 @@ A run that never began leaves none behind. At an address (`s3://...`) only Light
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import os
 import re
@@ -27,6 +28,9 @@ from lightning_memfit.memory.wrapping import wrap_method
 
 _OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv", "events.out.tfevents.")
 """Beginnings of the names of files that a run writes before its first step."""
+
+_FIGURES_OF_A_START = {"epoch", "step", "micro_batch_size"}
+"""Columns of a `metrics.csv` that are there before the first step: `MicroBatching` logs the size that it has chosen."""
 
 _STEPS = ("optimizer_step", "validation_step", "test_step", "predict_step")
 
@@ -80,7 +84,8 @@ class RunFolder:
 
     Attributes:
         path: The folder; None where Lightning's own default makes one, or the user has named a version.
-        began: Whether an optimizer step, or a step of an evaluation other than the sanity check, was done.
+        began: Whether an optimizer step, a batch of training, or a step of an evaluation other than the sanity check,
+            was done.
     """
 
     def __init__(self, config: Namespace) -> None:
@@ -219,6 +224,10 @@ class RunFolder:
         self.began |= isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
         for name in _STEPS:
             wrap_method(trainer.strategy, name, self._note)
+        # Modules that optimize by hand need not step through the strategy, nor need those with their `optimizer_step`.
+        loop = trainer.fit_loop.epoch_loop
+        wrap_method(loop.manual_optimization, "run", self._note)
+        wrap_method(loop, "advance", self._note)
 
     def _note(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
@@ -265,7 +274,15 @@ class RunFolder:
         if (folder / "config.yaml").exists() and not saved and folder not in self._made:
             return False
         files = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
-        return all(path.name.startswith(_OF_A_START) or path.parts[0] == "wandb" for path in files)
+        if not all(path.name.startswith(_OF_A_START) or path.parts[0] == "wandb" for path in files):
+            return False
+        return not any(_has_results(folder / path) for path in files if path.name == "metrics.csv")
+
+
+def _has_results(file: Path) -> bool:
+    """Whether a `metrics.csv` has figures of the user's, which a training step may log before it ends."""
+    with file.open(newline="", errors="replace") as lines:
+        return bool(set(next(csv.reader(lines), ())) - _FIGURES_OF_A_START)
 
 
 def _default_root(path: Path) -> str:

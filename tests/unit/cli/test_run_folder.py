@@ -157,6 +157,40 @@ def test_a_folder_that_a_logger_goes_on_in_stays(recipe, monkeypatch):
     assert earlier.exists()
 
 
+@pytest.mark.parametrize("breaks_at", [0, 3])
+@pytest.mark.parametrize("steps", ["by_hand", "its_own"])
+def test_what_a_run_logged_stays_whoever_steps(recipe, monkeypatch, breaks_at, steps):
+    """A step that goes past Lightning's strategy is one, too; so is one that logs before it fails."""
+    Path("stepping.py").write_text(
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "class by_hand(BoringModel):\n"
+        "    automatic_optimization = False\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        optimizer = self.optimizers(use_pl_optimizer=False)\n"
+        "        optimizer.zero_grad()\n"
+        "        self.manual_backward(super().training_step(batch, batch_idx)['loss'])\n"
+        "        optimizer.step()\n"
+        "        self.logger.log_metrics({'mine': 1.0})\n"
+        "        self.logger.save()\n"
+        f"        if batch_idx == {breaks_at}:\n"
+        "            raise LookupError('of the third kind')\n"
+        "class its_own(BoringModel):\n"
+        "    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):\n"
+        "        optimizer.optimizer.step(optimizer_closure)\n"
+        "        self.logger.log_metrics({'mine': 1.0})\n"
+        "        self.logger.save()\n"
+        f"        if batch_idx == {breaks_at}:\n"
+        "            raise LookupError('of the third kind')\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    sys.modules.pop("stepping", None)
+    more = [f"--model=stepping.{steps}", "--trainer.max_steps=-1", "--trainer.max_epochs=1"]
+    code = fit(recipe, logger("CSVLogger", save_dir="runs"), *more)
+    assert "mine" in next(Path("runs").rglob("metrics.csv")).read_text()
+    if breaks_at:
+        assert code == 1
+
+
 @pytest.mark.slow
 def test_what_forked_ranks_wrote_stays_when_they_fail(recipe):
     """Their steps aren't seen by the process that started them."""
