@@ -1,4 +1,4 @@
-"""Save and put back the states of the host's random generators, cheap enough for every call of a block.
+"""Save and put back the states of random generators: in checkpoints, and cheaply enough for every call of a block.
 
 To ask Python's and NumPy's for their states takes 30 and 130 us. A Mersenne twister moves its position with every draw
 and renews its words every 624. So the position, a few words next to it, and the second of a pair of normal numbers,
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy
 import torch
+
+from lightning_memfit.memory.kind import DeviceKind
 
 _MT19937_BYTES = 625 * 4  # 624 words and the position
 _PEEKED_BYTES = 16  # the position and the three words next to it
@@ -222,3 +224,43 @@ _python_bytes = None if _python_address is None else _bytes_at(_python_address)
 PYTHON = HostGenerator(random.getstate, random.setstate, _peek_python)
 NUMPY = HostGenerator(_ask_numpy, _put_numpy, _NumpyPeek())
 TORCH = HostGenerator(_ask_torch, _put_torch, _TorchPeek())
+
+
+# --- as checkpoints keep them -----------------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """States of the generators of Python, NumPy and torch, as what can be loaded without running code."""
+    kind, keys, *numbers = numpy.random.get_state()  # noqa: NPY002  (it is the global one that counts)
+    version, words, spare = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), spare],
+        "numpy": [kind, torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)), *numbers],
+        "torch": torch.get_rng_state(),
+    }
+    if DeviceKind.of(device.type).has_own_memory:
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to a `random_state`; one of the device only where there is such a device.
+
+    Args:
+        state: From `random_state`, on whichever device of a machine; or as modules wrote it up to version 0.1, with the
+            states of all CUDA devices by their indices, of which that of this index is taken, or the only one.
+        device: The rank's device.
+    """
+    if "cpu" in state:
+        places: list[torch.Tensor] = state["cuda"]
+        index = 0 if len(places) == 1 else device.index or 0
+        state = {"torch": state["cpu"]} | ({"device": places[index]} if index < len(places) else {})
+    if "python" in state:
+        version, words, spare = state["python"]
+        random.setstate((version, tuple(words), spare))
+    if "numpy" in state:
+        kind, keys, *numbers = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *numbers))  # noqa: NPY002
+    torch.set_rng_state(state["torch"].cpu())
+    if DeviceKind.of(device.type).has_own_memory and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"].cpu(), device)

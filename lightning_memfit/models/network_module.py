@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_memfit.memory.collectives import of_every_rank
-from lightning_memfit.memory.random_state import random_state, set_random_state
+from lightning_memfit.memory.generators import random_state, set_random_state
 from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
 
 ARCHITECTURE_KEY = "memfit_architecture"

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_memfit.fitting.upstream.lightning import repeats_validation
 from lightning_memfit.memory.collectives import of_every_rank
-from lightning_memfit.memory.random_state import random_state, set_random_state
+from lightning_memfit.memory.generators import random_state, set_random_state
 from lightning_memfit.memory.wrapping import wrap_method
 
 
