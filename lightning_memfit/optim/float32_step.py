@@ -7,7 +7,7 @@ Written for torch 2.11-2.13 (`__setstate__`, attributes that end in `_hooks`) an
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.paging import mark_like
 from lightning_memfit.optim.rounding import Rounding, generator_for
-from lightning_memfit.optim.states import BLOCK_SIZE, FLOAT32_STEP, refuse_shapes
+from lightning_memfit.optim.states import BLOCK_SIZE, FLOAT32_STEP, lay_out, refuse_shapes
 from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
 
 # --- pieces of weights ------------------------------------------------------------------------------------------------
@@ -32,11 +32,18 @@ _ELEMENTWISE = {
 }
 
 
-def can_be_cut(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether an optimizer's update of an element depends only on that element's gradient and state."""
+def can_be_cut(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's update of an element depends only on that element's gradient and state.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: Weight of any shape; it and its state must be contiguous, so that parts of them are views.
+        state: Its state before the step.
+    """
     cls = type(optimizer)
     stem = cls.__name__.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
-    return parameter.is_contiguous() and any(
+    whole = [parameter, *(value for value in state.values() if isinstance(value, Tensor))]
+    return all(tensor.is_contiguous() for tensor in whole) and any(
         cls.__module__.startswith(f"{library}.") and stem in names for library, names in _ELEMENTWISE.items()
     )
 
@@ -286,8 +293,10 @@ class Float32Step(Optimizer):
                 if parameter.grad is None or parameter.dtype is not torch.bfloat16:
                     continue
                 self._make_states(group, parameter, index, place)
-                limit = self.chunk_elements if can_be_cut(self.wrapped, parameter) else parameter.numel()
-                for piece in pieces_of(parameter, index, self.state[parameter], limit):
+                state = self.state[parameter]
+                lay_out(parameter, state)
+                limit = self.chunk_elements if can_be_cut(self.wrapped, parameter, state) else parameter.numel()
+                for piece in pieces_of(parameter, index, state, limit):
                     if chunk and not self._fits(chunk, piece):
                         yield chunk
                         chunk = []
@@ -330,6 +339,8 @@ class Float32Step(Optimizer):
         groups = []
         for group in self.param_groups:
             others = [p for p in group["params"] if p.dtype is not torch.bfloat16 and p.grad is not None]
+            for other in others:
+                lay_out(other, self.state.get(other, {}))
             if others:
                 groups.append({**group, "params": others})
         if groups:

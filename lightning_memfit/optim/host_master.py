@@ -25,6 +25,7 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import state_tensors, tensors_among
+from lightning_memfit.optim.states import lay_out_all
 from lightning_memfit.optim.steps import OutermostStep, refuse_own_step
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -256,17 +257,24 @@ class HostMaster:
             return None
         self.show(check=self._runs_in_closures)
         self._is_stepping, self._has_evaluated = True, False
-        if not self._runs_in_closures:
-            return None
         args, closure = args[:1], args[1] if len(args) > 1 else kwargs.get("closure")
-        return None if closure is None else (args, {**kwargs, "closure": partial(self._evaluate, closure)})
+        if closure is not None:
+            return args, {**kwargs, "closure": partial(self._evaluate, closure)}
+        assert self._optimizer is not None
+        lay_out_all(self._optimizer)
+        return None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        self.run_model()
+        if self._runs_in_closures:
+            self.run_model()
         try:
-            return closure()
+            loss = closure()
         finally:
-            self.show()
+            if self._runs_in_closures:
+                self.show()
+        assert self._optimizer is not None
+        lay_out_all(self._optimizer)  # just before a fused kernel: hooks of the closure may have exchanged gradients
+        return loss
 
     def _end(self, *_: Any) -> None:
         assert self._optimizer is not None

@@ -8,7 +8,7 @@ bitsandbytes' 8-bit format: Dettmers et al., 2022, arXiv 2110.02861, section 2. 
 (`state1`, `absmax1`, `qmap1`) and torchao 0.18; `tests/unit/optim/test_states.py` fails when these move.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 from itertools import chain
 from typing import Any, TypeAlias
@@ -250,6 +250,45 @@ def refuse_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Te
                 )
 
 
+def lay_out(parameter: Tensor, state: MutableMapping[str, Any]) -> None:
+    """Keep a parameter's gradient and states in the order in which its own elements lie in memory.
+
+    Fused kernels on the CPU walk through memory, whatever strides say: states that were saved of channels-last weights
+    would go to other elements of contiguous ones. Those of bitsandbytes stay, whose kernels expect another order.
+
+    Args:
+        parameter: Parameter of an optimizer.
+        state: Its state. A tensor of the parameter's shape that lies otherwise is exchanged for one of equal values.
+    """
+    if parameter.layout is not torch.strided:
+        return
+    strides, gradient = parameter.stride(), parameter.grad
+    if gradient is not None and gradient.layout is torch.strided and gradient.stride() != strides:
+        parameter.grad = _laid_out(parameter, gradient)
+    for key, value in state.items():
+        is_plain = type(value) is Tensor and value.layout is torch.strided
+        if is_plain and value.stride() != strides and key not in NUMBERED:
+            state[key] = _laid_out(parameter, value)
+
+
+def lay_out_all(optimizer: Optimizer) -> None:
+    """Do so for every parameter of an optimizer."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            lay_out(parameter, optimizer.state.get(parameter, {}))
+
+
+def _laid_out(parameter: Tensor, value: Tensor) -> Tensor:
+    """A copy of a value in the parameter's order; the value itself if it is of another kind, or in that order."""
+    if type(value) is not Tensor or value.shape != parameter.shape:
+        return value
+    # Of a parameter with gaps between its elements, a copy has none.
+    strides = torch.empty_like(parameter, device="meta").stride()
+    if value.stride() == strides:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value.detach())
+
+
 def refuse_compensation(optimizer_name: str, state_dict: StateDict) -> None:
     """Raise a `ValueError` for states that hold a part of the weights, which only Kahan summation adds again."""
     if state_dict.get(FLOAT32_STEP, {}).get("rounding") == "kahan":
@@ -364,6 +403,7 @@ class Resume(OwnHook):
             self.techniques = [*before.techniques, *self.techniques]
         optimizer.register_state_dict_post_hook(self.mark)
         optimizer.register_load_state_dict_pre_hook(self.adapt)
+        optimizer.register_load_state_dict_post_hook(self.lay_out)
 
     def mark(self, optimizer: Optimizer, state_dict: StateDict) -> None:
         """Write into a state dict what it is."""
@@ -402,6 +442,10 @@ class Resume(OwnHook):
             for number, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states, "param_groups": groups}
+
+    def lay_out(self, optimizer: Optimizer) -> None:
+        """Keep loaded states in the order of their parameters."""
+        lay_out_all(optimizer)
 
     def restored(self, optimizer: Optimizer, parameter: Tensor, state: State) -> State:
         """The state of one parameter in this optimizer's form; here in torch's."""

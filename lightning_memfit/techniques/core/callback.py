@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.optim.states import refuse_states
+from lightning_memfit.optim.states import lay_out_all, refuse_states
 from lightning_memfit.techniques.core.facts import Options, Run, arguments_of, run_of
 
 
@@ -96,6 +96,8 @@ class ReversibleCallback(pl.Callback):
     def _check_states(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let a checkpoint's optimizer states be checked before they are loaded, whichever technique wrote them.
 
+        Loaded ones then lie in the order of their parameters, which may have had another memory format in that run.
+
         Strategies that load states in a way of their own, as those that shard do, have states of other shapes.
         """
         if self.in_trace or type(trainer.strategy).load_optimizer_state_dict is not Strategy.load_optimizer_state_dict:
@@ -106,6 +108,8 @@ class ReversibleCallback(pl.Callback):
             for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=False):
                 refuse_states(optimizer, states, names)
             inner(checkpoint)
+            for optimizer in trainer.strategy.optimizers:
+                lay_out_all(optimizer)
 
         self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load))
 

@@ -1,3 +1,4 @@
+import copy
 from importlib.util import find_spec
 
 import bitsandbytes as bnb
@@ -78,6 +79,21 @@ def test_same_family_computes_the_same():
         optimizer.step()
     for a, b in zip(*(optimizer.param_groups[0]["params"] for optimizer in optimizers), strict=True):
         assert torch.equal(a, b)
+
+
+def test_loaded_states_of_another_memory_format_keep_their_elements():
+    results, saved = [], None
+    for memory_format in (torch.channels_last, torch.channels_last, torch.contiguous_format):
+        weight = nn.Parameter(torch.ones(8, 4, 3, 3).to(memory_format=memory_format))
+        optimizer = exchange(torch.optim.AdamW([weight], lr=1e-2), "torch.AdamW", {"fused": True})
+        if saved is not None:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(int(saved is None)))
+        weight.grad = gradient.to(memory_format=memory_format)
+        optimizer.step()
+        saved = saved or optimizer.state_dict()
+        results.append(weight.detach())
+    torch.testing.assert_close(results[2], results[1])
 
 
 def test_new_names_of_the_same_meaning():

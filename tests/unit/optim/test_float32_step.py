@@ -1,4 +1,5 @@
 import copy
+import functools
 import inspect
 
 import bitsandbytes as bnb
@@ -141,6 +142,28 @@ def test_resume_is_bitwise(cls, rounding):
     again.load_state_dict(saved)
     train(again, resumed, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(resumed, straight, strict=True))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True), bnb.optim.AdamW])
+@pytest.mark.parametrize("chunk_elements", [4096, 1 << 20])
+def test_states_of_another_memory_format_keep_their_elements(cls, chunk_elements):
+    results, saved = [], None
+    for memory_format in (torch.channels_last, torch.channels_last, torch.contiguous_format):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(32, 40, 3, 3).bfloat16().to(memory_format=memory_format))
+        bias = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=memory_format))  # stepped without a copy
+        optimizer = Float32Step(cls([weight, bias], lr=1e-2), Kahan(), chunk_elements)
+        if saved is not None:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        for step in range(2):
+            for p in (weight, bias):
+                gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+                p.grad = gradient.to(p.dtype, memory_format=torch.contiguous_format)
+            optimizer.step()
+        saved = saved or optimizer.state_dict()
+        results.append((weight.detach(), bias.detach()))
+    for result, expected in zip(results[2], results[1], strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-2 if result.dtype is torch.bfloat16 else 1e-5, atol=1e-6)
 
 
 def test_other_checkpoints_are_refused():

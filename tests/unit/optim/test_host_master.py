@@ -1,3 +1,4 @@
+import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -233,6 +234,43 @@ def test_loaded_states_stay_float32_and_one_optimizer_can_follow_another():
     assert state["exp_avg"].dtype is torch.float32
     assert state["step"] == 2
     assert "zero_grad" not in vars(optimizers[0])
+
+
+def step_with(net, optimizer, host, in_closure, change):
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(len(optimizer.state))).bfloat16()
+
+    def evaluate():
+        host.run_model()
+        net(images).float().square().mean().backward()
+        with host.shown():
+            net.weight.grad = change(net.weight.grad)
+        host.show()
+
+    if in_closure:
+        optimizer.step(evaluate)
+    else:
+        evaluate()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_states_and_gradients_of_another_memory_format_keep_their_elements(in_closure):
+    """The fused kernel reads memory, not strides. Compared with weights and gradients in the format of the states."""
+    last, other = torch.channels_last, torch.contiguous_format
+    masters, saved = [], None
+    for weights, gradients in ((last, last), (last, last), (other, last), (last, other)):
+        torch.manual_seed(0)
+        net = nn.Conv2d(3, 8, 3).to(torch.bfloat16, memory_format=weights)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        host = HostMaster(optimizer, runs_in_closures=False)
+        if saved is not None:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        step_with(net, optimizer, host, in_closure, lambda grad, to=gradients: grad.contiguous(memory_format=to))
+        saved = saved or optimizer.state_dict()
+        masters.append(host.master_of(net.weight))
+    for master in masters[2:]:
+        torch.testing.assert_close(master, masters[1], rtol=1e-4, atol=1e-5)
 
 
 class Queue:
