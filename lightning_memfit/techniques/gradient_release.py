@@ -44,11 +44,17 @@ class GradientRelease(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap the backward pass, and leave clipping by Lightning out."""
+        """Wrap the backward pass, and leave clipping by Lightning out where gradients are released."""
         self._forget()
         self.on_restore(self._stop)
-        # Gradients are clipped as they arrive; Lightning's own clipping would later find none, which torch refuses.
-        self.on_restore(wrap_method(pl_module, "configure_gradient_clipping", _leave_out))
+
+        def clip(inner: Any, *args: Any, **kwargs: Any) -> None:
+            # Those that are released are clipped as they arrive; Lightning's own clipping would find none, which torch
+            # refuses. Finders of learning rates and batch sizes train before the run starts, and release none.
+            if self._released is None:
+                inner(*args, **kwargs)
+
+        self.on_restore(wrap_method(pl_module, "configure_gradient_clipping", clip))
         allowed = _what_decides(trainer)
 
         def backward(inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,10 +148,6 @@ def _next_node() -> int:
 def _name_of(module: torch.nn.Module, parameter: torch.Tensor) -> str:
     names = (name for name, own in module.named_parameters() if own is parameter)
     return next(names, f"a parameter of shape {tuple(parameter.shape)}")
-
-
-def _leave_out(inner: Any, *args: Any, **kwargs: Any) -> None:
-    """Do nothing in place of a hook."""
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:

@@ -4,7 +4,7 @@ from operator import attrgetter
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import nn
 from torch.nn import functional as F
@@ -227,6 +227,23 @@ def test_a_backward_pass_in_training_step_is_refused_before_a_weight_changes():
     with pytest.raises(RuntimeError, match="outside of the training loop's own"):
         trainer([GradientRelease()]).fit(model, loader())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class FoundRate(LanguageModel):
+    lr = 1e-3
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_finders_that_train_before_the_run_clip_as_plainly(tmp_path):
+    def losses(callbacks):
+        finder = LearningRateFinder(min_lr=1e-2, max_lr=10.0, num_training_steps=4, early_stop_threshold=None)
+        clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+        fit([*callbacks, finder], FoundRate, max_steps=1, default_root_dir=tmp_path, **clip)
+        return finder.optimal_lr.results["loss"]
+
+    assert losses([GradientRelease()]) == losses([])
 
 
 def test_hooks_around_the_step_are_refused():
