@@ -20,7 +20,7 @@ from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.paging import mark_like
 from lightning_memfit.optim.rounding import Rounding, generator_for
 from lightning_memfit.optim.states import BLOCK_SIZE, FLOAT32_STEP, lay_out, refuse_shapes
-from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
+from lightning_memfit.optim.steps import narrowed, refuse_sparse, run_closure, step_below_hooks, take_overrides
 
 # --- pieces of weights ------------------------------------------------------------------------------------------------
 
@@ -48,32 +48,32 @@ def can_be_cut(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]
     )
 
 
-def pieces_of(parameter: Tensor, group: int, state: dict[str, Any], limit: int) -> "Iterator[Piece]":
+def pieces_of(parameter: Tensor, place: tuple[int, int], state: dict[str, Any], limit: int) -> "Iterator[Piece]":
     """Cut a weight into pieces of about equal length, at most `limit` rounded up to a multiple of 256 elements.
 
     Args:
         parameter: Weight with a gradient; contiguous if it is larger than `limit`.
-        group: Index of its parameter group.
+        place: Index of its parameter group, and its index within that.
         state: Its optimizer state before the step.
         limit: Elements per piece.
     """
     total = parameter.numel()
     if total <= limit:
-        yield Piece(parameter, group, state, None)
+        yield Piece(parameter, place, state, None)
         return
     before = dict(state)
     length = -(-total // -(-total // limit))
     length = -(-length // BLOCK_SIZE) * BLOCK_SIZE
     for start in range(0, total, length):
-        yield Piece(parameter, group, before, slice(start, min(start + length, total)))
+        yield Piece(parameter, place, before, slice(start, min(start + length, total)))
 
 
 class Piece:
     """A weight, or the part of it that `span` cuts out of its flat form."""
 
-    def __init__(self, parameter: Tensor, group: int, before: dict[str, Any], span: slice | None) -> None:
+    def __init__(self, parameter: Tensor, place: tuple[int, int], before: dict[str, Any], span: slice | None) -> None:
         self.parameter = parameter
-        self.group = group
+        self.place = place
         self._before = before
         self._span = span
         self._views: dict[str, Any] = {}
@@ -226,6 +226,7 @@ class Float32Step(Optimizer):
         loss = run_closure(closure)
         for group in self.param_groups:
             refuse_sparse("Float32Step", (p for p in group["params"] if p.dtype is torch.bfloat16))
+        take_overrides(self)
         with torch.no_grad():
             generators: dict[torch.device, torch.Generator] = {}
             for chunk in self._chunks():
@@ -296,7 +297,7 @@ class Float32Step(Optimizer):
                 state = self.state[parameter]
                 lay_out(parameter, state)
                 limit = self.chunk_elements if can_be_cut(self.wrapped, parameter, state) else parameter.numel()
-                for piece in pieces_of(parameter, index, state, limit):
+                for piece in pieces_of(parameter, (index, place), state, limit):
                     if chunk and not self._fits(chunk, piece):
                         yield chunk
                         chunk = []
@@ -317,17 +318,19 @@ class Float32Step(Optimizer):
     def _step_stand_ins(self, chunk: list[Piece], generator: torch.Generator) -> None:
         states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         members: dict[int, list[Tensor]] = defaultdict(list)
+        places: dict[Tensor, tuple[int, int]] = {}
         stand_ins = []
         for piece in chunk:
             weight, state = piece.weight(), piece.state()
             stand_in = torch.nn.Parameter(self.rounding.load(weight, state))
             stand_in.grad = piece.gradient().float()
-            members[piece.group].append(stand_in)
+            members[piece.place[0]].append(stand_in)
+            places[stand_in] = piece.place
             if state:
                 states[stand_in] = state
             stand_ins.append((piece, stand_in))
         groups = [{**self.param_groups[index], "params": params} for index, params in members.items()]
-        self._step_wrapped(groups, states)
+        self._step_wrapped(groups, places, states)
         for _, stand_in in stand_ins:
             stand_in.grad = None
         for piece, stand_in in stand_ins:
@@ -337,23 +340,25 @@ class Float32Step(Optimizer):
 
     def _step_others(self) -> None:
         groups = []
-        for group in self.param_groups:
-            others = [p for p in group["params"] if p.dtype is not torch.bfloat16 and p.grad is not None]
-            for other in others:
-                lay_out(other, self.state.get(other, {}))
+        places: dict[Tensor, tuple[int, int]] = {}
+        for index, group in enumerate(self.param_groups):
+            others = []
+            for place, p in enumerate(group["params"]):
+                if p.dtype is not torch.bfloat16 and p.grad is not None:
+                    lay_out(p, self.state.get(p, {}))
+                    others.append(p)
+                    places[p] = index, place
             if others:
                 groups.append({**group, "params": others})
         if groups:
-            self._step_wrapped(groups, self.state)
+            self._step_wrapped(groups, places, self.state)
 
-    def _step_wrapped(self, groups: list[dict[str, Any]], states: Any) -> None:
+    def _step_wrapped(
+        self, groups: list[dict[str, Any]], places: Mapping[Tensor, tuple[int, int]], states: Any
+    ) -> None:
         """Run the optimizer's step below its hooks, which belong to the step as a whole."""
-        before = self.wrapped.param_groups, self.wrapped.state
-        self.wrapped.param_groups, self.wrapped.state = groups, states
-        try:
+        with narrowed(self.wrapped, groups, places, states):
             step_below_hooks(self.wrapped)
-        finally:
-            self.wrapped.param_groups, self.wrapped.state = before
 
 
 def _refuse(optimizer: Optimizer, chunk_elements: int | None) -> None:

@@ -5,7 +5,7 @@ autograd accumulates it, after every use of the parameter that has a gradient. U
 of a layer frozen in one branch, may be read later still: `GradientRelease.backward` looks for them before it steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memfit.memory.breakdown import Category
 from lightning_memfit.memory.host import copy_to_host
-from lightning_memfit.optim.steps import refuse_own_step
+from lightning_memfit.optim.steps import narrowed, refuse_own_step, step_below_hooks
 
 _SINGLE_PARAMETER = ("torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam")
 _WHOLE_MODEL = ("LBFGS",)
@@ -47,12 +48,11 @@ class GradientRelease:
 
     Raises:
         ValueError: If the optimizer is of another class, has a `step` or `zero_grad` of its own on the object or hooks
-            that would run once per parameter, or `clip_value` is not positive.
+            that would see parameters of which some have stepped, or `clip_value` is not positive.
     """
 
     def __init__(self, optimizer: Optimizer, clip_value: float | None = None) -> None:
         refuse_coupled(optimizer)
-        _refuse_hooks(optimizer)
         if clip_value is not None and clip_value <= 0:
             raise ValueError(f"`clip_value={clip_value}` must be positive.")
         self.clip_value = clip_value
@@ -60,14 +60,15 @@ class GradientRelease:
         """Whether a backward pass is a step. While it is not, one that reaches a parameter is refused."""
         self._optimizer = optimizer
         self._handles: dict[Tensor, Any] = {}
-        self._groups: dict[Tensor, int] = {}
-        self._step_handle: Any = optimizer.register_step_pre_hook(self._begin_step)
+        self._places: dict[Tensor, tuple[int, int]] = {}
+        """Index of each parameter's group, and its index within that."""
         self._stepped: set[int] = set()
         self._is_releasing = False
         self._watch: _Watch | None = None
         self._waiting: list[tuple[Tensor, Tensor]] = []
         """Parameters with their gradients, in host memory, while a backward pass is watched."""
         self.refresh()
+        self._step_handle: Any = optimizer.register_step_pre_hook(self._begin_step)
 
     @property
     def num_parameters(self) -> int:
@@ -79,19 +80,27 @@ class GradientRelease:
         return self._optimizer is optimizer
 
     def refresh(self) -> None:
-        """Follow parameters that were unfrozen or given to the optimizer since the last call, and no others."""
+        """Follow parameters that were unfrozen or given to the optimizer since the last call, and no others.
+
+        Raises:
+            ValueError: If the optimizer has got a `step`, a `zero_grad` or hooks that the constructor refuses.
+        """
         refuse_own_step(self._optimizer, _OWN_STEP)
+        _refuse_hooks(self._optimizer)
         if "zero_grad" in vars(self._optimizer):
             raise ValueError(
                 f"This {type(self._optimizer).__name__} has a `zero_grad` that was put on the object, which decides "
                 "what gradients are before backward (zeros instead of None, for one), and released ones are gone. "
                 "Leave it out, or do not release gradients."
             )
-        groups = enumerate(self._optimizer.param_groups)
-        self._groups = {parameter: index for index, group in groups for parameter in group["params"]}
-        for parameter in [parameter for parameter in self._handles if parameter not in self._groups]:
+        self._places = {
+            parameter: (index, place)
+            for index, group in enumerate(self._optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+        }
+        for parameter in [parameter for parameter in self._handles if parameter not in self._places]:
             self._handles.pop(parameter).remove()
-        new = [parameter for parameter in self._groups if parameter.requires_grad and parameter not in self._handles]
+        new = [parameter for parameter in self._places if parameter.requires_grad and parameter not in self._handles]
         if new:
             _refuse_shared_versions([*self._handles, *new])
         for parameter in new:
@@ -183,18 +192,27 @@ class GradientRelease:
         assert parameter.grad is not None
         if self.clip_value is not None:
             parameter.grad.clamp_(-self.clip_value, self.clip_value)
-        groups = self._optimizer.param_groups
         # Made anew each time: schedules change the group's values between steps.
-        self._optimizer.param_groups = [{**groups[self._groups[parameter]], "params": [parameter]}]
-        self._is_releasing = True
-        try:
-            self._optimizer.step()
-        finally:
-            self._is_releasing = False
-            self._optimizer.param_groups = groups
+        group = {**self._optimizer.param_groups[self._places[parameter][0]], "params": [parameter]}
+        with narrowed(self._optimizer, [group], self._places):
+            self._run_step()
         # Kernels of bitsandbytes write past torch, which then would not notice that saved tensors have changed.
         increment_version(parameter)
         parameter.grad = None
+
+    def _run_step(self) -> None:
+        """Run a step with this package's own hooks; those of others see the step as a whole."""
+        optimizer = self._optimizer
+        arguments: tuple[Any, ...] = optimizer, (optimizer,), {}
+        self._is_releasing = True
+        try:
+            for hook in _hooks_of(optimizer._optimizer_step_pre_hooks, are_ours=True):
+                hook(*arguments)
+            step_below_hooks(optimizer)
+            for hook in _hooks_of(optimizer._optimizer_step_post_hooks, are_ours=True):
+                hook(*arguments)
+        finally:
+            self._is_releasing = False
 
 
 _WHO_READS = (
@@ -290,15 +308,31 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _refuse_hooks(optimizer: Optimizer) -> None:
     """Raise a `ValueError` if other code than this package has hooks around the optimizer's step."""
-    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    for hook in hooks:
-        module = getattr(hook, "__module__", None) or ""
-        if module.partition(".")[0] != __name__.partition(".")[0]:
-            name = getattr(hook, "__qualname__", type(hook).__name__)
+    name = type(optimizer).__name__
+    of_every = (*_hooks_of(_global_optimizer_pre_hooks, False), *_hooks_of(_global_optimizer_post_hooks, False))
+    hooks = {
+        f"The optimizer ({name}) has a hook around its step": (
+            *_hooks_of(optimizer._optimizer_step_pre_hooks, False),
+            *_hooks_of(optimizer._optimizer_step_post_hooks, False),
+        ),
+        # Torch's own counts steps for a profiler.
+        "There is a hook around the step of every optimizer": [h for h in of_every if _package_of(h) != "torch"],
+    }
+    for found, own in hooks.items():
+        for hook in own:
             raise ValueError(
-                f"The optimizer ({type(optimizer).__name__}) has a hook around its step, `{name}`, that would run once "
-                "per parameter and find no other gradients. Remove it, or do not release gradients."
+                f"{found}, `{getattr(hook, '__qualname__', type(hook).__name__)}`, that would find parameters stepped "
+                "already and no gradients. Remove it, or do not release gradients."
             )
+
+
+def _hooks_of(hooks: Mapping[int, Any], are_ours: bool) -> list[Any]:
+    """Hooks of this package, or those of others."""
+    return [hook for hook in hooks.values() if (_package_of(hook) == _package_of(_hooks_of)) is are_ours]
+
+
+def _package_of(hook: Any) -> str:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0]
 
 
 def refuse_coupled(optimizer: Optimizer, what: str = "releasing gradients during backward") -> None:

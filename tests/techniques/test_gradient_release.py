@@ -259,6 +259,16 @@ def test_hooks_around_the_step_are_refused():
         fit([GradientRelease()], lambda: LanguageModel(hooked))
 
 
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start"])
+def test_hooks_around_the_step_are_refused_wherever_they_are_registered(hook):
+    module = LanguageModel()
+    before = copy.deepcopy(module.state_dict())
+    setattr(module, hook, lambda *_: module.optimizers().optimizer.register_step_post_hook(lambda *_: None))
+    with pytest.raises(ValueError, match="a hook around its step"):
+        trainer([GradientRelease()]).fit(module, loader())
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
 def test_lbfgs_is_refused_before_training():
     with pytest.raises(ValueError, match="LBFGS"):
         fit([GradientRelease()], lambda: LanguageModel(lambda m: torch.optim.LBFGS(m.parameters())))

@@ -2,11 +2,14 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
+from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.gradient_release import GradientRelease
+from lightning_memfit.optim.rounding import Stochastic
 from tests.unit.optim.cases import CASES
 
 
@@ -110,6 +113,96 @@ def test_removal():
     release.remove()
     model(torch.randint(0, 64, (32,))).backward()
     assert model.head.weight.grad is not None
+
+
+def test_hooks_that_are_registered_later_see_one_step_and_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    release, calls = GradientRelease(optimizer), []
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("every"))
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+        assert not calls
+        optimizer.step()
+        assert calls == ["every", "own"]
+        with pytest.raises(ValueError, match="SGD.*hook around its step, `.*<lambda>`"):
+            release.refresh()
+        handle.remove()
+        with pytest.raises(ValueError, match="step of every optimizer, `.*<lambda>`"):
+            release.refresh()
+    finally:
+        everywhere.remove()
+    release.refresh()
+
+
+def test_a_refused_optimizer_keeps_nothing():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hook around its step"):
+        GradientRelease(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+class Overridden(nn.Module):
+    """An embedding with an override as `StableEmbedding` has, a weight that stays, and one that does as all do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(128, 64)
+        manager = bnb.optim.GlobalOptimManager.get_instance()
+        manager.register_module_override(self.embedding, "weight", {"optim_bits": 32})
+        self.kept = nn.Linear(64, 64, bias=False)
+        self.free = nn.Linear(64, 128, bias=False)
+
+    def forward(self, tokens):
+        return nn.functional.cross_entropy(self.free(self.kept(self.embedding(tokens))), tokens)
+
+
+@pytest.fixture
+def overrides():
+    """bitsandbytes' manager of the process, which forgets its overrides afterwards."""
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    before = dict(vars(manager))
+    manager.initialize()
+    yield manager
+    vars(manager).update(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_bitsandbytes_is_told_of_one_parameter_holds_for_it_alone(overrides, dtype, order):
+    def run(released, in_float32):
+        overrides.initialize()
+        torch.manual_seed(0)
+        model = Overridden().to(dtype)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer = bnb.optim.AdamW8bit([*model.parameters()][::order], lr=1e-2)
+        overrides.override_config(model.kept.weight, "lr", 0.0)
+        if in_float32:
+            optimizer = Float32Step(optimizer, Stochastic(), 4096)
+        release = GradientRelease(optimizer) if released else None
+        for _ in range(2):
+            model(torch.arange(64)).backward()
+            assert release is None or model.free.weight.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "get_config" not in vars(getattr(optimizer, "wrapped", optimizer))
+        moved = {name: not torch.equal(p, before[name]) for name, p in model.named_parameters()}
+        return moved, {name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters()}
+
+    plain = run(False, False)
+    assert plain[0]["free.weight"]
+    assert not plain[0]["kept.weight"]
+    assert plain[1]["embedding.weight"] is torch.float32
+    assert plain[1]["free.weight"] is torch.uint8
+    assert run(True, False) == plain
+    if dtype is torch.bfloat16:
+        assert run(False, True)[1] == run(True, True)[1] == plain[1]
+        assert not run(False, True)[0]["kept.weight"]
+        assert not run(True, True)[0]["kept.weight"]
 
 
 def test_accumulation_is_refused():
