@@ -4,11 +4,18 @@ The layer stays the object that it was, with its class as a base, its names, hoo
 class changes, as with torch's parametrizations. Whoever reads `layer.weight` gets a `StandingWeight`: it looks like the
 weight, and computes with what the layer computes with, the dequantized weight plus the adapter's product. Models that
 cast to `weight.dtype`, that pass `weight` to an operator themselves, and torch's fast paths are served this way.
+
+`state_dict()` keeps frozen weights and adapters apart, as who puts it back, averages it or writes into it needs. Only a
+`save_pretrained` gets the weights merged: what it writes is read by a model that knows no adapters.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -121,6 +128,26 @@ class FrozenLinear(nn.Module):
             product = self.lora_scale * (second.to(dtype) @ first.to(dtype))
             return weight + (product.t() if is_conv1d(self) else product).to(weight.dtype)
 
+    @override
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return frozen weight and adapter apart; merged, and in host memory, where `save_pretrained` asks for it."""
+        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if _is_saved_as_pretrained():
+            for name in [name for name in state if name.startswith((f"{prefix}lora_A.", f"{prefix}lora_B."))]:
+                del state[name]
+            state[f"{prefix}weight"] = self.merged_weight()
+        else:
+            _warn_of_parts(state)
+        return state
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """The weight that the layer has after the run, in host memory: the original with the adapter's product."""
+        weight = self.raw.detach().to(self.like.dtype)
+        if self.lora_A is not None:
+            weight = sum_with_product(weight, *self.factors(), self.lora_scale, is_conv1d(self)).to(weight.dtype)
+        return weight.cpu()
+
     def factors(self) -> tuple[Tensor, Tensor]:
         """The inner and the outer weight of the adapter."""
         assert self.lora_A is not None
@@ -141,7 +168,86 @@ class FrozenLinear(nn.Module):
                 self.codes.store(source.t() if is_conv1d(self) else source)
 
 
+def is_fake_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape but no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def sum_with_product(weight: Tensor, first: Tensor, second: Tensor, scale: float, transposed: bool) -> Tensor:
+    """Return `weight + scale * second @ first` in at least float32; on the host where the device has no room.
+
+    A weight that this would not change is returned itself.
+
+    Args:
+        weight: `(out, in)`, or `(in, out)` where `transposed`.
+        first: The adapter's inner weight, `(rank, in)`.
+        second: The adapter's outer weight, `(out, rank)`.
+        scale: Scale of the adapter.
+        transposed: Whether the weight is that of a `Conv1D`.
+    """
+    if is_fake_tensor(second) or not bool(second.cpu().any()):
+        return weight  # keeps bits as they are, where 0 would be added to -0
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+
+    def sum_on(device: torch.device) -> Tensor:
+        change = scale * (second.to(device, dtype) @ first.to(device, dtype))
+        return weight.to(device, dtype) + (change.t() if transposed else change)
+
+    try:
+        return sum_on(weight.device)
+    except torch.OutOfMemoryError:  # after an error for memory, whose traceback still holds what filled it
+        return sum_on(torch.device("cpu"))
+
+
 _ADDED = ("lora_A", "lora_B", "lora_dropout", "codes")
+
+
+# --- who asks for a state dictionary ----------------------------------------------------------------------------------
+
+_QUIET = ("torch", "lightning", "pytorch_lightning", __name__.partition(".")[0])
+"""Packages that put back themselves what they read, or save it in a checkpoint from which Lora goes on."""
+_warned_of: Callable[[], Any] = int  # refers to the last one
+
+
+def _callers() -> Iterator[Any]:
+    """Frames above those of this file and of `nn.Module`, from the nearest."""
+    frame: Any = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, nn.Module.__module__):
+        frame = frame.f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_saved_as_pretrained() -> bool:
+    """Whether a `save_pretrained` is running (transformers, diffusers, huggingface_hub), or safetensors saves a model.
+
+    Told by frames, not by a layer around the method, which copies of a model would lack.
+    """
+    return any(
+        f.f_code.co_name == "save_pretrained" or f.f_globals["__name__"] == "safetensors.torch" for f in _callers()
+    )
+
+
+def _warn_of_parts(state: Any) -> None:
+    """Tell code of the user's, once for each dictionary, that what was learned is not in the weights."""
+    global _warned_of
+    frame = next(_callers(), None)
+    package = "" if frame is None else str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if frame is None or package in _QUIET or _warned_of() is state:
+        return
+    _warned_of = weakref.ref(state) if isinstance(state, OrderedDict) else int
+    warnings.warn_explicit(
+        "Lora: this state dictionary has adapters apart from the frozen weights, and no quantized weights. It can be "
+        "loaded again in this run, but not into the plain module. To keep what was learned, use `save_pretrained` or "
+        "`trainer.save_checkpoint`, or read the state dictionary after the run, when adapters are merged.",
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 class FrozenTorchLinear(FrozenLinear, nn.Linear):  # type: ignore[misc, override]

@@ -14,7 +14,9 @@ from lightning_memfit.adapters.layer import (
     add_adapter,
     drop_adapter,
     is_conv1d,
+    is_fake_tensor,
     share_adapter,
+    sum_with_product,
 )
 from lightning_memfit.adapters.linears import weight_of
 
@@ -55,13 +57,6 @@ def is_fake(module: nn.Module) -> bool:
     return any(is_fake_tensor(parameter) for parameter in module.parameters())
 
 
-def is_fake_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape but no values."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
 def frozen_layers(module: nn.Module) -> dict[str, FrozenLinear]:
     """The layers that have an adapter or are quantized, by dotted name."""
     return {name: child for name, child in module.named_modules() if isinstance(child, FrozenLinear)}
@@ -92,28 +87,10 @@ def remove(module: nn.Module) -> None:
 
 @torch.no_grad()
 def add_product(weight: Tensor, first: Tensor, second: Tensor, scale: float, transposed: bool) -> None:
-    """Add `scale * second @ first` to a weight, in float32 and rounded once; on the host where a device has no room.
-
-    Args:
-        weight: `(out, in)`, or `(in, out)` where `transposed`.
-        first: The adapter's inner weight, `(rank, in)`.
-        second: The adapter's outer weight, `(out, rank)`.
-        scale: Scale of the adapter.
-        transposed: Whether the weight is that of a `Conv1D`.
-    """
-    if is_fake_tensor(second) or not bool(second.cpu().any()):
-        return  # keeps bits as they are, where 0 would be added to -0
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-
-    def sum_on(device: torch.device) -> Tensor:
-        change = scale * (second.to(device, dtype) @ first.to(device, dtype))
-        return weight.to(device, dtype) + (change.t() if transposed else change)
-
-    try:
-        merged = sum_on(weight.device)
-    except torch.OutOfMemoryError:  # after an error for memory, whose traceback still holds what filled it
-        merged = sum_on(torch.device("cpu"))
-    weight.copy_(merged)
+    """Add `scale * second @ first` to a weight, in float32 and rounded once; arguments as in `sum_with_product`."""
+    merged = sum_with_product(weight, first, second, scale, transposed)
+    if merged is not weight:
+        weight.copy_(merged)
 
 
 def merge_into(weights: dict[str, Tensor], adapters: Mapping[str, Tensor], layers: Mapping[str, LayerRecord]) -> None:

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -16,7 +17,7 @@ from lightning_memfit.techniques.lora import Lora
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights
 from tests.techniques.peaks import assert_predicted_peak_is_measured
-from tests.techniques.runs import LanguageModel, assert_same_weights, fit, trainer
+from tests.techniques.runs import LanguageModel, assert_same_weights, fit, loader, trainer
 from tests.unit.checkpointing.models import llama
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -96,6 +97,43 @@ class SavesOnce(LanguageModel):
     def on_train_batch_end(self, *_):
         if self.trainer.global_step == 2:
             self.trainer.save_checkpoint(self.path)
+
+
+class SavesPretrained(LanguageModel):
+    """Saves the network and a copy of it while adapters are in, and keeps and puts back its own state dictionary."""
+
+    def on_train_end(self):
+        self.model.save_pretrained(self.folder / "own")
+        copy.deepcopy(self.model).save_pretrained(self.folder / "copy")
+        with pytest.warns(UserWarning, match="adapters apart") as told:
+            kept = copy.deepcopy(self.state_dict())
+        assert sum("adapters apart" in str(warning.message) for warning in told) == 1
+        loss = self.training_step(torch.arange(32).view(2, 16), 0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(1)
+        self.load_state_dict(kept)
+        assert torch.equal(self.training_step(torch.arange(32).view(2, 16), 0), loss)
+
+
+def test_a_pretrained_folder_saved_in_the_run_holds_what_was_learned(tmp_path, callbacks):
+    module = SavesPretrained(**NO_DROPOUT)
+    module.folder = tmp_path
+    trainer(callbacks, precision="bf16-true").fit(module, loader())
+    after = module.model.state_dict()
+    for name in ("own", "copy"):
+        loaded = type(module.model).from_pretrained(tmp_path / name, dtype="auto").state_dict()
+        assert loaded.keys() == after.keys()
+        for key, value in after.items():
+            torch.testing.assert_close(loaded[key], value, rtol=0, atol=0, msg=f"{name}: {key}")
+
+
+def test_averages_in_checkpoints_are_none_of_the_users_doing(tmp_path, recwarn):
+    run = trainer([Lora(4), EMAWeightAveraging()])
+    module = SavesOnce()
+    module.path = tmp_path / "one.ckpt"
+    run.fit(module, loader())
+    assert not any("adapters apart" in str(warning.message) for warning in recwarn)
 
 
 def test_checkpoint_during_a_run_is_that_after_it(tmp_path):
