@@ -1,8 +1,9 @@
-"""Replace an optimizer that schedulers, hooks and user code already refer to."""
+"""Replace an optimizer that schedulers, hooks and user code already refer to, or take parameters out of it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -39,6 +40,54 @@ def replace_optimizers(configured: Any, convert: Convert) -> Any:
         if is_tracked:
             _KeepLearningRate(optimizer)
     return configured
+
+
+def take_out(optimizer: Optimizer, leaves: Callable[[Tensor], bool]) -> None:
+    """Take parameters out of an optimizer that has not stepped yet, in place, with their names and states.
+
+    Args:
+        optimizer: Its groups stay, also those that become empty, and so do their lists, which LBFGS refers to.
+        leaves: Whether a parameter leaves.
+
+    Raises:
+        ValueError: If the optimizer's class keeps one that leaves in a list or dictionary of its own.
+    """
+    together = _with_inner(optimizer)
+    every = [group for each in together for group in each.param_groups]
+    gone = {id(p): p for group in every for p in group["params"] if leaves(p)}
+    for group in every:
+        kept = [place for place, p in enumerate(group["params"]) if id(p) not in gone]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key][:] = [group[key][place] for place in kept]
+    for each in together:
+        for parameter in gone.values():
+            each.state.pop(parameter, None)  # Adagrad makes them when it is constructed
+        for name, value in vars(each).items():
+            if name not in (_GROUPS, "state") and _holds(value, gone):
+                raise ValueError(
+                    f"{type(each).__name__} keeps parameters that are frozen in its attribute `{name}`, from which "
+                    "they can't be taken out. Give it `[p for p in self.parameters() if p.requires_grad]` in "
+                    "`configure_optimizers`."
+                )
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those in its attributes, which step for it as in SAM or Lookahead."""
+    found = [optimizer]
+    for each in found:
+        inner = [value for value in vars(each).values() if isinstance(value, Optimizer)]
+        found += [value for value in inner if not any(value is other for other in found)]
+    return found
+
+
+def _holds(value: Any, tensors: dict[int, Tensor]) -> bool:
+    """Whether a container holds one of some tensors."""
+    if isinstance(value, dict):
+        return _holds([*value, *value.values()], tensors)
+    if isinstance(value, (list, tuple, set)):
+        return any(_holds(item, tensors) for item in value)
+    return isinstance(value, Tensor) and id(value) in tensors
 
 
 def schedulers_in(configured: Any) -> Iterator[Any]:

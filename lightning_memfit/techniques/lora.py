@@ -33,7 +33,7 @@ from lightning_memfit.adapters.watch import Watch
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.replace import replace_optimizers, take_out
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
@@ -480,8 +480,7 @@ def _refuse_quantized(names: Sequence[str], children: Sequence[nn.Module]) -> No
 
 
 def _trainable_only(optimizer: Optimizer, seen: list[Optimizer]) -> Optimizer:
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if p.requires_grad and not isinstance(p, StandingWeight)]
+    take_out(optimizer, lambda p: not p.requires_grad or isinstance(p, StandingWeight))
     seen.append(optimizer)
     return optimizer
 

@@ -733,6 +733,18 @@ def test_weights_unfrozen_that_no_optimizer_has_are_refused_before_a_step(hook):
     assert_same_weights(module, plain)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.LBFGS])
+def test_optimizers_that_know_all_parameters_before_they_step_are_saved(tmp_path, optimizer):
+    def run(**options):
+        module = net()
+        module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.1)
+        return fitted(fresh(), module, **options)
+
+    _, half = run()
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    assert_same_weights(run(max_epochs=2, ckpt_path=tmp_path / "half.ckpt")[0], run(max_epochs=2)[0])
+
+
 def manual_step(module, batch):
     loss = F.cross_entropy(module(batch).flatten(0, 1), batch.flatten())
     loss.backward()  # not `manual_backward`

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.float32_step import Float32Step
-from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.replace import replace_optimizers, take_out
 from lightning_memfit.optim.rounding import Stochastic
 
 
@@ -183,3 +183,69 @@ def test_keeping_an_optimizer_changes_nothing():
     assert kept["optimizer"] is optimizer
     assert scheduler.optimizer is optimizer
     optimizer.step()
+
+
+# --- parameters taken out -------------------------------------------------------------------------------------------
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, whose groups it shares."""
+
+    def __init__(self, params):
+        self.inner = torch.optim.Adagrad(params, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def named(parameters):
+    if "param_names" not in torch.optim.SGD([("a", nn.Parameter(torch.ones(1)))]).param_groups[0]:
+        pytest.skip("torch names no parameters of optimizers before 2.6")
+    return torch.optim.AdamW([(f"p{place}", p) for place, p in enumerate(parameters)], lr=0.1)
+
+
+LEFT = {
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
+    "named": named,
+    "around another": Around,
+}
+
+
+@pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
+def test_what_is_left_steps_and_is_saved_as_if_the_rest_had_never_been_there(make):
+    def run(taken_out):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(3), requires_grad=place % 2 > 0) for place in range(4)]
+        optimizer = make(parameters if taken_out else parameters[1::2])
+        if taken_out:
+            take_out(optimizer, lambda p: not p.requires_grad)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = sum(p.square().sum() for p in parameters[1::2])
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return parameters, optimizer
+
+    parameters, optimizer = run(True)
+    expected, alone = run(False)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
+    for ours, theirs in ((optimizer, alone), (getattr(optimizer, "inner", optimizer), getattr(alone, "inner", alone))):
+        saved, wanted = ours.state_dict(), theirs.state_dict()
+        assert saved["state"].keys() == wanted["state"].keys()
+        groups = [{**group, "param_names": None} for group in saved["param_groups"]]
+        assert groups == [{**group, "param_names": None} for group in wanted["param_groups"]]
+    assert optimizer.param_groups[0].get("param_names", ["p1", "p3"]) == ["p1", "p3"]
+
+
+def test_an_optimizer_with_a_list_of_its_own_is_refused():
+    parameters = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)]
+    optimizer = torch.optim.SGD(parameters)
+    optimizer.order = {"slow": [parameters[1]]}
+    with pytest.raises(ValueError, match="SGD keeps parameters that are frozen in its attribute `order`"):
+        take_out(optimizer, lambda p: not p.requires_grad)
