@@ -140,10 +140,12 @@ def _missing_layers(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     return f"{len(different)} differ, such as {different[0]}, only {where}" if different else "their scales differ"
 
 
-def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Complete a checkpoint of adapters to the state dictionary of the plain module, with the adapters merged.
 
-    To use it without Lora: `module.load_state_dict(merged_state_dict(module, torch.load(path))[0])`.
+    To use it without Lora: `module.load_state_dict(merged_state_dict(module, torch.load(path))[0])`. Entries of the
+    checkpoint that the module lacks, or has in another shape, are in it as they are, so that `load_state_dict` is as
+    strict with them as with any checkpoint.
 
     Args:
         module: The module without adapters, with the weights that they were trained beside: newly built, or one that
@@ -161,7 +163,10 @@ def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple
         raise ValueError("`checkpoint` holds no adapters. Load its entry `state_dict` as it is.")
     record, entries = checkpoint[KEY], checkpoint["state_dict"]
     refuse_incomplete(record, entries)
-    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    state = {
+        name: value.detach().clone() if isinstance(value, Tensor) else value  # not one: what get_extra_state returns
+        for name, value in module.state_dict().items()
+    }
     names = [f"{name}.weight" for name in record["layers"]]
     unknown = [name for name in names if name not in state]
     if unknown:
@@ -176,10 +181,15 @@ def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple
             "`ckpt_path` has adapters for other frozen weights than the module's. Build the module with the weights "
             "that the run began with (random ones need the same seed)."
         )
+    adapters = {f"{name}.lora_{part}.{NAME}.weight" for name in record["layers"] for part in "AB"}
     with torch.no_grad():
         for source in (originals, entries):
-            for name in source.keys() & state.keys():
-                state[name].copy_(source[name])
+            for name in source.keys() - adapters:
+                value, own = source[name], state.get(name)
+                if isinstance(value, Tensor) and isinstance(own, Tensor) and value.shape == own.shape:
+                    own.copy_(value)
+                else:
+                    state[name] = value
         merge_into(state, entries, record["layers"])
     for first, aliases in _aliases(module).items():
         state.update(dict.fromkeys(aliases, state[first]))
@@ -310,7 +320,7 @@ def _trained_as_a_whole(entries: Mapping[str, Tensor], network: nn.Module) -> di
     here = dict(network.named_parameters(remove_duplicate=False)).keys() & entries.keys()
     whole = {name.rpartition(".")[0]: network.get_submodule(name.rpartition(".")[0]) for name in here}
     for name, module in whole.items():
-        lacking = [key for key in module.state_dict() if f"{name}.{key}" not in entries]
+        lacking = [key for key in module.state_dict() if not isinstance(entries.get(f"{name}.{key}"), Tensor)]
         if lacking or not name:
             some = min(key for key in here if key.rpartition(".")[0] == name)
             raise ValueError(

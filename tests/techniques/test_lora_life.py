@@ -447,6 +447,57 @@ def test_evaluates_its_checkpoints(tmp_path, name, weights_only):
         trainer(fresh(name)).test(other, loader(1), ckpt_path=path)
 
 
+class WithExtraState(Net):
+    """Has an entry in its state dictionary that is no tensor."""
+
+    told = None
+
+    def get_extra_state(self):
+        return {"told": self.told}
+
+    def set_extra_state(self, state):
+        self.told = state["told"]
+
+
+def test_entries_that_are_no_tensors_are_taken_over(tmp_path):
+    pl.seed_everything(0, verbose=False)
+    module = WithExtraState()
+    module.told = 3
+    _, run = fitted(fresh(), module)
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    pl.seed_everything(0, verbose=False)
+    again = WithExtraState()
+    trainer(fresh()).validate(again, loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+    assert again.told == 3
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("difference", ["shape", "name"])
+def test_loads_as_strictly_as_a_plain_module(tmp_path, difference):
+    def build(trained):
+        pl.seed_everything(0, verbose=False)
+        module = Net()
+        if difference == "shape":
+            module.head = nn.Linear(64, 1 if trained else 64)
+            module.compute = lambda self, x: self.head(self.backbone(x)) * torch.ones(64)
+        elif trained:
+            module.register_buffer("seen", torch.ones(3))
+        return module
+
+    _, run = fitted([Lora(4, train=["head"])], build(True))
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    message = r"size mismatch for head.weight" if difference == "shape" else r"Unexpected key.*seen"
+    with pytest.raises(RuntimeError, match=message):
+        trainer(fresh()).validate(build(False), loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+    plain = build(False)
+    with pytest.raises(RuntimeError, match=message):
+        plain.load_state_dict(merged_state_dict(plain, torch.load(tmp_path / "after.ckpt"))[0])
+    if difference == "name":
+        lax = build(False)
+        lax.strict_loading = False
+        trainer(fresh()).validate(lax, loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+
+
 @pytest.mark.parametrize("name", LORA)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_fit_goes_on_with_the_merged_module_or_from_a_checkpoint(tmp_path, name, precision):
