@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
 
 from lightning_memfit.adapters.layer import FrozenLinear, is_conv1d
 
@@ -13,7 +14,7 @@ AUTO = "auto"
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer; a subclass is not, as it may compute something else."""
-    return type(module) is nn.Linear or is_conv1d(module) or isinstance(module, FrozenLinear)
+    return type(module) is Linear or is_conv1d(module) or isinstance(module, FrozenLinear)
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
@@ -49,9 +50,7 @@ def linear_layers(
         chosen = {name: child for name, child in chosen.items() if name not in left_out}
         if not chosen:
             reasons = "".join(f" {name}: {reason}." for name, reason in list(left_out.items())[:3])
-            kinds = sorted(
-                {type(c).__name__ for c in module.modules() if isinstance(c, nn.Linear) and not is_linear(c)}
-            )
+            kinds = sorted({type(c).__name__ for c in module.modules() if isinstance(c, Linear) and not is_linear(c)})
             others = f" {', '.join(kinds)} may compute something else than nn.Linear." if kinds else ""
             raise ValueError(
                 f"{type(module).__name__} has no linear layer (nn.Linear or Conv1D) besides its heads.{others}{reasons}"

@@ -47,6 +47,12 @@ def own_attribute(owner: Any, name: str) -> Any:
     return None if is_inherited else value
 
 
+def code_below(owner: Any, name: str) -> Any:
+    """Return the code of a method without the layers that `wrap_method` has put around it; None if it has none."""
+    found = own_attribute(owner, name)
+    return getattr(found.original if isinstance(found, Layered) else getattr(owner, name), "__code__", None)
+
+
 def attributes_of(value: Any) -> Any:
     """Return the dictionary of an object's own attributes, or None, and run no code of its class to find it.
 
@@ -76,14 +82,14 @@ class Layered:
         self._owner = owner
         self._name = name
         self._own = own_attribute(owner, name)
-        self._original = getattr(owner, name)
+        self.original = getattr(owner, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method in all its layers."""
         layers = self.layers
         if len(layers) == 1:  # the usual case, in every step
-            return layers[0](self._original, *args, **kwargs)
-        call = self._original
+            return layers[0](self.original, *args, **kwargs)
+        call = self.original
         for layer in layers:
             call = partial(layer, call)
         return call(*args, **kwargs)

@@ -1,7 +1,7 @@
 """`ActivationCheckpointing`: recompute blocks in the backward pass instead of keeping their activations."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
 from lightning_memfit.checkpointing.state import in_trace
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
-from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget, resolve_budget
@@ -124,13 +123,8 @@ class ActivationCheckpointing(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap `configure_model`: the model is complete after it, and not yet wrapped by the strategy."""
-
-        def configure(inner: Callable[[], Any]) -> None:
-            inner()
-            self._checkpoint(pl_module)
-
-        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        """Checkpoint once the module is complete, and not yet wrapped by the strategy."""
+        self.when_complete(pl_module, lambda: self._checkpoint(pl_module))
 
     def _checkpoint(self, module: nn.Module) -> None:
         # `EMAWeightAveraging` and Lightning both call `configure_model`.

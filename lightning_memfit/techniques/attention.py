@@ -1,6 +1,6 @@
 """`AttentionKernel`: which implementation of attention Hugging Face models use, and which kernels torch may choose."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run, attention_configs, outermost_pretrained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
@@ -47,13 +46,8 @@ class AttentionKernel(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap `configure_model`, after which the models are complete, and limit the choice of kernels."""
-
-        def configure(inner: Callable[[], Any]) -> None:
-            inner()
-            self._set(pl_module)
-
-        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        """Set the kernel once the models are complete, and limit the choice of kernels."""
+        self.when_complete(pl_module, lambda: self._set(pl_module))
         if self.kernels:
             context = sdpa_kernel([_BACKENDS[kernel] for kernel in self.kernels])
             context.__enter__()

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
@@ -48,7 +49,7 @@ class ChunkedLoss(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap `configure_model`, after which the model is complete.
+        """Wrap heads once the module is complete.
 
         Raises:
             MisconfigurationException: If it is listed twice, or under ZeRO-3, which gathers the head's weight only
@@ -59,8 +60,7 @@ class ChunkedLoss(TechniqueCallback):
         if getattr(trainer.strategy, "zero_stage_3", False):
             raise MisconfigurationException(f"ChunkedLoss: {_ZERO_3}")
 
-        def configure(inner: Callable[[], Any]) -> None:
-            inner()
+        def wrap_heads() -> None:
             models = find_causal_models(pl_module)
             wrapped = {id(head.head) for head in self._heads}  # WeightAveraging calls `configure_model` once more
             for group in _by_head([model for model in models if id(model.get_output_embeddings()) not in wrapped]):
@@ -70,7 +70,7 @@ class ChunkedLoss(TechniqueCallback):
 
         self._has_begun = False
         self.on_restore(self._heads.clear)
-        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        self.when_complete(pl_module, wrap_heads)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -150,7 +150,7 @@ class _ChunkedHead:
         self.last_reader = ""
         kind = type(self.head)
         kind = kind.__mro__[1] if is_parametrized(self.head) else kind  # torch gives it a class of its own
-        self.is_plain = kind is nn.Linear and own_attribute(self.head, "forward") is None
+        self.is_plain = kind is Linear and own_attribute(self.head, "forward") is None
         self._undo: list[Callable[[], object]] = [
             whole_in_functions(),
             wrap_method(self.head, "forward", self._run_head),
@@ -191,7 +191,7 @@ class _ChunkedHead:
             return inner(hidden, *args, **kwargs)
         if not isinstance(hidden, Tensor) or hidden.ndim == 0 or hasattr(hidden, "full_tensor") or not hidden.numel():
             return inner(hidden, *args, **kwargs)
-        linear = self.head if self.is_plain and isinstance(self.head, nn.Linear) else None
+        linear = self.head if self.is_plain and isinstance(self.head, Linear) else None
         # Read once, as a plain call would: spectral norm and the like change with each.
         weights: tuple[Tensor | None, Tensor | None] = (None, None)
         if linear is not None:

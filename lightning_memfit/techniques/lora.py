@@ -39,7 +39,7 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_compiled
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before, replaces_layers
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
@@ -141,15 +141,14 @@ class Lora(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, and wrap the methods that configure, save and load."""
-        reason = copied_before(self, trainer) or _refused_beside(trainer)
+        reason = copied_before(self, trainer) or replaces_layers(trainer) or _refused_beside(trainer)
         if reason is not None:
             raise ValueError(f"Lora: {reason}")
         self._forget()
         self._quantizers = [callback for callback in callbacks_of(trainer) if isinstance(callback, QuantizedWeights)]
 
-        def configure(inner: Callable[[], Any]) -> None:
-            inner()
-            if not lora.adapted_layers(pl_module):  # Lightning asks that it may be called twice
+        def complete() -> None:
+            if not lora.adapted_layers(pl_module):
                 self._inject(pl_module)
 
         def optimizers(inner: Callable[[], Any]) -> Any:
@@ -185,7 +184,7 @@ class Lora(TechniqueCallback):
                 return self._watch_step(pl_module, inner, *args, **kwargs)
             return inner(*args, **kwargs)
 
-        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        self.when_complete(pl_module, complete)
         self.on_restore(wrap_method(pl_module, "configure_optimizers", optimizers, innermost=True))
         self.on_restore(wrap_method(pl_module, "on_save_checkpoint", mark))
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))

@@ -1,7 +1,6 @@
 """`QuantizedWeights`: frozen linear weights in 4 or 8 bits, for training adapters on top."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +14,6 @@ from lightning_memfit.adapters.lora import adapted_layers, frozen_layers
 from lightning_memfit.extras import require
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
-from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import Options
@@ -55,17 +53,16 @@ class QuantizedWeights(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work and wrap `configure_model`, after which the model is complete."""
-        reason = copied_before(self, trainer) or _refused_beside(trainer)
+        """Refuse what cannot work, and quantize once the module is complete."""
+        reason = copied_before(self, trainer) or replaces_layers(trainer) or _refused_beside(trainer)
         if reason is not None:
             raise ValueError(f"QuantizedWeights: {reason}")
 
-        def configure(inner: Callable[[], Any]) -> None:
-            inner()
+        def complete() -> None:
             if not any(layer.codes is not None for layer in frozen_layers(pl_module).values()):
                 self._quantize(pl_module)
 
-        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        self.when_complete(pl_module, complete)
         self.on_restore(lambda: self.put_back(self.has_failed))
 
     def _quantize(self, module: nn.Module) -> None:
@@ -124,6 +121,17 @@ def copied_before(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
         if isinstance(other, WeightAveraging):
             ours, name = type(callback).__name__, type(other).__name__
             return f"{name} stands before it and has copied the module without what {ours} changes. List {name} last."
+    return None
+
+
+def replaces_layers(trainer: pl.Trainer) -> str | None:
+    """Reason and fix if the precision replaces linear layers by others when the run begins."""
+    names = {kind.__name__ for kind in type(trainer.precision_plugin).__mro__}
+    for name in sorted(names & {"BitsandbytesPrecision", "TransformerEnginePrecision"}):
+        return (
+            f"{name} replaces linear layers by its own when the run begins, and what they had would be lost. Leave the "
+            "plugin out (QuantizedWeights beside Lora stores frozen weights in 4 or 8 bits)."
+        )
     return None
 
 

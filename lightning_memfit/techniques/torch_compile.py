@@ -4,16 +4,14 @@ Undoing `nn.Module.compile` needs the private attribute `_compiled_call_impl` (t
 counterpart: `tests/techniques/test_torch_compile.py` fails if it moves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
-from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
@@ -46,13 +44,8 @@ class TorchCompile(ReversibleCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap `configure_model`, which completes the model."""
-
-        def configure(inner: Callable[[], Any]) -> None:
-            inner()
-            self._compile(pl_module)
-
-        self.on_restore(wrap_method(pl_module, "configure_model", configure))
+        """Compile once the module is complete."""
+        self.when_complete(pl_module, lambda: self._compile(pl_module))
 
     def _compile(self, module: nn.Module) -> None:
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)

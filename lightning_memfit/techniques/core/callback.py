@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.memory.wrapping import code_below, wrap_method
 from lightning_memfit.optim.states import lay_out_all, refuse_states
 from lightning_memfit.techniques.core.facts import Options, Run, arguments_of, run_of
 
@@ -63,6 +63,31 @@ class ReversibleCallback(pl.Callback):
     def on_restore(self, undo: Callable[[], object]) -> None:
         """Register a function that undoes one change; these are called in reverse order."""
         self._undo.append(undo)
+
+    def when_complete(self, pl_module: pl.LightningModule, change: Callable[[], object]) -> None:
+        """Register what to do once the module has all its layers, before checkpoints are loaded and the strategy acts.
+
+        That is after its `configure_model`, or after `setup` where it has none of its own. `change` may be called
+        twice: `WeightAveraging` calls `configure_model`, if there is one, before it copies the module.
+        """
+
+        def configure(inner: Callable[[], Any]) -> None:
+            inner()
+            change()
+
+        unwrap = wrap_method(pl_module, "configure_model", configure)
+        self.on_restore(unwrap)
+        if code_below(pl_module, "configure_model") is not pl.LightningModule.configure_model.__code__:
+            return
+
+        def complete(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            inner(*args, **kwargs)
+            # Around a `configure_model` Lightning enters contexts for making layers, in which classes of torch are
+            # replaced, or which refuse the run (BitsandbytesPrecision). Without techniques it would not.
+            unwrap()
+            change()
+
+        self.on_restore(wrap_method(pl_module, "setup", complete))
 
     def restore(self) -> None:
         """Undo every change. Safe to call twice.
@@ -114,15 +139,11 @@ class ReversibleCallback(pl.Callback):
         self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load))
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the rule now, and once more when `configure_model` has built what isn't there yet."""
+        """Check the rule now, and once more when the module has built what isn't there yet."""
         self.refuse_unsupported(run_of(trainer, pl_module))
 
-        def configure(inner: Callable[[], Any]) -> None:
-            inner()
-            self.refuse_unsupported(run_of(trainer, pl_module))
-
         if not any(True for _ in pl_module.parameters()):
-            self.on_restore(wrap_method(pl_module, "configure_model", configure))
+            self.when_complete(pl_module, lambda: self.refuse_unsupported(run_of(trainer, pl_module)))
 
     def refuse_unsupported(self, run: Run) -> None:
         """Check the rule.

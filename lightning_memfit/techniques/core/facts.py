@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
@@ -338,7 +339,7 @@ def is_causal_lm(module: Any) -> bool:
         head = module.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return False
-    is_linear = isinstance(head, nn.Linear) or isinstance(getattr(head, "base_layer", None), nn.Linear)
+    is_linear = isinstance(head, Linear) or isinstance(getattr(head, "base_layer", None), Linear)
     return is_linear and any(child is head for child in module.modules())
 
 
