@@ -17,6 +17,7 @@ from lightning_memfit.adapters.lora import adapted_layers, adapter_parameters, f
 from lightning_memfit.extras import require
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
+from lightning_memfit.memory.ledger import held_tensors
 
 KEY = "memfit_adapters"
 """Entry that marks a checkpoint without frozen weights."""
@@ -74,9 +75,10 @@ def base_checksum(weights: Mapping[str, Tensor], trained: Iterable[str] = (), dt
 
 def sum_of_words(tensor: Tensor) -> int:
     """Sum of a tensor's 64-bit words, which wraps around, whatever its dtype, shape and place in memory."""
-    data = tensor.detach()
-    if data.layout is not torch.strided:
-        data = data.to_dense()
+    parts = list(held_tensors(tensor.detach()))
+    if len(parts) > 1:
+        return sum(sum_of_words(part) for part in parts)
+    data = parts[0]
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj())
     data = data.contiguous().reshape(-1).view(torch.uint8)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memfit.adapters.layer import FrozenLinear, is_conv1d
 
@@ -109,6 +110,8 @@ def _unfit(module: nn.Module, chosen: dict[str, nn.Module], shared: bool) -> dic
             reasons[name] = f"its weight of shape {tuple(weight.shape)} is empty"
         elif weight.ndim != 2 or not weight.is_floating_point():
             reasons[name] = f"its weight is {weight.ndim}-dimensional, of {weight.dtype}"
+        elif is_traceable_wrapper_subclass(weight) or weight.layout is not torch.strided:
+            reasons[name] = f"its weight is a {type(weight.data).__name__} of layout {weight.layout}, no plain tensor"
         else:
             together = owners.get(id(weight), [])
             others = [owner for _, owner in together if owner is not layer]

@@ -28,9 +28,12 @@ class _Mark:
 
 _storages: dict[int, _Mark] = {}
 
+SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc}
+"""Layouts of tensors that have no storage of their own."""
+
 
 def keep_on_host(tensor: torch.Tensor, category: Category, serves: torch.Tensor | None = None) -> None:
-    """Mark a tensor's storage as host memory, for as long as it lives.
+    """Mark a tensor's storage as host memory, for as long as it lives; those of a sparse one.
 
     Args:
         tensor: A tensor on the CPU, or a fake one.
@@ -38,6 +41,11 @@ def keep_on_host(tensor: torch.Tensor, category: Category, serves: torch.Tensor 
         serves: Tensor on the device that it belongs to, from which traces know its block and `host_memory_of` knows
             whose it is.
     """
+    if tensor.layout in SPARSE:
+        served = None if serves is None else sparse_parts(serves)[-1]
+        for part in sparse_parts(tensor):
+            keep_on_host(part, category, served)
+        return
     storage = tensor.untyped_storage()
     key = storage._cdata
     owner = None if serves is None else weakref.ref(serves)
@@ -65,7 +73,19 @@ def copy_to_host(tensor: torch.Tensor, category: Category) -> torch.Tensor:
 
 def return_to_device(tensor: torch.Tensor) -> None:
     """Remove the mark of a tensor's storage: it no longer represents host memory."""
-    _storages.pop(tensor.untyped_storage()._cdata, None)
+    for part in sparse_parts(tensor):
+        _storages.pop(part.untyped_storage()._cdata, None)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that hold a sparse tensor: indices and values. A strided tensor is its own only part."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def reserve_pinned(size_bytes: int, category: Category, serves: torch.Tensor) -> None:

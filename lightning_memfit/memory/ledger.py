@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from typing_extensions import override
 
 from lightning_memfit.memory.breakdown import Category
-from lightning_memfit.memory.host import is_on_host, keep_on_host, stands_for_host
+from lightning_memfit.memory.host import SPARSE, is_on_host, keep_on_host, sparse_parts, stands_for_host
 
 # --- operators on the CPU that are written in Python ------------------------------------------------------------------
 
@@ -42,7 +42,6 @@ def python_kernel(operator: Any) -> Callable[..., Any] | None:
     return None if kernel is None else getattr(sys.modules[_MODULE], kernel)
 
 
-_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc}
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
@@ -114,7 +113,7 @@ class StorageLedger(TorchDispatchMode):
         For a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered. One in
         oneDNN's layout, which shows no storage, is entered by its elements.
         """
-        if tensor.layout in _SPARSE:
+        if tensor.layout in SPARSE:
             for inner in sparse_parts(tensor):
                 self.track(inner, category, name)
             return
@@ -140,7 +139,7 @@ class StorageLedger(TorchDispatchMode):
 
     def is_tracked(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is entered, or for a sparse tensor, the storages of the tensors inside."""
-        if tensor.layout in _SPARSE:
+        if tensor.layout in SPARSE:
             return all(map(self.is_tracked, sparse_parts(tensor)))
         return memory_key(tensor) in self._entries
 
@@ -205,7 +204,7 @@ class StorageLedger(TorchDispatchMode):
         return result
 
     def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
-        if tensor.layout in _SPARSE:
+        if tensor.layout in SPARSE:
             for inner in sparse_parts(tensor):
                 self._see(func, args, inner)
             return
@@ -332,20 +331,9 @@ def memory_key(tensor: torch.Tensor) -> int:
     return tensor._cdata if tensor.is_mkldnn else tensor.untyped_storage()._cdata
 
 
-def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that hold a sparse tensor: indices and values. A strided tensor is its own only part."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
-
-
 def held_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The strided tensors that hold a tensor's memory: itself, or the parts of a sparse tensor or a wrapper."""
-    if tensor.layout in _SPARSE:
+    if tensor.layout in SPARSE:
         yield from sparse_parts(tensor)
     elif is_traceable_wrapper_subclass(tensor):
         for inner in _inner_tensors(tensor):

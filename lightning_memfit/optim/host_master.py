@@ -22,7 +22,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.memory import Category
-from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device
+from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device, sparse_parts
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import state_tensors, tensors_among
 from lightning_memfit.optim.states import lay_out_all
@@ -572,8 +572,25 @@ def with_changes(exact: Tensor, current: Tensor) -> Tensor:
     if isinstance(current, FakeTensor) or current.is_meta:
         return exact
     current = current.detach().to(exact.device)
+    if current.layout is not exact.layout:
+        return current
+    if exact.layout is not torch.strided:
+        return _sparse_with_changes(exact, current)
     changed = (current != exact.to(current.dtype)) & ~(current.isnan() & exact.isnan())
     return torch.where(changed, current.to(exact.dtype), exact) if bool(changed.any()) else exact
+
+
+def _sparse_with_changes(exact: Tensor, current: Tensor) -> Tensor:
+    (*places, values), (*others, rounded) = sparse_parts(exact), sparse_parts(current)
+    same_places = all(torch.equal(place, other) for place, other in zip(places, others, strict=True))
+    if not same_places:
+        return current
+    changed = with_changes(values, rounded)
+    if changed is values:
+        return exact
+    result = exact.clone()
+    sparse_parts(result)[-1].copy_(changed)
+    return result
 
 
 def _note_sums(slots: Iterable[_Slot]) -> None:

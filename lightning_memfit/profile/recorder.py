@@ -14,13 +14,12 @@ from typing_extensions import override
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.flops import flop_formula
-from lightning_memfit.memory.host import is_on_host, keep_on_host
+from lightning_memfit.memory.host import is_on_host, keep_on_host, sparse_parts
 from lightning_memfit.memory.ledger import (
     StorageLedger,
     held_tensors,
     memory_key,
     python_kernel,
-    sparse_parts,
     state_tensors,
     tensors_among,
 )

@@ -17,10 +17,11 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_memfit.memory import Category
-from lightning_memfit.memory.host import keep_on_host, return_to_device
+from lightning_memfit.memory.host import SPARSE, keep_on_host, return_to_device
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
@@ -243,7 +244,7 @@ class HostMasterWeights(TechniqueCallback):
         self.on_restore(self._forget)
 
         def convert(inner: Callable[[Any], Any], module: Any) -> Any:
-            _refuse_complex(module)
+            _refuse_tensors(module)
             buffers = self._keep_values(module)
             converted = inner(module)
             for child, name, value in buffers:
@@ -335,12 +336,19 @@ def _refuse_finders(trainer: pl.Trainer) -> None:
             )
 
 
-def _refuse_complex(module: nn.Module) -> None:
+def _refuse_tensors(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_complex():
             raise ValueError(
                 f"HostMasterWeights: {name} is {tensor.dtype}, and `precision='bf16-true'` would drop its imaginary "
                 "part. Keep real and imaginary part as two real tensors, or leave HostMasterWeights out."
+            )
+        is_plain = tensor.layout is torch.strided or (tensor.layout in SPARSE and not isinstance(tensor, nn.Parameter))
+        if tensor.dtype in _WIDE and (not is_plain or is_traceable_wrapper_subclass(tensor)):
+            kind = f"{type(tensor.data).__name__} of layout {tensor.layout}"
+            raise ValueError(
+                f"HostMasterWeights: {name} is a {kind}, whose values it can't keep. Make it a plain tensor, or "
+                "leave HostMasterWeights out."
             )
 
 

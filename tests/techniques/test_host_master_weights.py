@@ -17,8 +17,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
+from lightning_memfit.memory.host import sparse_parts
 from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
@@ -551,6 +553,45 @@ def test_parameters_that_no_optimizer_has():
         return Clips
 
     assert_same_run(*both(clips, configure=configure))
+
+
+SPARSE = {
+    "coo": lambda t: t.to_sparse(),
+    "not coalesced": lambda t: torch.sparse_coo_tensor([[0, 0, 1], [0, 0, 3]], [0.1, 0.2, 0.3], (4, 4)),
+    "csr": lambda t: t.to_sparse_csr(),
+    "csc": lambda t: t.to_sparse_csc(),
+    "bsr": lambda t: t.to_sparse_bsr((2, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE)
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_sparse_buffers_are_what_they_were(make, is_changed):
+    class Graph(Small):
+        def on_train_end(self):
+            if is_changed:
+                sparse_parts(self.edges)[-1].view(-1)[0] = 3.0
+
+    module = Graph(sgd)
+    edges = make(torch.linspace(0.1, 1.7, 16).view(4, 4))
+    module.register_buffer("edges", edges.clone())
+    quiet_trainer(HostMasterWeights(), precision="bf16-true", max_epochs=1).fit(module, data())
+    *places, values = sparse_parts(module.edges)
+    *expected_places, expected = sparse_parts(edges.clone())
+    if is_changed:
+        expected.view(-1)[0] = 3.0
+    assert (module.edges.dtype, module.edges.layout) == (torch.float32, edges.layout)
+    for ours, theirs in zip([*places, values], [*expected_places, expected], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_tensors_that_wrap_others_are_refused_by_name():
+    module = Small(sgd)
+    module.register_buffer("table", TwoTensor(torch.ones(2), torch.ones(2)))
+    with pytest.raises(ValueError, match=r"table is a TwoTensor of layout torch\.strided"):
+        quiet_trainer(HostMasterWeights(), precision="bf16-true").fit(module, data())
+    assert type(module.table) is TwoTensor
 
 
 def test_complex_parameters_are_refused():

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import DataLoader
@@ -911,6 +912,19 @@ def test_the_trainer_that_averaged_evaluates_the_average(tmp_path, average):
     module, run = fitted([*fresh(), average, best], max_epochs=2, enable_checkpointing=True)
     expected = trainer(fresh()).predict(net(), BATCHES, ckpt_path=best.best_model_path)[0]
     assert torch.equal(run.predict(module, BATCHES, ckpt_path="best")[0], expected)
+
+
+@pytest.mark.parametrize("others", [[], [QuantizedWeights(8)]], ids=["lora", "8bit"])
+def test_a_layer_whose_weight_wraps_other_tensors_is_left_out(others):
+    def build(self):
+        wrapped = TwoTensor(self.backbone[1].weight.detach(), torch.ones(64, 64))
+        self.backbone[1].weight = nn.Parameter(wrapped, requires_grad=False)
+
+    module, _ = fitted([*copy.deepcopy(others), Lora(4)], net(build=build))
+    assert type(module.backbone[1].weight) is TwoTensor
+    assert not torch.equal(module.head.weight, net(build=build).head.weight)
+    with pytest.raises(ValueError, match=r"backbone\.1: its weight is a TwoTensor of layout torch\.strided"):
+        fitted([Lora(4, target_modules=["backbone.1"])], net(build=build))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
