@@ -183,7 +183,9 @@ def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple
             "`ckpt_path` has adapters for other frozen weights than the module's. Build the module with the weights "
             "that the run began with (random ones need the same seed)."
         )
-    adapters = {f"{name}.lora_{part}.{NAME}.weight" for name in record["layers"] for part in "AB"}
+    layers = {id(module.get_submodule(name)) for name in record["layers"]}
+    every_name = [name for name, child in module.named_modules(remove_duplicate=False) if id(child) in layers]
+    adapters = {f"{name}.lora_{part}.{NAME}.weight" for name in every_name for part in "AB"}
     with torch.no_grad():
         for source in (originals, entries):
             for name in source.keys() - adapters:

@@ -206,7 +206,9 @@ _ADDED = ("lora_A", "lora_B", "lora_dropout", "codes")
 
 # --- who asks for a state dictionary ----------------------------------------------------------------------------------
 
-_QUIET = ("torch", "lightning", "pytorch_lightning", __name__.partition(".")[0])
+_LIGHTNING = ("lightning", "pytorch_lightning")
+_TECHNIQUES = f"{__name__.partition('.')[0]}.techniques."
+_QUIET = ("torch", *_LIGHTNING, __name__.partition(".")[0])
 """Packages that put back themselves what they read, or save it in a checkpoint from which Lora goes on."""
 _warned_of: Callable[[], Any] = int  # refers to the last one
 
@@ -224,17 +226,22 @@ def _callers() -> Iterator[Any]:
 def _is_saved_as_pretrained() -> bool:
     """Whether a `save_pretrained` is running (transformers, diffusers, huggingface_hub), or safetensors saves a model.
 
-    Told by frames, not by a layer around the method, which copies of a model would lack.
+    Told by frames, not by a layer around the method, which copies of a model would lack. A checkpoint of Lightning's
+    that is saved on the way is one like others.
     """
-    return any(
-        f.f_code.co_name == "save_pretrained" or f.f_globals["__name__"] == "safetensors.torch" for f in _callers()
-    )
+    for frame in _callers():
+        module = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code.co_name == "save_pretrained" or module == "safetensors.torch":
+            return True
+        if module.partition(".")[0] in _LIGHTNING or module.startswith(_TECHNIQUES):
+            return False
+    return False
 
 
 def _warn_of_parts(state: Any) -> None:
     """Tell code of the user's, once for each dictionary, that what was learned is not in the weights."""
     global _warned_of
-    frame = next(_callers(), None)
+    frame = next((one for one in _callers() if one.f_code.co_name != "state_dict"), None)  # an override calls this
     package = "" if frame is None else str(frame.f_globals.get("__name__", "")).partition(".")[0]
     if frame is None or package in _QUIET or _warned_of() is state:
         return

@@ -94,8 +94,9 @@ def of_every_rank(trainer: Trainer, mine: Any) -> list[Any]:
     is_handled = (
         trainer.state.status == TrainerStatus.INTERRUPTED and trainer.state.stage is not None
     )  # else it is over
-    # Ranks that divide weights have to come together to any save.
-    if trainer.world_size == 1 or (is_handled and isinstance(trainer.strategy, DDPStrategy)):
+    # Ranks that divide weights have to come together to any save. Those of `ddp_spawn` and the like have ended.
+    is_alone = trainer.world_size == 1 or not (distributed.is_available() and distributed.is_initialized())
+    if is_alone or (is_handled and isinstance(trainer.strategy, DDPStrategy)):
         return [mine]
     found: list[Any] = [None] * trainer.world_size
     distributed.all_gather_object(found, mine)

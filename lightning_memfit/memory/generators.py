@@ -231,16 +231,46 @@ TORCH = HostGenerator(_ask_torch, _put_torch, _TorchPeek())
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """States of the generators of Python, NumPy and torch, as what can be loaded without running code."""
-    kind, keys, *numbers = numpy.random.get_state()  # noqa: NPY002  (it is the global one that counts)
     version, words, spare = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(words), spare],
-        "numpy": [kind, torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)), *numbers],
+        "numpy": _of_numpy(),
         "torch": torch.get_rng_state(),
     }
     if DeviceKind.of(device.type).has_own_memory:
         state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
+
+
+def _of_numpy() -> list[Any] | dict[str, Any]:
+    """The state of NumPy's global generator; as its own dict, with tensors, where the user has replaced it."""
+    state = _ask_numpy()
+    if state["bit_generator"] != "MT19937":
+        tensors: dict[str, Any] = _mapped(state, numpy.ndarray, torch.from_numpy)
+        return tensors
+    kind, keys, *numbers = numpy.random.get_state()  # noqa: NPY002  (it is the global one that counts)
+    return [kind, torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)), *numbers]
+
+
+def _set_numpy(saved: list[Any] | dict[str, Any]) -> None:
+    before = saved["bit_generator"] if isinstance(saved, dict) else saved[0]
+    now = _ask_numpy()["bit_generator"]
+    if before != now:
+        raise ValueError(
+            f"`ckpt_path` has random numbers of `numpy.random.{before}`, and NumPy's global generator is {now}. Set it "
+            f"as before (`numpy.random.set_bit_generator(numpy.random.{before}())`) when the run begins."
+        )
+    if isinstance(saved, dict):
+        _put_numpy(_mapped(saved, torch.Tensor, torch.Tensor.numpy))
+    else:
+        kind, keys, *numbers = saved
+        _put_numpy((kind, keys.numpy().astype(numpy.uint32), *numbers))
+
+
+def _mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(entry, kind, convert) for key, entry in value.items()}
+    return convert(value) if isinstance(value, kind) else value
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
@@ -259,8 +289,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         version, words, spare = state["python"]
         random.setstate((version, tuple(words), spare))
     if "numpy" in state:
-        kind, keys, *numbers = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *numbers))  # noqa: NPY002
+        _set_numpy(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     if DeviceKind.of(device.type).has_own_memory and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"].cpu(), device)

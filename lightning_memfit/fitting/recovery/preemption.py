@@ -244,6 +244,7 @@ class Preemption(KeepsRandomNumbers):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the signals back; Lightning calls no `teardown` after an exception."""
         self._restore()
+        self.leave_random_numbers()
 
     # --- step boundaries --------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class KeepsRandomNumbers(Callback):
     def follow_random_numbers(self, trainer: Trainer, stage: str) -> None:
         """Put layers around where a run goes on; subclasses call it in `setup`."""
         self.leave_random_numbers()
+        self._random = self._before_validation = None  # a run that never began may have left its own
         if stage != "fit" or not self._acts(trainer):
             return
         loop = trainer.fit_loop

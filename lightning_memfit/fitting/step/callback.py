@@ -249,6 +249,7 @@ class MicroBatching(KeepsRandomNumbers):
         is_own = self._watch is None or self._watch.explain(exception)
         if self.options.recover and is_own:
             explain_where(exception, trainer.world_size)
+        self.leave_random_numbers()
         self._undo(trainer)
 
     @override

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
@@ -77,7 +78,8 @@ class ReversibleCallback(pl.Callback):
 
         unwrap = wrap_method(pl_module, "configure_model", configure)
         self.on_restore(unwrap)
-        if code_below(pl_module, "configure_model") is not pl.LightningModule.configure_model.__code__:
+        has_own = code_below(pl_module, "configure_model") is not pl.LightningModule.configure_model.__code__
+        if has_own or is_overridden("configure_sharded_model", pl_module):  # which comes after `setup`, too
             return
 
         def complete(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
