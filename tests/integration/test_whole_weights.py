@@ -7,8 +7,10 @@ import torch
 from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import lightning_memfit.strategies  # noqa: F401  registers the names
+from lightning_memfit.memory.collectives import whole_state_dict
 from lightning_memfit.models import CausalLM, DiffusionUNet, PreferenceLM
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
@@ -159,3 +161,42 @@ def test_preferences_resume_beside_a_reference_that_is_read_again(tmp_path):
         for losses, loss in ended.result:
             assert losses == pytest.approx(expected, abs=1e-5)
             assert loss == pytest.approx(told, abs=1e-5)
+
+
+class Pretrained(LightningModule):
+    """Loads a mixture of experts, whose weights transformers puts together from those of single experts."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            self.net = MixtralForCausalLM.from_pretrained(self.folder)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.0)
+
+
+def pretrained_under(strategy, folder):
+    module, data = Pretrained(folder), torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(1))
+    quiet_trainer(strategy=strategy, devices=2, max_steps=1).fit(module, torch.utils.data.DataLoader(data))
+    return whole_state_dict(module.net)
+
+
+def test_mixtures_of_experts_load_under_zero_3(tmp_path):
+    """Transformers loads one of an expert layer's weights at a time, on the first rank alone."""
+    pytest.importorskip("deepspeed")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2, "vocab_size": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    plain = MixtralForCausalLM(MixtralConfig(**sizes))
+    plain.save_pretrained(tmp_path / "model")
+    first, _ = run_ranks(pretrained_under, 2, tmp_path / "ranks", "memfit_zero_3", str(tmp_path / "model"))
+    assert not first.error, first.output
+    expected = plain.state_dict()
+    assert first.result.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(first.result[name], value), name

@@ -34,6 +34,7 @@ from lightning_memfit.strategies.saved_run import (
     pieces_of,
     whole,
 )
+from lightning_memfit.strategies.upstream.huggingface import is_loading_pretrained
 
 
 def disable_shared_memory_collectives() -> None:
@@ -136,19 +137,20 @@ def copying_whole_weights() -> Iterator[None]:
     network.state_dict())`, by which references, target networks and averages are made, both sides then look alike, and
     nothing is copied; `deepcopy(network)` has parameters without elements for good. Inside this context both gather
     what they copy, layer by layer and on all ranks: a state dict holds whole weights in host memory, and what is loaded
-    is the first rank's.
+    is the first rank's. Transformers' `from_pretrained` gathers by itself what it loads, on one rank without the others
+    in between, and asks for names and shapes of weights alone: nothing is gathered for it.
     """
     module: Any = torch.nn.Module
     parameter: Any = torch.nn.Parameter
     load, save, copy = module._load_from_state_dict, module._save_to_state_dict, parameter.__deepcopy__
 
     def load_whole(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        with gathered(layer._parameters.values(), modifier_rank=0):
+        with gathered(() if is_loading_pretrained() else layer._parameters.values(), modifier_rank=0):
             load(layer, *args, **kwargs)
 
     def save_whole(layer: torch.nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         save(layer, destination, prefix, keep_vars)
-        for name, own in () if keep_vars else layer._parameters.items():
+        for name, own in () if keep_vars or is_loading_pretrained() else layer._parameters.items():
             with gathered([own]) as away:
                 if away:
                     destination[prefix + name] = away[0].detach().to("cpu", copy=True)

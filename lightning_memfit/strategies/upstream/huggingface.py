@@ -38,7 +38,11 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
     from transformers.modeling_utils import set_zero3_state
 
-    plain = PreTrainedModel.initialize_weights
+    plain, descriptor, load = (
+        PreTrainedModel.initialize_weights,
+        vars(PreTrainedModel)["from_pretrained"],
+        PreTrainedModel.from_pretrained.__func__,  # type: ignore[attr-defined]
+    )
 
     def initialize_weights(model: PreTrainedModel) -> None:
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -46,14 +50,32 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
         else:
             plain(model)  # type: ignore[no-untyped-call]
 
+    def from_pretrained(kind: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        _loading.append(kind)
+        try:
+            return load(kind, *args, **kwargs)
+        finally:
+            _loading.pop()
+
     alive = HfDeepSpeedConfig(config)  # transformers holds it weakly: it counts while this frame lives
     PreTrainedModel.initialize_weights = initialize_weights  # type: ignore[method-assign]
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[method-assign, assignment]
     try:
         with set_zero3_state():  # the partitioning is on already: transformers must not start its own
             yield
     finally:
         PreTrainedModel.initialize_weights = plain  # type: ignore[method-assign]
+        PreTrainedModel.from_pretrained = descriptor  # type: ignore[method-assign]
         del alive
+
+
+_loading: list[type] = []
+"""Classes whose `from_pretrained` is running, inside `partitioned_builds`."""
+
+
+def is_loading_pretrained() -> bool:
+    """Whether transformers is loading weights, which it gathers by itself, inside `partitioned_builds`."""
+    return bool(_loading)
 
 
 def _initialize_partitioned(model: Any) -> None:

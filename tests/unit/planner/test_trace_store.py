@@ -32,6 +32,13 @@ class Branching(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Steady(Branching):
+    """Does the same whatever its floats are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.small(batch).square().mean()
+
+
 def test_no_plan_rests_on_one_of_several_branches() -> None:
     module, target, options, batch = Branching(), named_target("12GiB"), StepOptions("32-true"), torch.zeros(16, 8)
     workload = Workload(module, batch, options, 16, target, rates_of(target), facts_of(module, target, options))
@@ -44,3 +51,11 @@ def test_a_profile_whose_values_were_not_checked_is_none_of_a_checked_step(tmp_p
     assert profile_module(Branching(), torch.zeros(16, 8), check_assumptions=False, **settings).assumptions
     with pytest.raises(TraceError, match="only real data can tell"):
         profile_module(Branching(), torch.zeros(16, 8), **settings)
+
+
+def test_a_checked_profile_answers_who_asks_for_none(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"any_micro_batch": False, "cache": ProfileCache(tmp_path)}
+    module = Steady()
+    profile_module(module, torch.zeros(16, 8), **settings)
+    monkeypatch.setattr("lightning_memfit.profile.build.trace_step", None)
+    profile_module(module, torch.zeros(16, 8), check_assumptions=False, **settings)
