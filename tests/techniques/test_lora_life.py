@@ -1104,3 +1104,44 @@ def test_all_else_is_undone_and_the_users_error_stays_where_one_change_cannot_be
     with pytest.raises(RuntimeError, match="no room"):
         fitted([Breaks(4)], module)
     assert not frozen_layers(module)
+
+
+class Aliased(Net):
+    """Reaches a layer that is adapted by two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = self.backbone
+
+
+def test_layers_of_several_names_are_loaded(tmp_path):
+    def build():
+        pl.seed_everything(0, verbose=False)
+        return Aliased()
+
+    module, run = fitted(fresh(), build())
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    plain = build()
+    plain.load_state_dict(merged_state_dict(plain, torch.load(tmp_path / "after.ckpt"))[0])
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))
+
+
+class SavesBelow(Net):
+    """Saves a checkpoint of Lightning's in a method of the name of transformers', from code without a name."""
+
+    def save_pretrained(self, path):
+        exec("save(path)", {"save": self.trainer.save_checkpoint, "path": path})
+
+    def on_train_end(self):
+        self.save_pretrained(self.path)
+
+
+def test_a_checkpoint_below_save_pretrained_is_one_like_others(tmp_path):
+    pl.seed_everything(0, verbose=False)
+    module = SavesBelow()
+    module.path = tmp_path / "during.ckpt"
+    _, run = fitted(fresh(), module)
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    during, after = (torch.load(tmp_path / f"{name}.ckpt")["state_dict"] for name in ("during", "after"))
+    assert during.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in during.items())

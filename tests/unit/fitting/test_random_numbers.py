@@ -1,6 +1,7 @@
 """Every callback that promises an exact resumption keeps the state of the generators of random numbers."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memfit import MicroBatching, Preemption, WholeSteps
+from lightning_memfit.memory.collectives import of_every_rank
+from lightning_memfit.memory.generators import random_state, set_random_state
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -55,3 +58,34 @@ def test_noise_goes_on_as_if_nothing_had_ended(tmp_path, name):
     assert len(states) == 1
     _, resumed = losses(CASES[name](), 4, tmp_path, 7, tmp_path / "two.ckpt")
     assert resumed == whole[2:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_state_that_a_run_leaves_unused_is_not_that_of_the_next(tmp_path, name):
+    trainer, _ = losses(CASES[name](), 2, tmp_path, 0)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    callbacks = CASES[name]()
+    losses(callbacks, 2, tmp_path, 3, tmp_path / "two.ckpt")  # has ended before it begins
+    assert losses(callbacks, 2, tmp_path, 5)[1] == losses(CASES[name](), 2, tmp_path, 5)[1]
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "Philox", "SFC64"])
+def test_a_generator_that_replaces_numpys_goes_on(tmp_path, kind):
+    own = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, kind)(3))
+        state = random_state(torch.device("cpu"))
+        torch.save(state, tmp_path / "state.pt")
+        expected = np.random.rand(3)  # noqa: NPY002
+        set_random_state(torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu"))
+        assert (np.random.rand(3) == expected).all()  # noqa: NPY002
+    finally:
+        np.random.set_bit_generator(own)
+    with pytest.raises(ValueError, match=f"random numbers of `numpy.random.{kind}`"):
+        set_random_state(state, torch.device("cpu"))
+
+
+def test_what_every_rank_adds_is_this_ranks_once_the_others_have_ended():
+    """As after a run under `ddp_fork`, whose ranks were other processes."""
+    trainer = SimpleNamespace(world_size=2, state=SimpleNamespace(status="finished", stage=None), strategy=None)
+    assert of_every_rank(trainer, 3) == [3]
