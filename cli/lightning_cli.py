@@ -115,7 +115,7 @@ class MemFitCLI(LightningCLI):
             found = made_for.differences(stamp, made_for.written(_section(recipe)), recounted)
             if found:
                 shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-                raise ValueError(_of_another(path, "recipe", shown))
+                raise ValueError(_of_another(path, "recipe", shown, made_for.PLAN_AGAIN))
             self._plan_file = path, stamp
             both, before = (_as_list(_section(parsed).trainer.callbacks) for parsed in (config, recipe))
             trainer.callbacks = made_for.laid_over(both, before, path)
@@ -136,8 +136,8 @@ class MemFitCLI(LightningCLI):
 
             path, stamp = self._plan_file
             found = other_parameters(stamp, self.model)
-            if found:
-                raise ValueError(_of_another(path, "model", f"{found}, by a file or variable that it reads"))
+            if found is not None:
+                raise ValueError(_of_another(path, "model", *found))
 
     def _sections(self) -> Iterator[Namespace]:
         """Yield the parsed sections of the command that runs, if there is one."""
@@ -193,11 +193,11 @@ class MemFitCLI(LightningCLI):
         return next(filter(None, paths), "")
 
 
-def _of_another(path: str, what: str, differences: str) -> str:
+def _of_another(path: str, what: str, differences: str, fix: str) -> str:
     """Say that a plan's file was made for something else."""
     return (
-        f"`--config {path}` was made for another {what}: {differences}. Plan again (`memfit plan`). To train by it all "
-        f"the same, write `{MADE_FOR}: {{}}` in it."
+        f"`--config {path}` was made for another {what}: {differences}. {fix} To train by it all the same, write "
+        f"`{MADE_FOR}: {{}}` in it."
     )
 
 

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.planner.lock import Sources, source_of
 from lightning_memfit.planner.plan import is_planned
+from lightning_memfit.profile.trace import TraceError, built_shape
 
 _RELEVANT = (
     "precision",
@@ -53,46 +54,66 @@ _LOADING = frozenset({"num_workers", "tokenize_workers", "pin_memory", "persiste
 """Arguments of data modules that change how fast batches come, and nothing about them."""
 
 
-def made_for(config: Namespace, device: str, model: torch.nn.Module) -> dict[str, Any]:
+def made_for(config: Namespace, device: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what a plan names itself as made for.
 
     Args:
         config: The recipe as parsed, nothing instantiated.
         device: Name of the device.
-        model: What was instantiated, before it configures itself.
+        parameters: `parameters_of` the model.
     """
     modules = dict(Sources.now().modules)
-    return {"device": device, "recipe": written(config), "modules": modules, "parameters": parameters_of(model)}
+    return {"device": device, "recipe": written(config), "modules": modules, "parameters": parameters}
 
 
-def parameters_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the number of a model's parameters, and a digest of their names and shapes.
+def parameters_of(model: torch.nn.Module) -> dict[str, Any] | None:
+    """Return the number of a model's parameters, and a digest of their names and shapes; None if they can't be told.
 
     The recipe and the source don't tell them where the model reads a file or the environment. Types aren't among them,
     as pretrained weights bring their own, and a plan is made without these.
+
+    A model that builds itself (`configure_model`) is built in a copy without memory, where a plan is made and in a run
+    alike: what a run builds has other shapes and names under a strategy that divides it, and under techniques.
+
+    Args:
+        model: What was instantiated, before its `setup`, which has data only in a run.
     """
-    known = [(name, one) for name, one in model.named_parameters() if not is_lazy(one)]
+    try:
+        built = built_shape(model)
+    except TraceError:
+        return None
+    known = [(name, one) for name, one in built.named_parameters(remove_duplicate=False) if not is_lazy(one)]
     table = [(name, list(one.shape)) for name, one in known]
     return {
-        "number": sum(one.numel() for _, one in known),
+        "number": sum(one.numel() for one in {id(one): one for _, one in known}.values()),
         "digest": hashlib.sha256(json.dumps(table).encode()).hexdigest()[:24],
     }
 
 
-def other_parameters(stamp: Mapping[str, Any], model: torch.nn.Module) -> str:
-    """Return how a model differs from the one that a plan was made for, in words; empty if it doesn't.
+def other_parameters(stamp: Mapping[str, Any], model: torch.nn.Module) -> tuple[str, str] | None:
+    """Return how a model differs from the one that a plan was made for and what to do, in words; None if it doesn't.
 
     Args:
         stamp: `made_for` of the plan's file.
-        model: What was instantiated, before it configures itself.
+        model: What was instantiated, before its `setup`.
     """
-    then, now = stamp.get("parameters"), parameters_of(model)
-    if not isinstance(then, Mapping) or then == now:
-        return ""
+    then = stamp.get("parameters")
+    if not isinstance(then, Mapping):
+        return None
+    now = parameters_of(model)
+    if now is None or then == now:
+        return None
     number = then.get("number")
-    if isinstance(number, int) and number != now["number"]:
-        return f"`model` had {number:,} parameters and has {now['number']:,}"
-    return "parameters of `model` have other names or shapes"
+    if not isinstance(number, int) or number == now["number"]:
+        return f"parameters of `model` have other names or shapes{_BY_WHAT}", PLAN_AGAIN
+    found = f"`model` had {number:,} parameters and has {now['number']:,}"
+    if then.get("digest") != now["digest"]:
+        return f"{found}{_BY_WHAT}", PLAN_AGAIN
+    return (
+        f"{found}, as other ones of them are shared (tied weights)",
+        "If planning again (`memfit plan`) finds the same number as before, the pretrained weights untie them, which a "
+        "plan doesn't read: say so in the model's configuration (`tie_word_embeddings: false`), then plan again.",
+    )
 
 
 def written(config: Namespace) -> dict[str, Any]:
@@ -139,6 +160,12 @@ def _class_name(spec: Any) -> str:
     """Return the name of the class that a part of a configuration stands for; empty if it is none."""
     path = spec.get("class_path") if isinstance(spec, (Namespace, Mapping)) else None
     return str(path).rpartition(".")[2] if isinstance(path, str) else ""
+
+
+PLAN_AGAIN = "Plan again (`memfit plan`)."
+"""What to do where a plan was made for something else."""
+
+_BY_WHAT = ", by a file or variable that it reads"
 
 
 def differences(stamp: Mapping[str, Any], now: Mapping[str, Any], recounted: Collection[str] = ()) -> list[str]:

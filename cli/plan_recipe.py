@@ -85,8 +85,8 @@ def plan_recipe(
         exist.
     """
     with quiet(), ExitStack() as loaded:
-        with files_read() as read:
-            run = loaded.enter_context(load_recipe(overrides, arguments.batch_shape, arguments.real_batch))
+        read = loaded.enter_context(files_read())  # to the end: modules build themselves, and steps run, in traces
+        run = loaded.enter_context(load_recipe(overrides, arguments.batch_shape, arguments.real_batch))
         run = _of_own_size(run) if arguments.batch_shape is not None else run
         named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
         try:
@@ -113,8 +113,8 @@ def plan_recipe(
                     "of `--allow`, and every plan keeps them."
                 ) from None
             raise mistake from None
+        origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name, run.parameters())}
     data = plan.to_dict()
-    origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name, run.module)}
 
     def laid(one: Plan) -> dict[str, Any]:
         overlay = overlay_of(one, workload, arguments.nvme_path)

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,6 +74,8 @@ class RecipeRun:
     num_nodes: int
     parsed: tuple[ArgumentParser, Namespace]
     """The recipe's parser, and its configuration before anything was made of it."""
+    parameters: Callable[[], Mapping[str, Any] | None]
+    """Returns `made_for.parameters_of` the module as it was instantiated, also where a batch took its `setup`."""
     notes: tuple[str, ...] = ()
     """What the user should know of how the module and the batch were made."""
     example: str = ""
@@ -120,6 +122,13 @@ class _RecipeCLI(MemFitCLI):
         self.notes: tuple[str, ...] = ()
         self.example = ""
         super().__init__(arguments, run=False, save_config_callback=None)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Any] | None:
+        """`made_for.parameters_of` the model as it is when this is first asked for."""
+        from .made_for import parameters_of  # knows all techniques, which estimates don't need
+
+        return parameters_of(self.model)
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -255,6 +264,7 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
         devices,
         recipe["num_nodes"],
         (cli.parser, cli.as_written),
+        lambda: cli.parameters,
         cli.notes,
         cli.example,
         device_numbers(recipe["devices"]),
@@ -389,13 +399,15 @@ def _example_of(cli: _RecipeCLI) -> Callable[..., Any] | None:
     return example
 
 
-def _first_batch(cli: MemFitCLI, processes: int) -> Any:
+def _first_batch(cli: _RecipeCLI, processes: int) -> Any:
     """Return the first training batch, after the data module's own hooks, fetched in this process."""
     data = cli.datamodule
     owner: Any = data if data is not None else cli.model
     owner.trainer = _PlannedTrainer(cli.trainer, processes) if data is not None else cli.trainer
     if data is None and not is_overridden("train_dataloader", cli.model):
         raise ValueError("The recipe has neither `data` nor a model with `train_dataloader`, so there is no batch.")
+    if data is None:
+        _ = cli.parameters  # of the model before its `setup`: a run by a plan compares it as it was instantiated
     owner.prepare_data()
     owner.setup("fit")
     loaders = owner.train_dataloader()

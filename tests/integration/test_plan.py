@@ -62,10 +62,22 @@ class Sized(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters())
 
+class Later(Sized):
+    def __init__(self, width: int = 8):
+        pl.LightningModule.__init__(self)
+        self.width, self.layer = width, None
+
+    def configure_model(self):
+        if self.layer is None:
+            width = self.width * int(os.environ.get("SIZED_TIMES", 1)) * json.loads(Path("sized.json").read_text())
+            self.layer = torch.nn.Linear(4, width)
+
 class Rows(pl.LightningDataModule):
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(8, 4), batch_size=2)
 """
+
+SIZED_CLASS = "sized_module_of_a_test."
 
 DUMB = """\
 import lightning.pytorch as pl
@@ -144,7 +156,7 @@ def test_an_option_beside_a_plan_counts_its_batches(
 ) -> None:
     out = tmp_path / "plan.yaml"
     with load_recipe(["--config", recipe], None, False) as run:
-        stamp = made_for.made_for(run.parsed[1], "CPU", run.module)
+        stamp = made_for.made_for(run.parsed[1], "CPU", run.parameters())
     out.write_text(yaml.safe_dump({"made_for": stamp, "trainer": {"limit_train_batches": 16}}))
     both = ["fit", "--config", recipe, "--config", str(out), "--print_config"]
     for options, expected in (([], 16), (["--trainer.limit_train_batches=3"], 3)):
@@ -276,14 +288,14 @@ def test_nothing_fits_a_device_of_one_mebibyte_and_a_lock_remembers_it(
     assert plan(capsys, "--config", recipe, "--device", "1MiB", "--lock", lock) == (1, made)
 
 
-@pytest.fixture
-def sized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Arguments of a recipe whose model is as large as two files and an environment variable say."""
+@pytest.fixture(params=["Sized", "Later"])
+def sized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    """Arguments of a recipe whose model is as large as two files and an environment variable say, at once or later."""
     (tmp_path / "sized_module_of_a_test.py").write_text(SIZED)
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = tmp_path / "recipes"
     folder.mkdir()
-    (folder / "model.yaml").write_text("{class_path: sized_module_of_a_test.Sized, init_args: {width: 8}}\n")
+    (folder / "model.yaml").write_text(f"{{class_path: {SIZED_CLASS}{request.param}, init_args: {{width: 8}}}}\n")
     (folder / "sized.yaml").write_text("{model: model.yaml, data: sized_module_of_a_test.Rows}\n")
     (tmp_path / "sized.json").write_text("1")
     return ["--config", "recipes/sized.yaml", "--device", "1MiB", "--host-memory", "8GiB"]
@@ -295,7 +307,7 @@ def test_a_plan_for_a_model_of_another_size_is_refused(
     """The recipe and its modules are as they were, and a variable that the model reads is not."""
     path, quick = tmp_path / "plan.yaml", ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu"]
     with load_recipe(sized[:2], None, False) as run:
-        stamp = made_for.made_for(run.parsed[1], "CPU", run.module)
+        stamp = made_for.made_for(run.parsed[1], "CPU", run.parameters())
     path.write_text(yaml.safe_dump({"made_for": stamp}))
     by_plan = [*sized[:2], "--config", str(path)]
     with load_recipe(by_plan, None, False):
@@ -317,9 +329,8 @@ def test_a_plan_is_made_anew_where_a_file_or_variable_that_it_rests_on_is_anothe
         return int(plan(capsys, *sized)[1]["num_parameters"])
 
     assert parameters() == 5 * 8
-    (tmp_path / "recipes" / "model.yaml").write_text(
-        "{class_path: sized_module_of_a_test.Sized, init_args: {width: 16}}\n"
-    )
+    model = tmp_path / "recipes" / "model.yaml"
+    model.write_text(model.read_text().replace("width: 8", "width: 16"))
     assert parameters() == 5 * 16
     monkeypatch.setenv("SIZED_TIMES", "2")
     assert parameters() == 5 * 32

@@ -31,7 +31,7 @@ from lightning_memfit.techniques.quantized_weights import QuantizedWeights
 def recipe(strategy: Any = "auto", devices: int | None = 1, precision: Any = "bf16-mixed") -> RecipeRun:
     batch, options = {"x": torch.zeros(4, 2)}, StepOptions(precision, 2)
     made: Any = SimpleNamespace
-    return RecipeRun(made(), batch, options, (Optimizer8bit(),), "auto", strategy, devices, 1, (made(), made()))
+    return RecipeRun(made(), batch, options, (Optimizer8bit(),), "auto", strategy, devices, 1, (made(), made()), dict)
 
 
 def sharded(**arguments: Any) -> dict[str, Any]:
