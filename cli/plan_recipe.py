@@ -19,7 +19,7 @@ from lightning_memfit.estimate.division import NotDividedError
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
-from lightning_memfit.planner.lock import files_read, names_in
+from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, is_batching, overlay_of, own_adapter, technique_classes
 from lightning_memfit.planner.plan_page import render_plan
@@ -47,6 +47,7 @@ from lightning_memfit.planner.workload import (
 )
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import defaults_of

@@ -6,6 +6,7 @@ measurement needs real memory and knows one size only; it is for steps that can'
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_memfit.profile.culprit import runs_steps
 from lightning_memfit.profile.dispatch import attention_switches
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
+from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
 from lightning_memfit.profile.integers import AssumedValues
@@ -172,12 +174,13 @@ def _traced(
     if overlap is not None and any_micro_batch:
         # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
         ahead = [overlap(partial(traced, more, False)) for more in ((1, 2) if batch_size(batch) == 1 else (1,))]
-    first = traced(0, check_assumptions)
-    sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
+    with files_read() if key is not None else nullcontext(()) as read:
+        first = traced(0, check_assumptions)
+        sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
     profile = profile.after(RunLength.of(module).batches or 0)
     if cache is not None and key is not None:
-        cache.save(key, profile)
+        cache.save(key, profile, read)
     return profile
 
 

@@ -2,12 +2,21 @@
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.memory.cache_files import default_cache_folder, is_own, tell_once, write_file
+from lightning_memfit.memory.cache_files import (
+    default_cache_folder,
+    is_own,
+    read_entry,
+    tell_once,
+    write_entry,
+    write_file,
+)
+from lightning_memfit.profile.files import digest_of, note_read, stamp_of
 from lightning_memfit.profile.fingerprint import attached_datamodule, describe, describe_module, describe_settings
 from lightning_memfit.profile.record import ModelProfile, OtherFormatError
 
@@ -19,6 +28,9 @@ _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "torchmetrics
 class ProfileCache:
     """A folder of profiles.
 
+    A step may read files of the user, which nothing can tell before it is traced (`configure_model`, say): their names
+    are kept beside its key, and a profile is that of what they hold.
+
     Args:
         folder: Where they are stored; made when the first is saved.
     """
@@ -27,10 +39,15 @@ class ProfileCache:
         self.folder = (folder or default_cache_folder()) / "profiles"
 
     def load(self, key: str) -> ModelProfile | None:
-        """The profile of a key; None where there is none that can be read and believed."""
-        path = self.folder / f"{key}.npz"
+        """The profile of a key, with the user's files as they are; None where there is none that can be believed."""
+        names = self._files(key)
+        path = self._path(key, names)
         try:
-            return ModelProfile.load(path) if path.is_file() and is_own(self.folder) else None
+            if not path.is_file() or not is_own(self.folder):
+                return None
+            profile = ModelProfile.load(path)
+            note_read(names)
+            return profile
         except OtherFormatError:
             return None  # written by another version: traced anew and replaced
         except OSError as error:
@@ -39,9 +56,31 @@ class ProfileCache:
             tell_once(self.folder, f"{path.name} is not used: {error}")
         return None
 
-    def save(self, key: str, profile: ModelProfile) -> None:
-        """Keep a profile; a folder that can't be written is said once, and changes nothing else."""
-        write_file(self.folder / f"{key}.npz", profile.write)
+    def save(self, key: str, profile: ModelProfile, files: Iterable[str] = ()) -> None:
+        """Keep a profile; a folder that can't be written is said once, and changes nothing else.
+
+        Args:
+            key: What is known before the trace.
+            profile: What it found.
+            files: The user's files that it read (`files_read`).
+        """
+        names = sorted(files)
+        if names != self._files(key) and not write_entry(self._list(key), {"files": names}):
+            return
+        write_file(self._path(key, names), profile.write)
+
+    def _list(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def _files(self, key: str) -> list[str]:
+        """Names of the files that the step of a key reads."""
+        entry = read_entry(self._list(key))
+        names = None if entry is None else entry.get("files")
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+    def _path(self, key: str, names: list[str]) -> Path:
+        held = "-" + digest_of(f"{name}\0{stamp_of(name)}".encode() for name in names) if names else ""
+        return self.folder / f"{key}{held}.npz"
 
 
 @cache

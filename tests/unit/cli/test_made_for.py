@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 from cli.made_for import PLAN_AGAIN, differences, laid_over, other_device, other_parameters, parameters_of, written
 from cli.recipe_files import without_config
 from cli.recipe_run import load_recipe
-from lightning_memfit.planner.lock import file_digest
+from lightning_memfit.profile.files import file_digest
 
 EIGHT_BIT = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
 FEEDBACK = "lightning_memfit.PlanFeedback"
@@ -184,4 +184,4 @@ def test_functions_are_told_by_their_names() -> None:
     """Another process has the same one at another address."""
     batching = Namespace(class_path="lightning_memfit.MicroBatching", init_args=Namespace(loss_weight=file_digest))
     found = written(Namespace(trainer=Namespace(callbacks=[batching])))
-    assert found["trainer.callbacks.MicroBatching.loss_weight"] == "lightning_memfit.planner.lock.file_digest"
+    assert found["trainer.callbacks.MicroBatching.loss_weight"] == "lightning_memfit.profile.files.file_digest"

@@ -1,4 +1,3 @@
-import contextlib
 import importlib
 import importlib.util
 import json
@@ -15,7 +14,6 @@ from lightning_memfit.planner import lock as lock_module
 from lightning_memfit.planner.lock import (
     PlanLock,
     Sources,
-    files_read,
     imported_user_modules,
     names_in,
     plan_key,
@@ -246,40 +244,6 @@ def test_every_variable_that_this_package_asks_for_is_known() -> None:
             several |= {name} if found is None else set()
     assert asked - {*lock_module._VARIABLES} <= _DECIDE_NOTHING
     assert several <= _SEVERAL
-
-
-def test_files_that_are_read_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the user, also where the parser has gone to a recipe's folder; not what is written, code or a cache."""
-    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "project" / "kept"))
-    for name in ("project/parts", "project/.hidden", "project/kept", "elsewhere"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("project/parts/a.yaml", "project/.hidden/b", "project/kept/c", "elsewhere/d.json", "project/e.py"):
-        (tmp_path / name).write_text("x")
-    monkeypatch.chdir(tmp_path / "project")
-    reader = "from pathlib import Path\nfor name in names: Path(name).read_text()"
-    (tmp_path / "elsewhere" / "f.txt").write_text("x")
-    with files_read() as found:
-        (tmp_path / "project" / "written").write_text("x")
-        Path("/proc/self/stat").read_text()
-        Path("kept/c").read_text()
-        Path("e.py").read_text()
-        with contextlib.suppress(OSError):
-            Path("absent").read_text()
-        (tmp_path / "elsewhere" / "d.json").read_text()
-        monkeypatch.chdir("parts")
-        names = ["a.yaml", "../.hidden/b", str(tmp_path / "elsewhere" / "f.txt")]
-        exec(compile(reader, torch_file(), "exec"), {"names": names})
-    assert found == {"parts/a.yaml", str(tmp_path / "elsewhere" / "d.json")}
-    Path("a.yaml").read_text()
-    assert len(found) == 2
-
-
-def torch_file() -> str:
-    """The file of code that isn't the user's."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return spec.origin
 
 
 def test_a_small_file_counts_by_its_content(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_memfit.memory.cache_files import tell_once
 from lightning_memfit.profile import fingerprint, record
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, default_cache_folder
+from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.trace import Emulation
 
 from .modules import Classifier, batch
@@ -160,3 +163,33 @@ def test_the_key_of_a_trace_for_cuda_changes_with_the_kernels_for_attention(monk
         with sdpa_kernel(kernels):
             profile_module(Classifier(), batch(), emulation=Emulation(device), cache=ProfileCache())
     assert len(keys) == expected
+
+
+class Sized(Classifier):
+    """A module that is as large as a file says when it builds itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = None
+
+    def configure_model(self):
+        if self.more is None:
+            self.more = torch.nn.Linear(4, int(Path("size.txt").read_text()))
+
+
+def test_a_profile_is_that_of_the_files_that_its_step_reads(tmp_path, monkeypatch):
+    """They are read in the trace alone, so that no key from before it tells them."""
+    monkeypatch.chdir(tmp_path)
+    calls = count_traces(monkeypatch)
+
+    def parameters(size):
+        Path("size.txt").write_text(str(size))
+        with files_read() as read:
+            found = profile_module(Sized(), batch(), any_micro_batch=False, cache=ProfileCache(tmp_path / "cache"))
+        assert "size.txt" in read
+        return found.num_parameters
+
+    small, large = parameters(8), parameters(800)
+    assert large - small == 5 * 792
+    assert (parameters(8), parameters(800)) == (small, large)
+    assert len(calls) == 2
