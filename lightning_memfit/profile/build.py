@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.profile.background import Starter
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
@@ -22,7 +21,6 @@ from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.course import Course, RunLength
 from lightning_memfit.profile.culprit import runs_steps
-from lightning_memfit.profile.dispatch import attention_switches
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.files import files_read
@@ -154,7 +152,6 @@ def _traced(
             limits,
             RunLength.of(module),
             ranks.settings() if ranks is not None else None,
-            attention_switches(emulation.capability) if DeviceKind.of(emulation.device).emulated_dispatch else None,
             describe_processor(emulation.device),
         )
         for checked in dict.fromkeys((check_assumptions, True)):  # a checked one answers who doesn't ask for that, too

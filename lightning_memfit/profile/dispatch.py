@@ -33,13 +33,6 @@ _NUMBERS: dict[int, AttentionBackend] = {0: "math", 1: "flash", 2: "efficient", 
 """Of `at::SDPBackend`."""
 
 
-def attention_switches(capability: tuple[int, int]) -> tuple[Any, ...]:
-    """What of torch's process-wide settings decides the choice of a kernel for attention, and what it takes."""
-    on = tuple(name for name, is_on in _IS_ON.items() if is_on())
-    keeps_half = getattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed", bool)()  # torch 2.5
-    return on, _order(capability), is_deterministic(), keeps_half
-
-
 def is_deterministic() -> bool:
     """Whether torch must not run kernels that aren't deterministic, more than warn of them."""
     is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
