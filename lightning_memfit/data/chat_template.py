@@ -39,9 +39,9 @@ _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 _DATE_FORMAT = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
 _PROBE = [
     {"role": "user", "content": "How many legs has a beetle?"},
-    {"role": "assistant", "content": "    It walks on six   of them.  "},
+    {"role": "assistant", "content": "It walks on six of them."},
     {"role": "user", "content": "And a crab?"},
-    {"role": "assistant", "content": "Ten, two with pincers."},
+    {"role": "assistant", "content": "    Ten, two   with pincers.  "},
 ]
 _OWN_TEMPLATE = (
     "Give `chat_template` a file with a template that has {% generation %} around its answers, or "
@@ -150,8 +150,10 @@ class ChatTemplate:
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         is_answer = np.zeros(len(ids), bool)
         for start, end in self._answers(messages, text):
-            # An end-of-turn token may take in the spaces behind it (`rstrip`).
-            inside = np.flatnonzero((start <= starts) & (starts < end) & (starts < ends))
+            # The first word's token may take in spaces with which the prompt ends; that of the end of turn, spaces
+            # behind it (`rstrip`).
+            first = len(text[:start].rstrip())
+            inside = np.flatnonzero((first <= starts) & (start < ends) & (starts < end) & (starts < ends))
             if len(inside):
                 is_answer[inside[0] : inside[-1] + 1] = True
         return Conversation(ids, is_answer)

@@ -213,6 +213,42 @@ def test_spaces_of_answers_are_learned_where_offsets_are_trimmed(kind, source):
         assert learned(template, said("Code", answer)) == [answer + end]
 
 
+def word_tokenizer(before_answers, text, before_the_last="", trims=False, splitter=None):
+    """Tokens of the words of a text, and a template that writes as much before answers as before it lets one begin."""
+    backend = Tokenizer(models.BPE())
+    if splitter:
+        backend.pre_tokenizer = splitter
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=trims)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([text] * 20, trainer)
+    source = (
+        "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'Human:' + message['content'] + '\n' }}"
+        f"{{% else %}}{{{{ '{before_answers}' }}}}{{% if loop.last %}}{before_the_last}{{% endif %}}"
+        "{{ message['content'] + eos_token + '\n' }}{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{{{{ '{before_answers}' }}}}{{% endif %}}"
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=source)
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_a_prompt_may_end_in_the_space_of_the_first_word(trims):
+    """Tokenizers like that of GPT-NeoX write both as one token."""
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = word_tokenizer("Assistant: ", "Assistant: Paris is it", trims=trims, splitter=splitter)
+    chat = said("Where?", "Paris is", "Where?", "  it")
+    assert learned(ChatTemplate(tokenizer), chat) == [" Paris is</s>", "  it</s>"]
+
+
+def test_an_answer_whose_first_word_is_one_token_with_the_prompt_is_refused():
+    tokenizer = word_tokenizer("A:", "A:It A:Paris", before_the_last="<t></t>")
+    with pytest.raises(ValueError, match="other tokens than its answers'"):
+        ChatTemplate(tokenizer)
+
+
 def test_an_end_of_turn_that_takes_in_spaces_behind_it_is_learned():
     """As those of Phi-3 do (`rstrip`)."""
     tokenizer = byte_tokenizer()
