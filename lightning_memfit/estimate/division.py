@@ -293,7 +293,8 @@ def estimate_rank(
 
     Raises:
         ValueError: If the profile doesn't know that micro-batch size.
-        NotDividedError: If the profile shows no second optimizer step, from which on memory is the same in each.
+        NotDividedError: If the profile shows no second optimizer step, from which on memory is the same in each, or
+            states that DeepSpeed can't divide.
     """
     whole = estimate_step(profile, micro_batch_size, runtime, num_largest)
     if division is None:
@@ -499,6 +500,8 @@ def _on_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int],
         activations = max(int(moving[first:stop].max()) for first, stop in spans)
         run = division.run_of(profile, activations)
         run = replace(run, levels=_backward_levels(profile, run, spans, moving))
+    except NotDividedError:
+        raise
     except (IndexError, KeyError, ValueError) as error:
         raise NotDividedError("the trace shows no second step like the first") from error
     memory = deepspeed_memory(run).once_built()
@@ -566,8 +569,14 @@ def _with_activations(breakdown: MemoryBreakdown, activations: int) -> MemoryBre
     )
 
 
-_SHARED_BYTES, _SCALED = 1024, 16
-"""Most bytes of what 8-bit states of a parameter share (a map of 256 values), and elements per byte of their scales."""
+_NUMBER_BYTES = 8
+"""Most bytes of a single number, such as the count of steps."""
+
+_MAP_BYTES = (64, 1024)
+"""Bytes of the maps of 4-bit and 8-bit states, whose 16 and 256 values are fp32 in torchao and bitsandbytes."""
+
+_SCALE_BLOCKS = (64, 128, 256)
+"""Elements that share an fp32 scale; by larger blocks, factors of adapters would look like scales."""
 
 
 def _state_bytes(profile: ModelProfile) -> float:
@@ -577,21 +586,37 @@ def _state_bytes(profile: ModelProfile) -> float:
 
     Raises:
         NotDividedError: If a state has no fixed number of values per element, as factors of a matrix have not: the flat
-            parts of weights that DeepSpeed steps have no rows and columns.
+            parts of weights that DeepSpeed steps have no rows and columns. Sizes decide, by which the factors that SOAP
+            keeps of a square matrix are states of its shape.
     """
     events = profile.events
     own = {p.name: p.numel * p.itemsize for p in profile.parameters}
     widened = {p.name: 4 / p.itemsize for p in profile.parameters}
     elements = {p.name: p.numel for p in profile.parameters}
-    total = 0.0
+    states: dict[str, list[int]] = {}
     is_state = events.categories == CATEGORIES.index(Category.OPTIMIZER_STATE)
     for storage in events.alive_at(second_step(events)["step"][1] - 1).tolist():
         if is_state[storage]:
-            name, size = events.site_names[events.sites[storage]].partition(" | ")[0], int(events.sizes[storage])
-            if (2 * size) % elements.get(name, 1) and size > max(_SHARED_BYTES, elements[name] // _SCALED):
-                raise NotDividedError(
-                    f"the states of {profile.optimizer} for `{name}` ({format_bytes(size)}) have no fixed number of "
-                    "values per element, and DeepSpeed steps flat parts of weights"
-                )
-            total += size * widened[name] if own.get(name) == size else size
+            name = events.site_names[events.sites[storage]].partition(" | ")[0]
+            states.setdefault(name, []).append(int(events.sizes[storage]))
+    total = 0.0
+    for name, sizes in states.items():
+        for size in _factors(sizes, elements.get(name, 1)):
+            raise NotDividedError(
+                f"the states of {profile.optimizer} for `{name}` ({format_bytes(size)}) have no fixed number of "
+                "values per element, and DeepSpeed steps flat parts of weights"
+            )
+        total += sum(size * widened[name] if own.get(name) == size else size for size in sizes)
     return total / max(1, sum(p.numel for p in trained(profile.parameters)))
+
+
+def _factors(sizes: list[int], numel: int) -> list[int]:
+    """Bytes of those of a parameter's states that have no fixed number of bits per element.
+
+    Single numbers don't count, nor scales and maps where there are states of 8 or 4 bits.
+    """
+    quantized = {2 * size for size in sizes} & {numel, 2 * numel}
+    # AdEMAMix has two moments, with their scales, in one state.
+    scales = {4 * moments * -(-numel // block) for block in _SCALE_BLOCKS for moments in (1, 2)}
+    beside = scales.union(_MAP_BYTES) if quantized else set()
+    return [size for size in sizes if 2 * size % numel and size > _NUMBER_BYTES and size not in beside]

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import (
 )
 
 from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_of
-from lightning_memfit import CausalLM, RandomTokens
+from lightning_memfit import CausalLM, RandomTokens, ReplaceOptimizer
 from lightning_memfit.device.runtime import runtime_memory
 from lightning_memfit.estimate.deepspeed import deepspeed_memory
 from lightning_memfit.estimate.division import MODELLED_AS, Division, NotDividedError, division_of, estimate_rank
@@ -246,21 +246,22 @@ class Factored(torch.optim.SGD):
 
 
 class OneMatrix(pl.LightningModule):
-    def __init__(self, of_rows: bool) -> None:
+    def __init__(self, make: Any, rows: int = 256, columns: int = 96) -> None:
         super().__init__()
-        self.of_rows = of_rows
-        self.linear = torch.nn.Linear(96, 256, bias=False)
+        self.make = make
+        self.linear = torch.nn.Linear(columns, rows, bias=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.linear(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return Factored(self.parameters(), self.of_rows)
+        return self.make(self.parameters())
 
 
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_states_in_lists_are_divided_where_they_can_be(of_rows: bool) -> None:
-    profile = profile_module(OneMatrix(of_rows), torch.zeros(4, 96), StepOptions("bf16-true"), any_micro_batch=False)
+    module = OneMatrix(partial(Factored, of_rows=of_rows))
+    profile = profile_module(module, torch.zeros(4, 96), StepOptions("bf16-true"), any_micro_batch=False)
     values = 256 * 256 if of_rows else 256 * 96
     assert estimate_step(profile).breakdown.get(Category.OPTIMIZER_STATE) == 2 * 2 * values
     if of_rows:
@@ -268,3 +269,33 @@ def test_states_in_lists_are_divided_where_they_can_be(of_rows: bool) -> None:
             division("zero_2").run_of(profile)
     else:
         assert division("zero_2").run_of(profile).state_bytes == 8  # fp32 under DeepSpeed
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("shape", [(256, 256), (2048, 8)])
+def test_factors_of_matrices_are_refused_whatever_their_size(shape: tuple[int, int], precision: Any) -> None:
+    """Those of 256 x 256 are as large as scales of 8-bit states, those of 2048 x 8 (an adapter) as states of 4 bits."""
+    module = OneMatrix(torch.optim.Adafactor, *shape)
+    batch = torch.zeros(4, shape[1])
+    profile = profile_module(module, batch, StepOptions(precision), any_micro_batch=False)
+    with pytest.raises(NotDividedError, match="no fixed number of values per element"):
+        estimate_rank(profile, division("zero_2"))
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "expected"),
+    [
+        ("torchao", "AdamW8bit", 2 + 8 / 256),
+        ("torchao", "AdamW4bit", 1 + 8 / 128),
+        ("bitsandbytes", "AdamW8bit", 2 + 8 / 256),
+        ("bitsandbytes", "AdEMAMix8bit", 3 + 12 / 256),
+    ],
+)
+def test_scales_and_maps_of_small_states_are_no_factors(package: str, name: str, expected: float) -> None:
+    optim = pytest.importorskip(f"{package}.optim")
+    compiles = package == "torchao"  # only the callback leaves that out of a trace
+    module = OneMatrix(torch.optim.AdamW if compiles else getattr(optim, name))
+    callbacks = (ReplaceOptimizer(f"torchao.{name}"),) if compiles else ()
+    options: Any = StepOptions("32-true")
+    profile = profile_module(module, torch.zeros(4, 96), options, callbacks=callbacks, any_micro_batch=False)
+    assert division("zero_2").run_of(profile).state_bytes == pytest.approx(expected, abs=0.1)  # maps of up to 1 KiB
