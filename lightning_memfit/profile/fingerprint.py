@@ -252,12 +252,24 @@ class _Description:
         if id(tensor) in self._seen:
             return "again", self._seen[id(tensor)]
         self._see(tensor)
-        storage = self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
         torch, kind = sys.modules["torch"], type(tensor)
         named = "" if kind.__module__.partition(".")[0] == "torch" else type.__repr__(kind)  # fakes stand for others
-        layout = tuple(tensor.shape), tensor.stride(), str(tensor.dtype), storage
         learned = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad, tensor.is_leaf
+        if tensor.layout is not torch.strided and (parts := self._parts_of(tensor)):
+            return named, *parts, *learned
+        storage = self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
+        layout = tuple(tensor.shape), tensor.stride(), str(tensor.dtype), storage
         return named, *layout, *learned, self._contents_of(tensor)
+
+    def _parts_of(self, tensor: Any) -> tuple[object, ...]:
+        """A sparse tensor, which has neither strides nor a storage, by the strided ones that hold it; else nothing."""
+        from lightning_memfit.memory.host import SPARSE, sparse_parts  # needs torch, which is there with a tensor
+
+        if tensor.layout not in SPARSE:
+            return ()
+        is_coalesced = tensor.layout is sys.modules["torch"].sparse_coo and tensor.is_coalesced()
+        parts = map(self._of_tensor, sparse_parts(tensor))
+        return str(tensor.layout), tuple(tensor.shape), str(tensor.dtype), is_coalesced, *parts
 
     def _contents_of(self, tensor: Any) -> object:
         """The values of a tensor that a trace carries; empty if it carries none."""
