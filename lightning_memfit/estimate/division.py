@@ -579,6 +579,17 @@ _SCALE_BLOCKS = (64, 128, 256)
 """Elements that share an fp32 scale; by larger blocks, factors of adapters would look like scales."""
 
 
+def why_states_stay_whole(profile: ModelProfile) -> str | None:
+    """Why DeepSpeed can't divide the optimizer states of a traced step, or None if nothing is known against it."""
+    try:
+        _state_bytes(profile)
+    except NotDividedError as error:
+        return str(error)
+    except (IndexError, KeyError, ValueError):  # the trace shows no second step, of which `estimate_rank` tells
+        return None
+    return None
+
+
 def _state_bytes(profile: ModelProfile) -> float:
     """Bytes of optimizer states per trained element as DeepSpeed steps: over fp32 masters, not the traced weights.
 

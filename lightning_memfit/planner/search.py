@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_memfit.estimate.division import estimate_rank
+from lightning_memfit.estimate.division import estimate_rank, why_states_stay_whole
 from lightning_memfit.estimate.estimate import estimate_step, predict_peak_bytes
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.planner.candidates import Rejected, by_need, candidates, with_losses
@@ -227,10 +227,11 @@ class Search:
         return min(alike, key=lambda one: (one.severity, complexity_of(one.setting), one.time.total))
 
     def _possible(self, settings: list[Setting], outcome: Outcome) -> list[Setting]:
-        """Leave out settings that can't fit by closed form, and note them as rejected."""
-        kept = []
+        """Leave out settings that can't fit by closed form or can't be divided, and note them as rejected."""
+        kept, whole = [], why_states_stay_whole(self.plain)
         for setting in settings:
-            refusal = self.bound.refuse(setting)
+            divides = setting.sharding is not None and setting.sharding.deepspeed
+            refusal = Rejected(setting, whole) if whole and divides else self.bound.refuse(setting)
             if refusal is None:
                 kept.append(setting)
             else:

@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lightning_memfit.memory import GIB, Tier
+from lightning_memfit.memory import GIB, Category, Tier
 from lightning_memfit.planner.candidates import arrangements, candidates
 from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.time import Rates
 from lightning_memfit.planner.workload import Devices, Limits, Workload
+from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -88,6 +90,24 @@ def test_states_are_divided_where_copies_do_not_fit() -> None:
     _, outcome = search(1000, devices=4, limits=DEVICE_ALONE)
     assert strategy(outcome) in ("zero_1", "zero_2", "zero_3", "fsdp2")
     assert any(rejected.setting.has("ddp") and "over" in rejected.reason for rejected in outcome.rejected)
+
+
+class Factors(MadeTraceStore):
+    """A module whose own optimizer keeps something besides what it keeps of each element."""
+
+    def plain(self) -> ModelProfile:
+        profile = super().plain()
+        events = profile.events
+        is_state = events.categories == CATEGORIES.index(Category.OPTIMIZER_STATE)
+        sizes = events.sizes + np.where(is_state, 16, 0)
+        return replace(profile, events=replace(events, sizes=sizes, site_names=("weight",)))
+
+
+def test_states_that_deepspeed_can_not_divide_are_left_to_others() -> None:
+    outcome = Search(Factors(workload(1000, devices=4, limits=DEVICE_ALONE))).run()  # type: ignore[arg-type]
+    assert strategy(outcome) == "fsdp2"
+    assert "no fixed number of values per element" in reasons(outcome)
+    assert not any(solution.setting.has(f"zero_{stage}") for solution in outcome.solutions for stage in (1, 2, 3))
 
 
 def test_weights_stay_whole_as_long_as_they_fit() -> None:
