@@ -62,6 +62,27 @@ class HostGenerator:
             self._seen, self._state = self._peek(), state
 
 
+class _Peek:
+    """Reads a global generator, which the user may replace.
+
+    Args:
+        current: Returns it.
+        find: Returns bytes in its memory that change with its state; None if no check proves where they are.
+    """
+
+    def __init__(self, current: Callable[[], Any], find: Callable[[Any], tuple[Any, ...] | None]) -> None:
+        self._current = current
+        self._find = find
+        self._generator: Any = None
+        self._parts: tuple[Any, ...] | None = None
+
+    def __call__(self) -> bytes | None:
+        generator = self._current()
+        if generator is not self._generator:
+            self._generator, self._parts = generator, self._find(generator)
+        return None if self._parts is None else b"".join([part.raw for part in self._parts])
+
+
 def _bytes_at(address: int, size: int = _PEEKED_BYTES) -> Any:
     return (ctypes.c_char * size).from_address(address)
 
@@ -97,24 +118,13 @@ def _put_numpy(state: Any) -> None:
     numpy.random.set_state(state)  # noqa: NPY002
 
 
-class _NumpyPeek:
-    """Reads NumPy's global generator, which the user may replace."""
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._words: Any = None
-        self._normal: Any = None
-
-    def __call__(self) -> Any:
-        generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        if generator is not self._generator:
-            self._generator, self._words = generator, None
-            place = _find_numpy_normal()
-            if isinstance(generator, numpy.random.MT19937) and place is not None:
-                of_position = generator.ctypes.state_address + _MT19937_BYTES - _PEEKED_BYTES  # which comes last
-                self._words = _bytes_at(of_position)
-                self._normal = _bytes_at(id(_numpy_state_of()) + place)
-        return None if self._words is None else self._words.raw + self._normal.raw
+def _find_numpy_state(generator: Any) -> tuple[Any, ...] | None:
+    """Bytes of NumPy's position and words, and of the normal number that its `RandomState` keeps; None if not found."""
+    place = _find_numpy_normal()
+    if not isinstance(generator, numpy.random.MT19937) or place is None:
+        return None
+    of_position = generator.ctypes.state_address + _MT19937_BYTES - _PEEKED_BYTES  # which comes last
+    return _bytes_at(of_position), _bytes_at(id(_numpy_state_of()) + place)
 
 
 def _numpy_state_of() -> Any:
@@ -192,23 +202,12 @@ def _keeps_torch_normals_behind(start: int, generator: torch.Generator) -> bool:
     return True
 
 
-class _TorchPeek:
-    """Reads torch's generator of the host."""
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._words: Any = None
-        self._normals: Any = None
-
-    def __call__(self) -> Any:
-        generator = torch.default_generator
-        if generator is not self._generator:
-            self._generator, self._words = generator, None
-            start = _find_torch_state(generator)
-            if start is not None and _shows_torch_normals():
-                self._words = _bytes_at(start, _TORCH_PEEKED_BYTES)
-                self._normals = _bytes_at(start + _TORCH_STATE_BYTES, _TORCH_NORMALS_BYTES)
-        return None if self._words is None else self._words.raw + self._normals.raw
+def _find_torch_bytes(generator: torch.Generator) -> tuple[Any, ...] | None:
+    """Bytes of torch's seed, position and words, and of the normal numbers behind them; None if not found."""
+    start = _find_torch_state(generator)
+    if start is None or not _shows_torch_normals():
+        return None
+    return _bytes_at(start, _TORCH_PEEKED_BYTES), _bytes_at(start + _TORCH_STATE_BYTES, _TORCH_NORMALS_BYTES)
 
 
 @lru_cache(maxsize=1)
@@ -222,8 +221,8 @@ _python_address = _find_python_state()
 _python_bytes = None if _python_address is None else _bytes_at(_python_address)
 
 PYTHON = HostGenerator(random.getstate, random.setstate, _peek_python)
-NUMPY = HostGenerator(_ask_numpy, _put_numpy, _NumpyPeek())
-TORCH = HostGenerator(_ask_torch, _put_torch, _TorchPeek())
+NUMPY = HostGenerator(_ask_numpy, _put_numpy, _Peek(numpy.random.get_bit_generator, _find_numpy_state))  # type: ignore[attr-defined]
+TORCH = HostGenerator(_ask_torch, _put_torch, _Peek(lambda: torch.default_generator, _find_torch_bytes))
 
 
 # --- as checkpoints keep them -----------------------------------------------------------------------------------------
@@ -248,8 +247,8 @@ def _of_numpy() -> list[Any] | dict[str, Any]:
     if state["bit_generator"] != "MT19937":
         tensors: dict[str, Any] = _mapped(state, numpy.ndarray, torch.from_numpy)
         return tensors
-    kind, keys, *numbers = numpy.random.get_state()  # noqa: NPY002  (it is the global one that counts)
-    return [kind, torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)), *numbers]
+    words = torch.from_numpy(state["state"]["key"].astype(numpy.int64))
+    return ["MT19937", words, state["state"]["pos"], state["has_gauss"], state["gauss"]]
 
 
 def _set_numpy(saved: list[Any] | dict[str, Any]) -> None:

@@ -105,7 +105,10 @@ def test_a_generator_that_replaces_numpys_is_asked_itself() -> None:
 
 @pytest.mark.parametrize(
     ("find", "generator"),
-    [("_find_numpy_normal", generators._NumpyPeek()), ("_shows_torch_normals", generators._TorchPeek())],
+    [
+        ("_find_numpy_normal", generators._Peek(numpy.random.get_bit_generator, generators._find_numpy_state)),
+        ("_shows_torch_normals", generators._Peek(lambda: torch.default_generator, generators._find_torch_bytes)),
+    ],
 )
 def test_states_that_no_check_finds_are_read_every_time(
     find: str, generator: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
