@@ -6,7 +6,7 @@ Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -207,6 +207,9 @@ _OF_LOADING = frozenset(
 
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
+_HUB = ("revision", "cache_dir", "token", "local_files_only")
+"""Arguments that say where the configuration is to be found."""
+
 
 @contextmanager
 def fake_pretrained_weights(
@@ -214,45 +217,73 @@ def fake_pretrained_weights(
 ) -> Iterator[None]:
     """Let `from_pretrained` build the architecture without reading the weights, whose values no trace needs.
 
+    That of transformers' models and of diffusers'.
+
     Args:
         device: Where to build it; by default where the caller's modes have it, such as on fake tensors.
         note: Is given every model that is built so.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        yield
-        return
 
-    def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        asked = next((key for key in _QUANTIZED if kwargs.get(key)), None)
-        if asked is not None:
-            raise ValueError(
-                f"`from_pretrained({name!r}, {asked}=...)`: weights that are quantized while they are loaded can't be "
-                "estimated without them. Load them plainly and use the callback `QuantizedWeights`, or `--measure`."
-            )
-        dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
-        attention = kwargs.pop("attn_implementation", None)
-        of_config = {key: kwargs.pop(key) for key in list(kwargs) if key not in _OF_LOADING}
-        hub = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs}
-        if config is None or isinstance(config, str):
-            kind, source = cls.config_class or _auto_config(), config or name
-            config, of_config = kind.from_pretrained(source, return_unused_kwargs=True, **hub, **of_config)
-        of_model = {key: value for key, value in of_config.items() if key not in hub}
-        if attention is not None:
-            config._attn_implementation = attention
-        options = {} if dtype == "auto" else {"dtype": dtype}
-        # As where real weights are read: values that are replaced anyway aren't drawn.
-        uninitialized = replaced(modeling.PreTrainedModel, "initialize_weights", lambda model: None)
-        with uninitialized, torch.device(device) if device is not None else nullcontext():
-            model = cls._from_config(config, **options, **of_model).eval()
-        note(model)
-        return (model, {}) if kwargs.get("output_loading_info") else model
+    def replacing(build: Callable[..., Any]) -> Any:
+        def from_pretrained(cls: Any, name: Any, /, *args: Any, **kwargs: Any) -> Any:
+            asked = next((key for key in _QUANTIZED if kwargs.get(key)), None)
+            if asked is not None:
+                raise ValueError(
+                    f"`from_pretrained({name!r}, {asked}=...)`: weights that are quantized while they are loaded can't "
+                    "be estimated without them. Load them plainly and use the callback `QuantizedWeights`, or "
+                    "`--measure`."
+                )
+            dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None)
+            with torch.device(device) if device is not None else nullcontext():
+                model = build(cls, name, dtype, kwargs).eval()
+            note(model)
+            return (model, {}) if kwargs.get("output_loading_info") else model
 
-    with replaced(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+        return classmethod(from_pretrained)
+
+    with ExitStack() as stack:
+        for library, kind, build in (
+            ("transformers.modeling_utils", "PreTrainedModel", _build_of_transformers),
+            ("diffusers.models.modeling_utils", "ModelMixin", _build_of_diffusers),
+        ):
+            if library in sys.modules:
+                owner = getattr(sys.modules[library], kind)
+                stack.enter_context(replaced(owner, "from_pretrained", replacing(build)))
         yield
 
 
-def _auto_config() -> Any:
-    from transformers import AutoConfig
+def _build_of_transformers(cls: Any, name: Any, dtype: Any, kwargs: dict[str, Any]) -> Any:
+    """Build what `PreTrainedModel.from_pretrained` would fill with weights."""
+    from transformers import AutoConfig, PreTrainedModel
 
-    return AutoConfig
+    config, attention = kwargs.pop("config", None), kwargs.pop("attn_implementation", None)
+    of_config = {key: kwargs.pop(key) for key in list(kwargs) if key not in _OF_LOADING}
+    hub = {key: kwargs[key] for key in _HUB if key in kwargs}
+    if config is None or isinstance(config, str):
+        kind, source = cls.config_class or AutoConfig, config or name
+        config, of_config = kind.from_pretrained(source, return_unused_kwargs=True, **hub, **of_config)
+    of_model = {key: value for key, value in of_config.items() if key not in hub}
+    if attention is not None:
+        config._attn_implementation = attention
+    options = {} if dtype in (None, "auto") else {"dtype": dtype}
+    # As where real weights are read: values that are replaced anyway aren't drawn.
+    with replaced(PreTrainedModel, "initialize_weights", lambda model: None):
+        return cls._from_config(config, **options, **of_model)
+
+
+def _build_of_diffusers(cls: Any, name: Any, dtype: torch.dtype | None, kwargs: dict[str, Any]) -> Any:
+    """Build what `ModelMixin.from_pretrained` would fill with weights, of the default dtype unless told otherwise."""
+    place = {key: kwargs[key] for key in (*_HUB, "subfolder") if key in kwargs}
+    of_model = {key: value for key, value in kwargs.items() if key not in _OF_LOADING}
+    config, before = cls.load_config(name, **place), torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        model = cls.from_config(config, **of_model)
+    finally:
+        torch.set_default_dtype(before)
+    kept = frozenset(cls._keep_in_fp32_modules or ())
+    for path, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None and not kept.isdisjoint((*path.split("."), own)):
+                module._parameters[own] = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+    return model

@@ -151,6 +151,36 @@ def test_pretrained_weights_are_not_read(tmp_path):
         assert isinstance(GPT2LMHeadModel.from_pretrained(tmp_path), GPT2LMHeadModel)
 
 
+def test_pretrained_weights_of_diffusers_are_not_read(tmp_path, monkeypatch):
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"block_out_channels": (8, 8), "norm_num_groups": 4, "layers_per_block": 1, "sample_size": 8}
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    diffusers.UNet2DModel(**sizes, **blocks).save_pretrained(tmp_path / "unet")
+    monkeypatch.setattr(diffusers.UNet2DModel, "_keep_in_fp32_modules", ["time_embedding"])
+    options = {"subfolder": "unet", "torch_dtype": torch.bfloat16, "use_safetensors": True}
+    real = diffusers.UNet2DModel.from_pretrained(tmp_path, **options)
+    (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"not weights at all")
+
+    class Pretrained(LanguageModel):
+        def __init__(self):
+            super().__init__(nn.Identity())
+
+        def configure_model(self):
+            if isinstance(self.model, nn.Identity):
+                self.model = diffusers.UNet2DModel.from_pretrained(tmp_path, subfolder="unet").train()
+
+        def training_step(self, batch, batch_idx):
+            return self.model(batch["images"], 3).sample.square().mean()
+
+    def described(network):
+        return {name: (parameter.shape, parameter.dtype) for name, parameter in network.named_parameters()}
+
+    with fake_pretrained_weights():
+        assert described(diffusers.UNet2DModel.from_pretrained(tmp_path, **options)) == described(real)
+    trace = trace_cpu(Pretrained(), {"images": torch.zeros(2, 3, 8, 8)})
+    assert sum(p.numel for p in trace.parameters if not p.shared_with) == real.num_parameters()
+
+
 def test_trained_modules_can_be_traced():
     """After `fit` a module points at its trainer, has gradients and metrics of the last run."""
     module = Classifier()
