@@ -14,7 +14,11 @@ from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
@@ -267,8 +271,13 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
                 del self._in_storage[known.storage]
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Real values of a fake tensor, if known; for a real tensor, such as a literal, a copy of it."""
+        """Real values of a fake tensor, if known; for a real tensor, such as a literal, a copy of it.
+
+        A tensor that is made of others, such as a quantized state, may be made of fakes: its values aren't known.
+        """
         if not isinstance(tensor, FakeTensor):
+            if is_traceable_wrapper_subclass(tensor):
+                return None
             known = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() <= _MAX_FLOATS
             with _disable_current_modes():
                 return tensor.detach().clone() if known else None
@@ -276,7 +285,9 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         return entry.values if entry is not None and entry.fake() is tensor else None
 
     def _may_be_known(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._values or not isinstance(tensor, FakeTensor)
+        return id(tensor) in self._values or not (
+            isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+        )
 
     def _basis_of(self, tensor: torch.Tensor) -> frozenset[str]:
         entry = self._values.get(id(tensor))

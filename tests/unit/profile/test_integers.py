@@ -3,6 +3,7 @@ import inspect
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.profile.integers import ROUTINGS, AssumedValues, RealIntegers, UnknownSizeError
@@ -237,3 +238,13 @@ def test_large_tensors_lose_their_values():
     with fake_mode, integers:
         assert integers.value_of(torch.arange(4)) is not None
         assert integers.value_of(torch.arange(5)) is None
+
+
+def test_a_tensor_made_of_fakes_is_no_literal(integers):
+    """Quantized states of torchao are such tensors; kernels that it compiles for them ended the process."""
+    part = torch.randn(3)
+    with _disable_current_modes():
+        made, literal = TwoTensor(part, part), torch.ones(3)
+    assert integers.value_of(literal).tolist() == [1, 1, 1]
+    assert integers.value_of(made) is None
+    assert not integers._may_be_known(made)
