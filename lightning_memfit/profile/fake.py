@@ -51,7 +51,10 @@ class _FakeCopy(TorchFunctionMode):
         """Return what stands for a tensor."""
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
         with self.fake_mode, torch.no_grad():
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+            if tensor.layout is torch.strided:
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+            else:  # of its shape alone: see `must_be_strided`
+                fake = torch.empty(tensor.size(), dtype=dtype, device="cpu")
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if tensor.is_leaf:
@@ -78,6 +81,16 @@ class _Collect(TorchFunctionMode):
             self.tensors.append(tensor)
             memo[id(tensor)] = tensor
         return tensor
+
+
+def must_be_strided(tensor: torch.Tensor, *_: object) -> None:
+    """Refuse a tensor of another layout, for which `fake_clone` has none of the same memory; one for `on_copy`.
+
+    Raises:
+        NotImplementedError: If its layout is another one.
+    """
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(f"fake tensors of layout {tensor.layout} don't tell what memory they hold")
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

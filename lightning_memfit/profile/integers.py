@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
 from lightning_memfit.profile.culprit import RunningLoop, calling_line, is_read_by_user, running_while
-from lightning_memfit.profile.fake import fake_clone
+from lightning_memfit.profile.fake import fake_clone, must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
 from lightning_memfit.profile.watched import TensorNumbers, WatchedFloat, WatchedInt, may_count
 
@@ -239,7 +239,12 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
     # --- counters ---------------------------------------------------------------------------------------------------
 
     def remember_counter(self, real: torch.Tensor, fake: torch.Tensor) -> None:
-        """Remember the value of a copied tensor with one element, in which a module may count."""
+        """Remember the value of a copied tensor with one element, in which a module may count.
+
+        Raises:
+            NotImplementedError: If the tensor isn't strided: the fake stands for another kind of memory.
+        """
+        must_be_strided(real)
         value = counter_of(real)
         if value is not None:
             with _disable_current_modes():
@@ -312,9 +317,14 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         return True
 
     def fake_batch(self, batch: Any) -> Any:
-        """Turn a real batch (any object that can be copied) into fakes that keep their integers."""
+        """Turn a real batch (any object that can be copied) into fakes that keep their integers.
+
+        Raises:
+            NotImplementedError: If one of its tensors isn't strided.
+        """
 
         def remember(real: torch.Tensor, fake: torch.Tensor) -> None:
+            must_be_strided(real)
             if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
                 with _disable_current_modes():
                     self.attach(fake, real.detach().cpu().clone(), frozenset({_OF_BATCH}))  # the step may write to it

@@ -27,6 +27,7 @@ from lightning_memfit.profile.collectives import buffers, communicates, composed
 from lightning_memfit.profile.cuda_scratch import scratch
 from lightning_memfit.profile.dispatch import CUDA_RESULTS
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, EventList
+from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
 from lightning_memfit.profile.kernel_records import Kernel
 from lightning_memfit.profile.kernels import KernelMemory
@@ -290,8 +291,8 @@ class EventRecorder(Uncompiled, StorageLedger):
 
     @override
     def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided and isinstance(tensor, FakeTensor):
-            raise NotImplementedError(f"fake tensors of layout {tensor.layout} don't tell what memory they hold")
+        if isinstance(tensor, FakeTensor):
+            must_be_strided(tensor)
         if self._block == OUTSIDE and args:
             self._pending_block = self._block_of_argument(args[0])
         super()._see(func, args, tensor)

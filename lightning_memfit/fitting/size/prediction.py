@@ -32,7 +32,7 @@ from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, fit_slopes
-from lightning_memfit.profile.fake import fake_clone, tensors_in
+from lightning_memfit.profile.fake import fake_clone, must_be_strided, tensors_in
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
@@ -295,7 +295,7 @@ class _StepTracer:
             for technique in reversed(techniques):
                 stack.enter_context(technique.taken_off(trainer, module))
             self._techniques = copied(techniques)
-            self._clone = fake_clone(module, FakeTensorMode(allow_non_fake_inputs=True))
+            self._clone = fake_clone(module, FakeTensorMode(allow_non_fake_inputs=True), on_copy=must_be_strided)
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
             object.__setattr__(self._clone, name, _unchanged)
         self._trainer = trainer

@@ -290,6 +290,24 @@ def test_sparse_gradients_are_measured_and_not_traced():
     assert end.get(Category.GRADIENT) == dense + sparse
 
 
+class SparseGraph(Classifier):
+    def __init__(self, layout):
+        super().__init__()
+        self.register_buffer("graph", torch.eye(64).to_sparse(layout=layout))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss({"x": torch.sparse.mm(self.graph, batch["x"]), "y": batch["y"]})
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_buffers_and_batches_are_not_traced_as_dense_ones(layout):
+    rows = {"x": torch.randn(64, 64), "y": torch.zeros(64, dtype=torch.long)}
+    with pytest.raises(TraceError, match=rf"{layout} don't tell.*`measure_step`"):
+        trace_cpu(SparseGraph(layout), rows)
+    with pytest.raises(TraceError, match=rf"{layout} don't tell.*`measure_step`"):
+        trace_cpu(Classifier(), {**rows, "graph": torch.eye(64).to_sparse(layout=layout)})
+
+
 class AsksItsDataModule(Classifier):
     def setup(self, stage):
         self.head = nn.Linear(64, self.trainer.datamodule.num_classes)
