@@ -8,6 +8,7 @@ it gets an assumed one, and the assumption is recorded.
 import math
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -41,6 +42,18 @@ _VALUE_SIZED = {
     aten.bincount.default,
 }
 _FINITE = {aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.ne.Scalar}
+_DRAWN = {aten.rand.default, aten.rand.generator, aten.rand_like.default}
+"""Operators whose results are drawn from 0 to less than 1."""
+_BOUNDS: dict[Any, tuple[Callable[[float], bool], Callable[[float], bool]]] = {
+    aten.lt.Scalar: (lambda bound: bound <= 0, lambda bound: bound >= 1),
+    aten.ge.Scalar: (lambda bound: bound >= 1, lambda bound: bound <= 0),
+    aten.le.Scalar: (lambda bound: bound < 0, lambda bound: bound >= 1),
+    aten.gt.Scalar: (lambda bound: bound >= 1, lambda bound: bound < 0),
+}
+"""For which numbers a comparison of such a result with one is false whatever was drawn, and for which it is true.
+
+Models that leave layers out with some probability (`layerdrop`) draw and compare where that is 0, too."""
+_MOST_DRAWN = 1 - 2**-24
 _MAX_FLOATS = 1 << 20
 """Floats computed from integers alone (`lengths.float().mean()`) or constant are carried up to this many."""
 _LIKE = {aten.zeros_like, aten.ones_like, aten.full_like}
@@ -223,6 +236,8 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         self.counted = TensorNumbers(self.value_of)
         self._in_storage: dict[int, set[int]] = {}
         """Which of them lie in a storage."""
+        self._drawn: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Fake tensors of numbers that were drawn from 0 to less than 1."""
 
     def attach(self, fake: torch.Tensor, real: torch.Tensor, basis: frozenset[str] = frozenset()) -> torch.Tensor:
         """Remember the values of a fake tensor, and what they rest on."""
@@ -290,9 +305,13 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         return entry.values if entry is not None and entry.fake() is tensor else None
 
     def _may_be_known(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._values or not (
-            isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
-        )
+        if id(tensor) in self._values or id(tensor) in self._drawn:
+            return True
+        return not (isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
+
+    def _is_drawn(self, tensor: Any) -> bool:
+        known = self._drawn.get(id(tensor))
+        return known is not None and known() is tensor
 
     def _basis_of(self, tensor: torch.Tensor) -> frozenset[str]:
         entry = self._values.get(id(tensor))
@@ -359,6 +378,8 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         basis = self._joined_basis(tensors) if func._overloadpacket not in _FILLED else frozenset()
         if real is None and func in _FINITE:
             real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
+        if real is None and func in _BOUNDS and self._is_drawn(args[0]):
+            real = self._compared(func, *args)
         if func is aten.equal.default:
             if isinstance(real, bool) and self._decide(tensors):
                 return real
@@ -378,6 +399,9 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             self._forget_written(func, args, kwargs)
         elif func in _LARGEST:
             self._assume_places(func, args, kwargs, result)
+        elif func in _DRAWN:
+            key = id(result)
+            self._drawn[key] = weakref.ref(result, lambda _: self._drawn.pop(key, None))
         self.counted.note_moved(moved)
         return result
 
@@ -412,6 +436,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_among((given.get(argument.name),)):
+                    self._forget_drawn(tensor)
                     for key in (id(tensor), *self._in_storage.get(_storage_of(tensor), ())):
                         self._forget(key)
 
@@ -427,6 +452,23 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         with _disable_current_modes():
             return torch.full(tuple(tensor.shape), func in (aten.eq.Tensor, aten.ne.Scalar))
 
+    def _forget_drawn(self, written: torch.Tensor) -> None:
+        """Forget where numbers in a storage come from that was written to."""
+        if self._drawn:
+            storage = _storage_of(written)
+            for key, known in list(self._drawn.items()):
+                one = known()
+                if one is not None and _storage_of(one) == storage:
+                    del self._drawn[key]
+
+    def _compared(self, func: Any, drawn: torch.Tensor, bound: Any) -> torch.Tensor | None:
+        """How drawn numbers compare with one, where that is sure."""
+        is_false, is_true = (sure(bound) for sure in _BOUNDS[func])
+        if drawn.numel() > self.max_elements or not (is_false or is_true):
+            return None
+        with _disable_current_modes():
+            return torch.full(tuple(drawn.shape), is_true)
+
     def _item(self, func: Any, tensor: torch.Tensor) -> Any:
         value = self.value_of(tensor)
         number = self.counted.of(tensor)
@@ -441,6 +483,8 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
             answer = self._answer(tensor.dtype)
+            if self._is_drawn(tensor):
+                answer = min(max(answer, 0.0), _MOST_DRAWN)
             self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}{calling_line()}")
             return answer
 

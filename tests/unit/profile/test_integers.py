@@ -248,3 +248,23 @@ def test_a_tensor_made_of_fakes_is_no_literal(integers):
     assert integers.value_of(literal).tolist() == [1, 1, 1]
     assert integers.value_of(made) is None
     assert not integers._may_be_known(made)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: torch.rand_like(FEATURES[0, 0])])
+def test_drawn_numbers_are_known_to_lie_between_0_and_1(integers, draw):
+    """Models that leave layers out with some probability draw and compare where that is 0, too."""
+    drawn = draw()
+    assert not drawn < 0.0
+    assert not drawn <= -0.5
+    assert not drawn > 1
+    assert not drawn >= 1.0
+    assert drawn >= 0
+    assert drawn > -0.1
+    assert drawn < 1
+    assert drawn <= 1.5
+    assert integers.assumptions == []
+    assert 0 <= drawn.item() < 1
+    assert bool(drawn < 0.1) is False
+    assert len(integers.assumptions) == 2
+    drawn.view(1).mul_(-2)
+    assert integers.value_of(drawn < 0) is None
