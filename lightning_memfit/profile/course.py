@@ -7,8 +7,9 @@ states that are made later. What still grows when the run has to end is a `Growt
 
 Two windows don't show what a step does once in a while. So a step that asks for its number, or draws from Python's or
 NumPy's generator, is run for a few more batches: at the numbers at which its own comparisons and remainders change
-(`profile.watched`, which finds the module's own counters, too), and with the lowest and highest draws. Where hooks run
-at the start of every epoch, so are the epochs in which these may do something else.
+(`profile.watched`, which finds the module's own counters, too), and with the lowest and highest draws; a trace, also
+one that depends on a single number of `torch.rand`. Where hooks run at the start of every epoch, so are the epochs in
+which these may do something else.
 """
 
 import random
@@ -29,7 +30,7 @@ from lightning_memfit.profile.rates import ScheduledRates
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder, Mark
 from lightning_memfit.profile.replaced import replaced_everywhere
-from lightning_memfit.profile.watched import AskedNumbers, Counters, WatchedInt
+from lightning_memfit.profile.watched import AskedNumbers, Counters, FakeDraws, WatchedInt
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,12 @@ def _generators() -> tuple[object, object]:
 
 
 @contextmanager
-def extreme_draws(highest: bool) -> Iterator[None]:
+def extreme_draws(highest: bool, fake_draws: FakeDraws) -> Iterator[None]:
     """Let Python's and NumPy's module-level generators draw their lowest or highest value, wherever they are known.
 
     Args:
         highest: Which of the two.
+        fake_draws: What draws as they do.
     """
     share = 1 - 2**-53 if highest else 0.0
 
@@ -111,8 +113,12 @@ def extreme_draws(highest: bool) -> Iterator[None]:
         np.random.random_sample: sized,
         np.random.randint: integers,
     }
-    with replaced_everywhere(others):
-        yield
+    before, fake_draws.share = fake_draws.share, 1 - 2**-24 if highest else 0.0  # the highest that float32 has
+    try:
+        with replaced_everywhere(others):
+            yield
+    finally:
+        fake_draws.share = before
 
 
 # --- the course of a run ----------------------------------------------------------------------------------------------
@@ -167,12 +173,13 @@ class Course:
         window_batches: Batches of an optimizer step in automatic optimization.
         length: Length of the real run.
         counters: Finds numbers that change from batch to batch.
+        fake_draws: What `torch.rand` draws where tensors are fakes.
 
     Attributes:
         batches: Batches that have ended.
         growth: Memory that had not stopped growing when the run ended.
         remarks: What the figures don't cover, or are the largest of, in clauses.
-        draws: Whether a step drew from Python's or NumPy's generator.
+        draws: Whether a step drew from Python's or NumPy's generator, or depended on what torch drew for fakes.
         is_extra: Whether the batch at hand is one beyond those that show steady steps.
         callback_bytes: What the user's callbacks made.
         begins_epoch: Whether the next batch is the first of another epoch.
@@ -185,6 +192,7 @@ class Course:
         window_batches: int = 1,
         length: RunLength | None = None,
         counters: Counters | None = None,
+        fake_draws: FakeDraws | None = None,
     ) -> None:
         self.recorder = recorder
         self.limits = budget.limits
@@ -197,6 +205,7 @@ class Course:
         self.callback_bytes = 0
         self.begins_epoch = False
         self._counters = counters or Counters(())
+        self._fake_draws = fake_draws or FakeDraws()
         self._of_optimizers = self._counters.of_others(())
         """Numbers by which optimizers count their steps, from window to window."""
         self._budget = budget
@@ -314,7 +323,7 @@ class Course:
         if self._extra is not None:
             self._marks.append(self.recorder.mark())
             return self._go_beyond(self._extra)
-        self.draws = self.draws or _generators() != self._generators
+        self.draws = self.draws or self._fake_draws.decided or _generators() != self._generators
         if not self._closes_window() or not self._is_known() or self._has_unseen_state():
             return False
         self._extra = self._extra_batches()
@@ -429,7 +438,7 @@ class Course:
         if self.draws:
             for highest in (False, True):
                 for _ in range(2 * self._window_batches):  # twice, as gradients of the step before are alive in a step
-                    self._draw.enter_context(extreme_draws(highest))
+                    self._draw.enter_context(extreme_draws(highest, self._fake_draws))
                     self._tried.append(f"with its {'highest' if highest else 'lowest'} draws")
                     yield
         if self._asks_for_last:

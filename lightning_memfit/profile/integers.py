@@ -27,7 +27,7 @@ from lightning_memfit.memory.ledger import tensors_among
 from lightning_memfit.profile.culprit import RunningLoop, calling_line, is_read_by_user, running_while
 from lightning_memfit.profile.fake import fake_clone, must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
-from lightning_memfit.profile.watched import TensorNumbers, WatchedFloat, WatchedInt, may_count
+from lightning_memfit.profile.watched import FakeDraws, TensorNumbers, WatchedFloat, WatchedInt, may_count
 
 aten = torch.ops.aten
 
@@ -53,7 +53,6 @@ _BOUNDS: dict[Any, tuple[Callable[[float], bool], Callable[[float], bool]]] = {
 """For which numbers a comparison of such a result with one is false whatever was drawn, and for which it is true.
 
 Models that leave layers out with some probability (`layerdrop`) draw and compare where that is 0, too."""
-_MOST_DRAWN = 1 - 2**-24
 _MAX_FLOATS = 1 << 20
 """Floats computed from integers alone (`lengths.float().mean()`) or constant are carried up to this many."""
 _LIKE = {aten.zeros_like, aten.ones_like, aten.full_like}
@@ -78,6 +77,7 @@ ROUTINGS: dict[Routing, str] = {
 
 _FINITE_FLOATS = "floating-point values were taken to be finite"
 _OF_BATCH = "the batch"
+_DRAW = "a number that was drawn"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _Known:
     storage: int
     values: torch.Tensor
     basis: frozenset[str]
-    """`_FINITE_FLOATS`, `_OF_BATCH`, and routings in words."""
+    """`_FINITE_FLOATS`, `_OF_BATCH`, `_DRAW`, and routings in words."""
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
@@ -236,6 +236,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         self.counted = TensorNumbers(self.value_of)
         self._in_storage: dict[int, set[int]] = {}
         """Which of them lie in a storage."""
+        self.draws = FakeDraws()
         self._drawn: dict[int, weakref.ref[torch.Tensor]] = {}
         """Fake tensors of numbers that were drawn from 0 to less than 1."""
 
@@ -327,9 +328,10 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         are alike.
         """
         basis = self._joined_basis(tensors)
-        routings = basis - {_FINITE_FLOATS, _OF_BATCH}
+        routings = basis - {_FINITE_FLOATS, _OF_BATCH, _DRAW}
         if routings and _OF_BATCH in basis:
             return False
+        self.draws.decided |= _DRAW in basis
         if _FINITE_FLOATS in basis:
             self.assumptions.append(_FINITE_FLOATS)
         self.routings += sorted(routings)
@@ -379,7 +381,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         if real is None and func in _FINITE:
             real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
         if real is None and func in _BOUNDS and self._is_drawn(args[0]):
-            real = self._compared(func, *args)
+            real, basis = self._compared(func, *args)
         if func is aten.equal.default:
             if isinstance(real, bool) and self._decide(tensors):
                 return real
@@ -461,13 +463,15 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
                 if one is not None and _storage_of(one) == storage:
                     del self._drawn[key]
 
-    def _compared(self, func: Any, drawn: torch.Tensor, bound: Any) -> torch.Tensor | None:
-        """How drawn numbers compare with one, where that is sure."""
+    def _compared(self, func: Any, drawn: torch.Tensor, bound: Any) -> tuple[torch.Tensor | None, frozenset[str]]:
+        """How drawn numbers compare with one, where that is sure; of a single one, also where it isn't."""
         is_false, is_true = (sure(bound) for sure in _BOUNDS[func])
-        if drawn.numel() > self.max_elements or not (is_false or is_true):
-            return None
         with _disable_current_modes():
-            return torch.full(tuple(drawn.shape), is_true)
+            if (is_false or is_true) and drawn.numel() <= self.max_elements:
+                return torch.full(tuple(drawn.shape), is_true), frozenset()
+            if drawn.numel() == 1:
+                return func(torch.full(tuple(drawn.shape), self.draws.share), bound), frozenset({_DRAW})
+        return None, frozenset()
 
     def _item(self, func: Any, tensor: torch.Tensor) -> Any:
         value = self.value_of(tensor)
@@ -482,9 +486,10 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         try:
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
-            answer = self._answer(tensor.dtype)
             if self._is_drawn(tensor):
-                answer = min(max(answer, 0.0), _MOST_DRAWN)
+                self.draws.decided = True
+                return self.draws.share
+            answer = self._answer(tensor.dtype)
             self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}{calling_line()}")
             return answer
 

@@ -115,7 +115,8 @@ def run_step(
         names = ", ".join(type(callback).__name__ for callback in callbacks)
         raise ValueError(f"`callbacks` ({names}) need a LightningModule, which `make_optimizer` says this is not.")
     counters = Counters((module, *others), outside, tensors)
-    course = Course(recorder, budget or Budget(TraceLimits()), options.traced_micro_batches, length, counters)
+    draws = None if tensors is None else tensors.draws
+    course = Course(recorder, budget or Budget(TraceLimits()), options.traced_micro_batches, length, counters, draws)
     _track_batch(recorder, batch)
     try:
         if make_optimizer is None:

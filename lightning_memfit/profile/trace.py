@@ -451,7 +451,8 @@ def _trace(
                 python_kernels=not cuda,
                 wrappers=_wrappers() if ranks else (),
             )
-            own_batch, numbers = integers.fake_batch(batch), TensorAccess(integers.number_of, integers.set_number)
+            own_batch = integers.fake_batch(batch)
+            numbers = TensorAccess(integers.number_of, integers.set_number, integers.draws)
             settings = (options, techniques, others, make_optimizer, start_hooks, budget, outside)
             course = run_copy(module, clone, recorder, own_batch, *settings, numbers, ranks)
     ran = _what_ran(recorder, course, integers, dispatch, fold, table)

@@ -495,6 +495,16 @@ class Counter:
     base_turn: int = 0
 
 
+@dataclass
+class FakeDraws:
+    """Numbers that `torch.rand` draws one at a time where tensors are fakes: all are taken to be the same."""
+
+    share: float = 0.5
+    """That number, from 0 to less than 1."""
+    decided: bool = False
+    """Whether something depended on one."""
+
+
 @dataclass(frozen=True)
 class TensorAccess:
     """How values of one-element tensors are read and set; those of fakes are known elsewhere."""
@@ -502,6 +512,7 @@ class TensorAccess:
     read: Callable[[torch.Tensor], int | float | None]
     write: Callable[[torch.Tensor, Any], None]
     """Sets the value to a watched number."""
+    draws: FakeDraws = field(default_factory=FakeDraws)
 
 
 class Counters:

@@ -224,6 +224,25 @@ def test_depth_by_draws_gets_the_figure_of_all_blocks(draw):
     assert random.getstate() == before
 
 
+@pytest.mark.parametrize(
+    ("draw", "batches", "is_said"),
+    [
+        (lambda: torch.rand(()) >= 0.1, 6, False),  # as Hugging Face's speech models leave layers out
+        (lambda: torch.rand(1).item() < 0.1, 6, True),
+        (lambda: not torch.rand([]) < 0.0, 2, False),
+    ],
+)
+def test_depth_by_a_draw_of_torch_is_traced_with_all_blocks(draw, batches, is_said):
+    class Draws(Deep):
+        def runs(self, number):
+            return draw()
+
+    profile = profiled(Draws())
+    assert figure(profile) == pytest.approx(true_peak(Deep, batch, 3), rel=1e-3)
+    assert ("draws random numbers" in " ".join(estimate_step(profile).cautions)) is is_said
+    assert (profile.traced_batches, profile.assumptions) == (batches, ())
+
+
 def test_a_plain_step_takes_two_batches_and_has_no_cautions():
     profile = profiled(Classifier())
     assert (profile.traced_batches, profile.growth, profile.cautions) == (2, None, ())

@@ -262,9 +262,18 @@ def test_drawn_numbers_are_known_to_lie_between_0_and_1(integers, draw):
     assert drawn > -0.1
     assert drawn < 1
     assert drawn <= 1.5
+    assert not integers.draws.decided
+    assert not drawn < 0.1
+    assert integers.draws.decided
+    integers.draws.share = 0.0
+    assert drawn < 0.1
+    assert drawn.item() == 0.0
     assert integers.assumptions == []
-    assert 0 <= drawn.item() < 1
-    assert bool(drawn < 0.1) is False
-    assert len(integers.assumptions) == 2
     drawn.view(1).mul_(-2)
     assert integers.value_of(drawn < 0) is None
+
+
+def test_many_drawn_numbers_compare_each_in_its_own_way(integers):
+    drawn = torch.rand(3)
+    assert integers.value_of(drawn < 0).tolist() == [False] * 3
+    assert integers.value_of(drawn < 0.5) is None
