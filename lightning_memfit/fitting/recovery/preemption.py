@@ -10,10 +10,14 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
@@ -27,12 +31,16 @@ from lightning_memfit.fitting.upstream.lightning import (
     validation_is_due,
 )
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.wrapping import wrap_method
 
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__)
 """Those of them that this system has."""
 
 _HANGUP, _USER = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
 """None on systems without them (Windows)."""
+
+_SAMPLES = 256
+"""Values of each weight that tell whether a validation has exchanged it."""
 
 
 class PreemptedError(KeyboardInterrupt):
@@ -58,12 +66,13 @@ class Preemption(KeepsRandomNumbers):
 
     A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows, the start
     of a validation, and the end of one of its batches; the run that goes on validates anew, so that whatever looks at
-    its figures sees them. With several ranks, of which one that gets a signal ends all together, no validation is
-    broken off, as they may have different numbers of batches: the next step's end comes after it. What the signal meets
-    (forward, backward, the optimizer, a save) is finished first. Before the first step there is nothing to save, and
-    the run ends at once. A second signal, and the end of the grace time, end it without a checkpoint; once the
-    checkpoint is being saved, the grace time counts no longer. Processes that load data go on meanwhile, except after a
-    SIGTERM that they get themselves.
+    its figures sees them. Weights with which Lightning's `WeightAveraging` validates are exchanged for those of
+    training first; where others do so, the run ends after the next step. With several ranks, of which one that gets a
+    signal ends all together, no validation is broken off, as they may have different numbers of batches: the next
+    step's end comes after it. What the signal meets (forward, backward, the optimizer, a save) is finished first.
+    Before the first step there is nothing to save, and the run ends at once. A second signal, and the end of the grace
+    time, end it without a checkpoint; once the checkpoint is being saved, the grace time counts no longer. Processes
+    that load data go on meanwhile, except after a SIGTERM that they get themselves.
 
     In a run that goes on within an epoch, by whichever checkpoint, schedulers on a plateau step at that epoch's end as
     they would have; Lightning alone leaves that step out. Means over an epoch (`self.log(..., on_epoch=True)`) are
@@ -119,6 +128,8 @@ class Preemption(KeepsRandomNumbers):
         self._timer: threading.Timer | None = None
         self._requeue: Callable[[], Any] | None = None
         self._is_requeued = False
+        self._trained: list[Tensor] = []
+        self._put_back: list[WeightAveraging] = []
         self._terminals: list[int] = []
         hide_idle_hooks(self)
 
@@ -130,9 +141,17 @@ class Preemption(KeepsRandomNumbers):
         self._restore()
         self._before = {}
         self.error, self._received, self._is_over, self._has_stepped = None, None, False, False
-        self._requeue, self._is_requeued = None, False
+        self._requeue, self._is_requeued, self._put_back = None, False, []
         self._install(trainer)
         self.follow_random_numbers(trainer, stage)
+        if stage == "fit":
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            self._layers.append(wrap_method(loop, "reset", partial(self._begin_to_validate, pl_module)))
+
+    def _begin_to_validate(self, module: LightningModule, reset: Callable[[], None]) -> None:
+        """Note samples of the weights before any hook of a validation, which may exchange them."""
+        self._trained = [sample.clone() for sample in _samples(module)]
+        reset()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -282,7 +301,7 @@ class Preemption(KeepsRandomNumbers):
     def _end_before_validation(self, trainer: Trainer) -> None:
         if self._has_stepped and not trainer.fit_loop._should_accumulate():
             with before_validation(trainer):
-                self._end_if_told(trainer)
+                self._end_if_told(trainer, validates=True)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -295,20 +314,60 @@ class Preemption(KeepsRandomNumbers):
         """End the run as told, if the signal came after its last step."""
         self._end_if_told(trainer)
 
-    def _end_if_told(self, trainer: Trainer) -> None:
+    def _has_trained_weights(self, trainer: Trainer) -> bool:
+        """Whether the module holds the weights of training in a validation, from which alone a run goes on.
+
+        Callbacks validate with others, such as a mean over steps. Those of Lightning are asked to put them back.
+        """
+        module = trainer.lightning_module
+        if self._are_trained(module):
+            return True
+        averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]  # type: ignore[attr-defined]
+        for callback in averaging:
+            callback.on_validation_epoch_end(trainer, module)
+        if self._are_trained(module):
+            self._put_back = averaging
+            return True
+        _exchange_weights(averaging, trainer)
+        return False
+
+    def _are_trained(self, module: nn.Module) -> bool:
+        now = _samples(module)
+        return len(now) == len(self._trained) and all(map(torch.equal, now, self._trained))
+
+    def _end_if_told(self, trainer: Trainer, validates: bool = False) -> None:
         told, is_requeued = self._received is not None, self._is_requeued
+        is_told = told or is_requeued
+        has_others = validates and is_told and not self._has_trained_weights(trainer)
         if self._consensus is not None:
-            told, is_requeued = self._consensus.any_of([told, is_requeued])
+            told, is_requeued, has_others = self._consensus.any_of([told, is_requeued, has_others])
+        if has_others:  # the next step's end comes after the validation
+            return
         if is_requeued and self._requeue is not None:
             self._is_requeued = False
             self._requeue()
         if not told:
+            _exchange_weights(self._put_back, trainer)  # for the rest of the validation
+            self._put_back = []
             return
         self._stop_timer()
         folder = checkpoint_folder(trainer, self.dirpath)
         path = unused_checkpoint(trainer, folder, f"preempted-step={trainer.global_step}")
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
+
+
+def _exchange_weights(averaging: list[WeightAveraging], trainer: Trainer) -> None:
+    """Let callbacks validate with their weights again."""
+    for callback in averaging:
+        callback.on_validation_epoch_start(trainer, trainer.lightning_module)
+
+
+def _samples(module: nn.Module) -> list[Tensor]:
+    """Some values of each weight, on its device; of a divided one this rank's."""
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
+    plain = (part.detach().reshape(-1) for part in parts if part.layout == torch.strided)
+    return [values[:: max(1, values.numel() // _SAMPLES)] for values in plain]
 
 
 def _is_in_fit(trainer: Trainer) -> bool:
