@@ -211,6 +211,12 @@ class HostCopy:
             values = tensor.detach()
             return self._values.layout == values.layout == torch.strided and torch.equal(self._values, values)
 
+    def is_in(self, tensor: Tensor) -> bool:
+        """Whether a tensor on any device holds the values; that takes as much memory there as it has."""
+        with _disable_current_modes(), torch.no_grad():
+            held, values = tensor.detach(), self.moved_to(tensor.device)
+            return bool(((held == values) | ((held != held) & (values != values))).all())
+
     def restore(self, tensor: Tensor) -> None:
         """Write the values back in place."""
         for name, part in self._parts.items():

@@ -3,6 +3,7 @@
 run(batch) -> attempt -> consensus of ranks -> reduce and commit | roll back, lower the micro-batch or climb the ladder
 """
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
 from lightning_memfit.fitting.step.outputs import StepOutputs, merge_kept
-from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of
+from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, KeptBatch, sizes_of
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import DeviceKind
 
@@ -86,6 +87,7 @@ _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
 _MAX_CHECKS = 3
 _LET_OTHERS_SPEAK = 2.0  # seconds
+_EQUAL = 1e-9
 _ALWAYS_RISKY = 2
 """Steps at first, of which the first one makes the optimizer's states."""
 
@@ -108,9 +110,10 @@ class _Open(Exception):
 
 @dataclass
 class _Past:
-    """An earlier loader batch of a window of `accumulate_grad_batches`, its arguments in host memory."""
+    """An earlier loader batch of a window of `accumulate_grad_batches`, in host memory as it was before its step."""
 
     arguments: "OrderedDict[str, Any]"
+    kept: KeptBatch
     local_batch: LocalBatch
     start: RollbackPoint
 
@@ -191,8 +194,6 @@ class EffectiveStep:
         self._written_once: dict[str, Slot] = {}
         self._cleared: Saved = {}
         self._is_open = False
-        # Alone and not accumulating, the weight of a batch that isn't split cancels out.
-        self._weighs_whole = not self._is_alone or loop.trainer.accumulate_grad_batches > 1
         self._whole = LocalBatch(0, 0.0)
         self._past: list[_Past] = []
         self._window_total = 0.0
@@ -207,6 +208,11 @@ class EffectiveStep:
         self._is_again = False
         self._is_risky = False
         self._checked_rank = 0
+
+    @property
+    def _weighs_whole(self) -> bool:
+        """Whether batches that aren't split are weighed; alone and not accumulating, their weight cancels out."""
+        return not self._is_alone or self._loop.trainer.accumulate_grad_batches > 1  # which callbacks may change
 
     @property
     def repeats(self) -> bool:
@@ -251,13 +257,17 @@ class EffectiveStep:
         if self._is_sharded and self._engine is None:
             is_proven = self._num_steps > _ALWAYS_RISKY and self._proven.covers(batch, size)
             self._is_risky = not (is_proven and self._consensus.knows((TRAINING, _num_parts(local_batch, size))))
+        is_repeated = False
         if self._weigh_in(request, local_batch, needs_check, _num_parts(local_batch, size)):
             local_batch, start = self._check_on(request, local_batch, start, size)
+            is_repeated = self._weigh_past_again()
+            if is_repeated:
+                self._rollback.clear_gradients()
         request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
         self._num_checks = 0
         self._looks = self._check is not None and (state.is_looking or state.compares)
         state.suspects -= self._known()
-        result = self._run_to_success(request, local_batch, start, size)
+        result = self._run_to_success(request, local_batch, start, size, is_repeated)
         self._guard.learn(request.kept)
         if self._rollback.state.is_looking:
             self._rollback.state.look_at_weights()
@@ -309,9 +319,10 @@ class EffectiveStep:
             local_batch = self._weigh(request, num_samples, size)
             if self._weigh_again(request, local_batch, self._needs_check(local_batch, size, is_open)):
                 local_batch, start = self._check_on(request, local_batch, start, size, has_failed=not is_open)
+                self._weigh_past_again()
             self._last = local_batch, start
         assert result is not None
-        if request.is_last:
+        if request.is_last and self._loop.runs_backward:
             if self._reducer is not None:
                 self._reduce(self._reducer)
             self._correct_window()
@@ -402,10 +413,33 @@ class EffectiveStep:
                 raise MisconfigurationException(_UNEQUAL.format(counts))
             self._checked_rank = next((rank for rank, (_, needs, *_) in enumerate(told) if needs), 0)
         if request.zero_grad is not None:
-            self._reference = max(total, 1e-30) * self._loop.trainer.accumulate_grad_batches
+            self._reference = (total or 1.0) * self._loop.trainer.accumulate_grad_batches
         self._window_total += total - self._batch_total
         self._batch_total = total
         return needs_check
+
+    def _weigh_past_again(self) -> bool:
+        """Weigh the earlier batches of the window by the rules that a check on this one has left.
+
+        Returns:
+            Whether they have to be run again: their gradients are there, and no one factor makes them those of the new
+            weights. On all ranks alike.
+        """
+        if not self._past or self._weights.is_users:
+            return False
+        totals: list[float] = []
+        factors: list[float] = []
+        for past in self._past:
+            before, batch = past.local_batch.weight, past.kept.batch
+            past.local_batch = self._weights.read(batch, past.local_batch.num_samples)
+            now = 1.0 if self._weights.is_sum else past.local_batch.weight
+            told = self._consensus.exchange(now, before, at=At.BATCH)
+            totals.append(sum(theirs for theirs, _ in told))
+            factors += [theirs / old if old else math.inf for theirs, old in told if theirs or old]
+        self._reference = (totals[0] or 1.0) * self._loop.trainer.accumulate_grad_batches
+        self._window_total = sum(totals) + self._batch_total
+        least, most = min(factors, default=1.0), max(factors, default=1.0)
+        return not (0.0 < least <= most < math.inf and most - least <= _EQUAL * most)
 
     # --- an attempt -------------------------------------------------------------------------------------------------
 
@@ -445,7 +479,8 @@ class EffectiveStep:
         """Run the earlier loader batches of the window again for their gradients; they have been logged already."""
         for index, past in enumerate(self._past):
             self._load(past.start, is_first=not index)
-            arguments = OrderedDict((k, move_data_to_device(v, self._device)) for k, v in past.arguments.items())
+            batch = move_data_to_device(self._guard.restored(past.kept), self._device)
+            arguments = OrderedDict(past.arguments, batch=batch)
             again = replace(request, arguments=arguments, zero_grad=None, is_last=False)
             size_of_past = min(size, past.local_batch.num_samples)
             self._run_micro_batches(again, past.local_batch, size_of_past, past.start, announce=False)
@@ -621,9 +656,10 @@ class EffectiveStep:
     # --- after success ----------------------------------------------------------------------------------------------
 
     def _complete(self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint) -> None:
-        if not request.is_last:
-            host = OrderedDict((k, _on_host(v)) for k, v in request.arguments.items())
-            self._past.append(_Past(host, local_batch, start))
+        if not request.is_last and self._loop.runs_backward:  # else there are no gradients to make again
+            kept = self._guard.put_aside(request.kept)
+            arguments = OrderedDict(request.arguments, batch=None)
+            self._past.append(_Past(arguments, kept, local_batch, start))
         before = self._sizes.current
         if self._sizes.succeed() > before:
             self._on_change(self._sizes.current, "no failure for a while")

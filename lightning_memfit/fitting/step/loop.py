@@ -339,6 +339,11 @@ class MicroBatchLoop(_AutomaticOptimization):
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
 
     @property
+    def runs_backward(self) -> bool:
+        """Whether there are backward passes: Lightning leaves them out in an epoch for statistics of batch norms."""
+        return not self._skip_backward
+
+    @property
     def has_after_backward(self) -> bool:
         """Whether there is anything to call after backward."""
         return self._overrides(_BACKWARD_HOOKS) and not self._skip_backward

@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_memfit.fitting.recovery.host_states import HostCopy
+from lightning_memfit.memory.attach import exchange_tensors
 
 SplitHook = Callable[[Any, list[int]], Sequence[Any]]
 
 Path = tuple[Any, ...]
 """Keys, indices and field names from the batch to a part of it."""
+
+_HOST = torch.device("cpu")
 
 
 class BatchSplitter:
@@ -228,10 +232,12 @@ def with_own_tensors(batch: Any) -> Any:
 
 
 def versions(batch: Any) -> list[int]:
-    """Return the version counters of a batch's tensors, which grow whenever one is changed in place."""
-    if type(batch) is Tensor:
-        return [batch._version]
-    return [tensor._version for tensor in tensors_of(batch)]
+    """Return the version counters of a batch's tensors, which grow whenever one is changed in place.
+
+    Those that are made in inference mode have none, which counts as 0.
+    """
+    tensors = [batch] if type(batch) is Tensor else tensors_of(batch)
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -274,15 +280,27 @@ class KeptBatch:
     versions: list[int]
     copies: list[tuple[Tensor, HostCopy]] | None
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether a tensor of it has been changed in place; where it has no version, as far as copies tell."""
+        if versions(self.batch) != self.versions:
+            return True
+        uncounted = ((t, copy) for t, copy in self.copies or () if type(t) is Tensor and t.is_inference())
+        return any(t.layout == torch.strided and not copy.is_in(t) for t, copy in uncounted)
+
 
 class BatchGuard:
     """Keeps batches so that their step can be repeated.
 
     Containers are copied in every step, which is cheap. Tensors are copied to host memory in the first step, and from
     then on only if that step has changed one in place.
+
+    Args:
+        step: Name of the step, for messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: str = "training_step") -> None:
+        self._step = step
         self._copies = True
 
     def keep(self, batch: Any) -> KeptBatch:
@@ -293,7 +311,7 @@ class BatchGuard:
     def learn(self, kept: KeptBatch) -> None:
         """Note after a step whether it has changed a tensor of its batch."""
         if self._copies:
-            self._copies = versions(kept.batch) != kept.versions
+            self._copies = kept.has_changed
 
     def restored(self, kept: KeptBatch) -> Any:
         """Return the batch as it was, in containers of its own.
@@ -301,17 +319,33 @@ class BatchGuard:
         Raises:
             RuntimeError: If a step has changed a tensor for the first time, and there is no copy of it.
         """
-        if versions(kept.batch) != kept.versions:
+        if kept.has_changed:
             if kept.copies is None:
                 raise RuntimeError(
-                    "`training_step` has changed its batch in place for the first time, and memory ran out in it: the "
-                    "batch can't be repeated as it was. Change a copy of the batch in `training_step`, or set a "
-                    "smaller `micro_batch_size`."
+                    f"`{self._step}` has changed its batch in place for the first time, and memory ran out in it: the "
+                    f"batch can't be repeated as it was. Change a copy of the batch in `{self._step}`, or give it "
+                    "fewer samples at once."
                 )
             for tensor, copy in kept.copies:
                 copy.restore(tensor)
             kept.versions = versions(kept.batch)
         return with_own_containers(kept.batch)
+
+    def put_aside(self, kept: KeptBatch) -> KeptBatch:
+        """Return what is kept of a batch whose step is done in host memory, to repeat it after later ones.
+
+        It is the batch as it was before the step, whatever that has made of it; what the step has left of it stays.
+        """
+        if not kept.has_changed:
+            batch = move_data_to_device(kept.batch, _HOST)
+            return KeptBatch(with_own_containers(batch), versions(batch), None)
+        if kept.copies is None:
+            return kept  # `restored` says so
+        values = {id(tensor): copy for tensor, copy in kept.copies}
+        batch = exchange_tensors(
+            with_own_containers(kept.batch), lambda t: values[id(t)].moved_to(_HOST) if id(t) in values else t
+        )
+        return KeptBatch(batch, versions(batch), [(t, HostCopy(t)) for t in tensors_of(batch)])
 
 
 # --- walking through a batch ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -1228,3 +1229,139 @@ def test_a_batch_without_finite_gradients_is_no_reason_to_refuse() -> None:
     fit(ours, MicroBatching(micro_batch_size=2), NonFiniteGuard(), max_epochs=2)
     assert difference(plain, ours) < 1e-9
     assert [value.tolist() for value in plain.buffers()] == [value.tolist() for value in ours.buffers()]
+
+
+# --- windows of `accumulate_grad_batches` -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Popping, InPlace])
+def test_earlier_batches_of_a_window_are_repeated_as_the_loader_gave_them(kind: type[Toy]) -> None:
+    plain, ours = kind(), kind()
+    fit(plain, MicroBatching(micro_batch_size=3), max_epochs=1, accumulate_grad_batches=2)
+    ours.fails_at = (2, 10)  # in the second batch of each window, at first whole and then in halves
+    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=1, accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-9
+
+
+class Labelled(Tokens):
+    """The loss is a mean over tokens, of which all samples of a batch have equally many, but for the last batches."""
+
+    sizes: tuple[int, ...] = (BATCH, BATCH)
+    num_equal = -1
+    weight_of = staticmethod(lambda batch: int((batch["answers"] != -100).sum()))
+
+    @classmethod
+    def make_loader(cls) -> DataLoader:
+        ids, labels = tokens()
+        equal = sum(cls.sizes[: cls.num_equal])
+        labels[:equal] = ids[:equal].roll(1, 1)
+        labels[cls.sizes[0] : equal, -1] = -100
+        rows = [{"ids": one, "answers": other} for one, other in zip(ids, labels, strict=True)]
+        ends = [sum(cls.sizes[: index + 1]) for index in range(len(cls.sizes))]
+        batches = [list(range(end - size, end)) for size, end in zip(cls.sizes, ends, strict=True)]
+        return DataLoader(rows, batch_sampler=batches)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(batch["ids"], batch["answers"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OverSamples(Labelled):
+    """The loss is a mean over samples, though it might be one over `labels`."""
+
+    weight_of = staticmethod(lambda batch: len(batch["ids"]))
+
+    @classmethod
+    def make_loader(cls) -> DataLoader:
+        loader = super().make_loader()
+        rows = [{"ids": row["ids"], "labels": row["answers"]} for row in loader.dataset]
+        return DataLoader(rows, batch_sampler=loader.batch_sampler)
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.net(batch["ids"]).transpose(1, 2)
+        return functional.cross_entropy(logits, batch["labels"], reduction="none").sum(1).mean()
+
+
+def stepped(kind: type[Labelled], window: int) -> Labelled:
+    """Take the steps of an epoch by hand, each on the mean of a window."""
+    module = kind()
+    optimizer, batches = module.configure_optimizers(), list(module.train_dataloader())
+    for start in range(0, len(batches), window):
+        parts = batches[start : start + window]
+        weights = [module.weight_of(batch) for batch in parts]
+        optimizer.zero_grad()
+        for batch, weight in zip(parts, weights, strict=True):
+            (module.loss(batch) * weight / sum(weights)).backward()
+        optimizer.step()
+    return module
+
+
+@pytest.mark.parametrize("sizes", [(BATCH, BATCH), (BATCH, BATCH, BATCH)])
+@pytest.mark.parametrize("kind", [Labelled, OverSamples])
+def test_a_rule_that_is_found_within_a_window_holds_for_all_of_it(
+    kind: type[Labelled], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "sizes", sizes)
+    ours = kind()
+    fit(ours, MicroBatching(micro_batch_size=3), max_epochs=1, accumulate_grad_batches=len(sizes))
+    assert difference(ours, stepped(kind, len(sizes))) < 1e-9
+
+
+def test_windows_that_a_callback_makes_longer_weigh_whole_batches_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Labelled, "sizes", (BATCH, 2, BATCH, 2))
+    monkeypatch.setattr(Labelled, "num_equal", 0)
+    ours, plain = Labelled(), stepped(Labelled, 1)
+    fit(ours, GradientAccumulationScheduler({1: 2}), MicroBatching(micro_batch_size=3), max_epochs=2)
+    optimizer, batches = plain.configure_optimizers(), list(plain.train_dataloader())
+    for first, second in (batches[:2], batches[2:]):
+        one, two = plain.weight_of(first), plain.weight_of(second)
+        optimizer.zero_grad()
+        ((plain.loss(first) * one + plain.loss(second) * two) / (one + two)).backward()
+        optimizer.step()
+    assert difference(ours, plain) < 1e-9
+
+
+class FirstMasked(Tokens):
+    """A window begins with a batch that has nothing to learn from."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids, labels = tokens()
+        labels[:BATCH] = -100
+        rows = [{"ids": one, "labels": other} for one, other in zip(ids, labels, strict=True)]
+        return DataLoader(rows, BATCH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(batch["ids"], batch["labels"])
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.largest = max(self.largest, float(loss.detach().nan_to_num()))
+
+
+def test_losses_stay_in_the_range_of_float16_where_a_windows_first_batch_counts_nothing() -> None:
+    ours = FirstMasked()
+    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=1, accumulate_grad_batches=2)
+    assert 0.0 < ours.largest < 100.0
+    assert all(p.isfinite().all() for p in ours.parameters())
+
+
+def test_an_epoch_for_batch_norms_keeps_no_batches() -> None:
+    kept: list[int] = []
+
+    class Averaged(Normalised):
+        def on_train_batch_end(self, *_: Any) -> None:
+            loop: Any = self.trainer.fit_loop.epoch_loop.automatic_optimization
+            kept.append(len(loop.run_step.__self__._past))
+
+    plain, ours = Normalised(), Averaged()
+    fit(plain, StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=2)
+    fit(ours, StochasticWeightAveraging(0.01, swa_epoch_start=1), MicroBatching(micro_batch_size=BATCH), max_epochs=2)
+    assert set(kept) == {0}
+    assert difference(plain, ours) == 0.0
+    assert torch.equal(plain.norm.running_mean, ours.norm.running_mean)
