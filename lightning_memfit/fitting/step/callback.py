@@ -13,7 +13,7 @@ from types import FunctionType, MethodType
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -398,10 +398,23 @@ def _refuse_synchronized_norm(trainer: Trainer, module: LightningModule) -> None
         )
 
 
+def _refuse_schedule(trainer: Trainer, global_batch_size: int) -> None:
+    """Refuse one effective batch for a run in which a callback changes it from epoch to epoch."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            raise MisconfigurationException(
+                f"`global_batch_size={global_batch_size}` is one number, and `GradientAccumulationScheduler("
+                f"scheduling={callback.scheduling})` multiplies the effective batch by another one in some epochs. "
+                "Leave one of the two out: `Trainer(accumulate_grad_batches=...)` holds in all epochs."
+            )
+
+
 def _check_support(trainer: Trainer, module: LightningModule, options: Options) -> None:
     reason = unsupported(run_of(trainer, module), {})
     if reason is not None:
         raise MisconfigurationException(f"`MicroBatching`: {reason}")
+    if options.global_batch_size is not None:
+        _refuse_schedule(trainer, options.global_batch_size)
     strategy = trainer.strategy
     check_strategy(strategy, trainer.accumulate_grad_batches, options)
     _refuse_synchronized_norm(trainer, module)

@@ -24,6 +24,7 @@ from lightning_memfit.fitting.recovery.consensus import At, RankConsensus
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.ladder import Ladder, LastResort, rungs_up_to
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
+from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.recovery.step_state import release_iterators
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.prediction import SizePrediction
@@ -350,9 +351,13 @@ class FitSession:
             self._options.predictor.begin(batch, local_batch_size, self._take)
 
     def _worst_case(self, batch: Any, local_batch_size: int) -> Any:
-        longest = longest_samples(self._loop.trainer.train_dataloader, local_batch_size)
-        if longest is not None:
-            return self._loop.to_device(longest)
+        random = RandomState(self._device)  # from which data sets, collators and transfers may draw
+        try:
+            longest = longest_samples(self._loop.trainer.train_dataloader, local_batch_size)
+            if longest is not None:
+                return self._loop.to_device(longest)
+        finally:
+            random.restore()
         if self._options.max_sequence_length is not None:
             return lengthened(batch, self._options.max_sequence_length)
         return batch
