@@ -26,7 +26,7 @@ from lightning_memfit.fitting.recovery.rollback import MetricStates, OwnAttribut
 from lightning_memfit.fitting.recovery.step_state import MODULE_INTERNALS, alike, find_slots, reading_of
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge, merge_kept
-from lightning_memfit.fitting.step.split import BatchSplitter, sizes_of
+from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of, with_own_tensors
 from lightning_memfit.memory.wrapping import wrap_method
 
 _LIMITS = {
@@ -83,7 +83,10 @@ class EvaluationSplitter:
         self._states = MetricStates(module)
         self._attributes = OwnAttributes(module)
         self._added: dict[_Place, _Added] = {}
-        self._merged: dict[str, set[_Place]] = {}
+        self._merged: dict[_Kind, set[_Place]] = {}
+        self._checked: set[_Kind] = set()
+        self._kind: _Kind = ("", 0)
+        self._guards: dict[_Kind, BatchGuard] = {}
         self._undo: list[Callable[[], None]] = []
         self._allows_changes = allow_batch_statistics
 
@@ -103,18 +106,23 @@ class EvaluationSplitter:
             self._attributes.save(),
             self._module._current_fx_name,
         )
-        ranks = self._ranks
+        self._kind = name, self._loader(name, args)
+        ranks, guard = self._ranks, self._guards.setdefault(self._kind, BatchGuard(name))
+        kept = guard.keep(batch)
         count: int | None = None
         while True:
             is_cut = name in self.sizes  # then ranks may run different numbers of parts
             count = self._splitter.count(batch) if count is None and is_cut else count
+            if count is not None and self._is_to_check(ranks, count, name):  # of another loader, or in another run
+                self._check(name, step, batch, args, kwargs, count, count // 2 if count > 3 else count, ranks)
             logs = StepLogs()
             run = partial(self._run_once, name, step, batch, args, kwargs, count if is_cut else None, logs)
             output, failure = ranks.together(run, None if is_cut else (name,), is_risky=is_cut)
             if not _has_run_out(name, ranks, failure, self._progress(name)):
                 self._commit(name, logs)  # not before: what one rank has done counts if all have
+                guard.learn(kept)
                 return output
-            count = self._splitter.count(batch) if count is None else count
+            count = self._splitter.count(kept.batch) if count is None else count
             failed = min(self.sizes.get(name, count), count)
             if failed <= 1:
                 message = str(failure or "on another rank").split("\n")[0]
@@ -129,13 +137,27 @@ class EvaluationSplitter:
             self._module._current_fx_name = hook_name
             random.restore()
             self._states.load(states)
-            if name not in self.sizes and not self._allows_changes:
-                self._check(name, step, batch, args, kwargs, count, ranks)
+            batch = guard.restored(kept)
+            if self._is_to_check(ranks, count, name):
+                self._check(name, step, batch, args, kwargs, count, count // 2, ranks)
             self.sizes[name] = max(1, failed // 2)
             # Nothing predicts evaluation: that a batch is cut is how the size is found, and its values stay the same.
             rank_zero_info(
                 f"MicroBatching: memory ran out in `{name}` with {failed} samples; {self.sizes[name]} at once."
             )
+
+    def _loader(self, name: str, args: Any) -> int:
+        """Index of the loader that a batch is from."""
+        if name == "predict_step":  # whose results are not logged; with several loaders the index is an argument
+            return int(args[-1]) if self._trainer.predict_loop.num_dataloaders > 1 and args else 0
+        return int(self._results(name).dataloader_idx or 0)
+
+    def _is_to_check(self, ranks: RankConsensus, count: int, name: str) -> bool:
+        """Whether a batch is about to be split, and none of its kind was compared in this run; on all ranks alike."""
+        if self._allows_changes or self._kind in self._checked:
+            return False
+        is_due = count > self.sizes.get(name, 0)
+        return ranks.any_of([is_due])[0] if ranks.stops_together else is_due
 
     def _progress(self, name: str) -> Any:
         """Lightning's counter of the batches that are evaluated now."""
@@ -218,7 +240,7 @@ class EvaluationSplitter:
             for place in lists
             if all(place in known for known in lengths) and lengths[0][place] < lengths[-1][place]
         }
-        self._exchange(self._merged.get(name, set()))
+        self._exchange(self._merged.get(self._kind, set()))
 
     def _exchange(self, places: set["_Place"]) -> None:
         """Put what parts have added to some lists, merged, in the place of what each has added."""
@@ -242,17 +264,18 @@ class EvaluationSplitter:
         args: Any,
         kwargs: Any,
         count: int,
+        size: int,
         ranks: RankConsensus,
     ) -> None:
-        """Check on some samples of a batch that parts give what the whole gives.
+        """Check on a number of samples of a batch, or as many as fit, that parts give what the whole gives.
 
         Raises:
             MisconfigurationException: If they don't.
         """
-        size = count // 2
+        self._checked.add(self._kind)
         found: list[str] | None = None
         while size > 1:
-            part = self._splitter.split(batch, [size, count - size])[0]
+            part = batch if size == count else self._splitter.split(batch, [size, count - size])[0]
             found, failure = ranks.together(partial(self._differences, name, step, part, args, kwargs, size))
             if not _has_run_out(name, ranks, failure, self._progress(name)):
                 break
@@ -282,10 +305,10 @@ class EvaluationSplitter:
         tolerance = _LOW_PRECISION if "16" in str(self._trainer.precision) else 0.0
 
         def run(micro_batch_size: int) -> dict[str, Any]:
-            return self._values(name, step, part, args, kwargs, size, micro_batch_size)
+            return self._values(name, step, with_own_tensors(part), args, kwargs, size, micro_batch_size)
 
         micro_batch_size = size - max(1, size // 3)
-        self._merged[name] = merged = set[_Place]()
+        self._merged[self._kind] = merged = set[_Place]()
         try:
             whole, counts, kept = run(size), {place: one.count for place, one in self._added.items()}, self._readings()
             snapshot.restore()
@@ -376,6 +399,9 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, pro
     require_as_many_batches([last for _, last in sent], progress.current.ready, _LIMITS[name])
     return False
 
+
+_Kind = tuple[str, int]
+"""The name of a step, and the index of the loader: what a step computes may depend on it."""
 
 _Place = tuple[str, ...]
 """The name of an attribute of the module that is a list, or of one that is a dict and a key of it."""

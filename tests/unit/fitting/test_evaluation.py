@@ -231,3 +231,58 @@ def test_a_size_that_is_found_while_evaluating_is_no_warning() -> None:
         warnings.simplefilter("always")
         assert validated(Exact(), 5)
     assert not [one for one in caught if "ran out" in str(one.message)]
+
+
+class TwoLoaders(Evaluated):
+    """What it logs of one loader adds up, what it logs of the other does not."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits = self.net(batch["input_ids"])
+        if len(logits) > self.fits:
+            raise out_of_memory()
+        if dataloader_idx:
+            self.log("value", logits.mean((1, 2)).std())
+        else:
+            self.log("value", logits.sum(), reduce_fx="sum")
+
+
+def test_every_loader_is_checked() -> None:
+    module = TwoLoaders()
+    module.fits = 8
+    loaders = [DataLoader(Sentences(), 16), DataLoader(Sentences(), 16)]
+    trainer = quiet_trainer(MicroBatching(), precision="64-true")
+    with pytest.raises(MisconfigurationException, match=r"`self\.log\('value'\)` is"):
+        trainer.validate(module, loaders, verbose=False)
+
+
+class Spread(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> None:
+        self.log("spread", logits.mean((1, 2)).std(), batch_size=len(logits))
+
+
+def test_every_run_is_checked() -> None:
+    trainer, modules = quiet_trainer(MicroBatching(), precision="64-true"), (Exact(), Spread())
+    for module in modules:
+        module.fits = 8
+    trainer.validate(modules[0], DataLoader(Sentences(), 16), verbose=False)
+    with pytest.raises(MisconfigurationException, match=r"`self\.log\('spread'\)` is"):
+        trainer.validate(modules[1], DataLoader(Sentences(), 16), verbose=False)
+
+
+class ChangesBatch(Exact):
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        labels = batch["labels"]
+        labels.copy_(labels.where(labels == -100, (labels + 1) % VOCABULARY))
+        batch = {"input_ids": batch.pop("input_ids"), "labels": batch["labels"], "index": batch["index"]}
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_batches_that_the_step_changes_are_repeated_as_the_loader_gave_them(inference_mode: bool) -> None:
+    found = []
+    for fits in (100, 8):
+        module = ChangesBatch()
+        module.fits = fits
+        trainer = quiet_trainer(MicroBatching(), precision="64-true", inference_mode=inference_mode)
+        found += trainer.validate(module, DataLoader(Sentences(), 16), verbose=False)
+    assert found[1] == pytest.approx(found[0], abs=1e-12)
