@@ -36,7 +36,7 @@ from lightning_memfit.fitting.recovery.step_state import (
 from lightning_memfit.fitting.step.log_rules import LogCall, metric_values
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import RecordedNoise, SlicedNoise, without_recurrent_dropout
-from lightning_memfit.fitting.step.outputs import StepLogs
+from lightning_memfit.fitting.step.outputs import StepLogs, returned
 from lightning_memfit.fitting.step.split import BatchSplitter, with_own_tensors
 from lightning_memfit.fitting.upstream.deepspeed import held_weight
 from lightning_memfit.measure.monitor import MemoryMonitor
@@ -81,6 +81,7 @@ class Pass:
         before: Readings of what a step may change on the module, by name.
         after: The same after the pass.
         logs: Calls of `self.log`.
+        returned: The numbers that it returned beside the loss.
         metrics: What the module's metrics would compute after it.
         written: Values that the pass has changed, to go on with.
         host_random: States of Python's and NumPy's generators after the pass.
@@ -92,12 +93,18 @@ class Pass:
     before: dict[str, Any]
     after: dict[str, Any]
     logs: list[LogCall]
+    returned: list[LogCall]
     metrics: dict[str, Any] = field(default_factory=dict)
     metric_states: list[dict[str, Any]] = field(default_factory=list)
     written: dict[str, Any] = field(default_factory=dict)
     host_random: Any = None
     draws_on_host: bool = False
     draws_otherwise: bool = False
+
+    @property
+    def values(self) -> list[LogCall]:
+        """All numbers that are to be those of the whole batch, though gradients don't depend on them."""
+        return [*self.logs, *self.returned]
 
     @property
     def is_finite(self) -> bool:
@@ -264,7 +271,9 @@ class Comparison:
         logs, sketches, host_random = StepLogs(), _Sketches(module), _host_random()
         try:
             with noise, logs.capture(loop.results):
-                loss = loop.forward(self._request, with_own_tensors(batch), divisor).closure_loss
+                output = loop.forward(self._request, with_own_tensors(batch), divisor)
+                loss, numbers = output.closure_loss, returned(output.extra)
+                del output
                 if loss is not None:
                     loop.backward(self._request, loss, announce=False)
         finally:
@@ -277,6 +286,7 @@ class Comparison:
             before,
             after,
             logs.calls,
+            numbers,
             metric_values(module),
             self._metrics.save(),
             written=copies_of(changed),

@@ -402,7 +402,7 @@ class ExactnessCheck:
             right = self._settle(matching, shares)
             if not (one.draws_otherwise or two.draws_otherwise):
                 weights = sizes if right == SUM else list(shares[right])
-                self._rules.learn(whole.logs, [one.logs, two.logs], weights, runs.cut.sizes, tolerance.state)
+                self._rules.learn(whole.values, [one.values, two.values], weights, runs.cut.sizes, tolerance.state)
                 self._warn_of_loggers({name for logger in runs.loggers for name in logger.names})
                 check_metrics(whole.metrics, two.metrics, max(tolerance.state, 1e-5))
                 if whole.written.keys() - self._gone_on:
@@ -436,7 +436,7 @@ class ExactnessCheck:
         if carried := self._judge_state(runs, whole, one, two, weights, tolerance, is_finite=True):
             two = runs.part(1, after=one, carried=carried)
         if _distance(whole, one, two, *share, tolerance) <= 1.0:
-            self._rules.learn(whole.logs, [one.logs, two.logs], weights, runs.cut.sizes, tolerance.state)
+            self._rules.learn(whole.values, [one.values, two.values], weights, runs.cut.sizes, tolerance.state)
         elif not (whole.draws_on_host or one.draws_otherwise or two.draws_otherwise):
             raise MisconfigurationException(
                 _reason(runs.cut, _solve(whole, one, two, tolerance), None, batch_statistics(self._loop.module))

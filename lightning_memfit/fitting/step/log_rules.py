@@ -284,6 +284,11 @@ class LogRules:
         largest = max((size for size in sizes if isfinite(size)), default=0.0)
         return abs(float(found) - float(wanted)) <= self._tolerance * largest + 1e-12
 
+    def knows(self, call: LogCall) -> bool:
+        """Whether a comparison has shown what micro-batches make of a name."""
+        key = call.fx, call.name
+        return key in self._possible or key in self._logged_by_sample
+
     # --- use --------------------------------------------------------------------------------------------------------
 
     def merge(self, calls: Sequence[LogCall], parts: Sequence[tuple[float, int]]) -> list[LogCall]:
@@ -355,7 +360,10 @@ def _explain(inexact: dict[str, Fold | None]) -> str:
         for name, fold in inexact.items()
         if fold is not None
     ]
-    text = "With micro-batches some logged values will not be those of the whole batch; training is not affected. "
+    text = (
+        "With micro-batches some values that are logged or returned will not be those of the whole batch; training is "
+        "not affected. "
+    )
     if folded:
         text += (
             "No mean, sum or extreme of the micro-batches' values makes that of the whole. Logged instead: "

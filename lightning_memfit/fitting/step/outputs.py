@@ -7,6 +7,7 @@ ranks and `commit` is called.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memfit.fitting.step.log_rules import LogCall, LogRules
+
+_RETURNED = "training_step returns"
+"""Stands for the hook that logged."""
 
 
 def merge_kept(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
@@ -29,7 +33,13 @@ def merge_kept(values: list[Any], weights: list[float], sizes: list[int]) -> Any
     return merge(values, weights, sizes)
 
 
-def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
+def merge(
+    values: list[Any],
+    weights: list[float],
+    sizes: list[int],
+    known: Mapping[str, Any] = MappingProxyType({}),
+    path: str = "outputs",
+) -> Any:
     """Merge values of equal structure.
 
     Scalars become their weighted mean, tensors of samples are concatenated, everything else becomes a list.
@@ -38,20 +48,33 @@ def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
         values: Value of each micro-batch.
         weights: Weight of each micro-batch.
         sizes: Number of samples of each micro-batch.
+        known: What is merged already, by its path.
+        path: Where the values are.
     """
     first = values[0]
+    if path in known:
+        return known[path]
     if len(values) == 1:
         return first
     if isinstance(first, Tensor):
         return _merge_tensors(values, weights, sizes)
     if isinstance(first, Mapping):
-        return {key: merge([value[key] for value in values], weights, sizes) for key in first}
+        merged = {}
+        for key in dict.fromkeys(key for value in values for key in value):
+            rows = [row for row in zip(values, weights, sizes, strict=True) if key in row[0]]
+            mine, of_loss, of_samples = ([*column] for column in zip(*rows, strict=True))
+            merged[key] = merge([value[key] for value in mine], of_loss, of_samples, known, f"{path}[{key!r}]")
+        return merged
     if isinstance(first, tuple):
-        columns = [merge(list(column), weights, sizes) for column in zip(*values, strict=True)]
+        columns = [
+            merge(list(column), weights, sizes, known, f"{path}[{index}]")
+            for index, column in enumerate(zip(*values, strict=True))
+        ]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if isinstance(first, list):
         return [item for value in values for item in value]
-    return None if first is None else values
+    is_one = isinstance(first, (str, bool)) and all(value == first for value in values)
+    return first if is_one or first is None else values
 
 
 def _merge_tensors(values: list[Tensor], weights: list[float], sizes: list[int]) -> Any:
@@ -76,6 +99,47 @@ def detached(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(detached(item) for item in value)
     return value
+
+
+def _numbers_in(extra: Any, path: str = "outputs") -> Iterator[tuple[str, Any]]:
+    """Yield the numbers in what a step returns beside its loss, by their path."""
+    if isinstance(extra, Mapping):
+        for key, item in extra.items():
+            yield from _numbers_in(item, f"{path}[{key!r}]")
+    elif isinstance(extra, tuple):
+        for index, item in enumerate(extra):
+            yield from _numbers_in(item, f"{path}[{index}]")
+    elif isinstance(extra, Tensor):
+        if not extra.ndim and not extra.is_complex() and extra.dtype != torch.bool:
+            yield path, extra
+    elif isinstance(extra, (int, float)) and not isinstance(extra, bool):
+        yield path, extra
+
+
+def returned(extra: Any, part: int = 0) -> list[LogCall]:
+    """Return the numbers that a step returns as if it logged each by its path.
+
+    How those of micro-batches make that of the batch (a count adds up, a mean does not) is learned as for logged ones.
+
+    Args:
+        extra: What the step returns beside its loss.
+        part: Index of the micro-batch.
+    """
+    return [LogCall(part, _RETURNED, path, _as_logged(value), {}) for path, value in _numbers_in(extra)]
+
+
+def _as_logged(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
+    is_exact = value.is_floating_point() or value.device.type == "mps"  # which has no float64
+    return value.detach() if is_exact else value.double()
+
+
+def _like(merged: Tensor, first: Any) -> Any:
+    """Return a merged number as one of the kind that a micro-batch returned."""
+    if isinstance(first, Tensor):
+        return merged.to(first.dtype) if first.is_floating_point() else merged.round().to(first.dtype)
+    return round(merged.item()) if isinstance(first, int) else merged.item()
 
 
 # --- logged values --------------------------------------------------------------------------------------------------
@@ -336,9 +400,17 @@ class StepOutputs:
         result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
         if self._extras:
             values, weights, sizes = (list(column) for column in zip(*self._extras, strict=True))
-            result.extra = merge(values, weights, sizes)
+            result.extra = merge(values, weights, sizes, self._merged_numbers(values, weights, sizes))
         self._drop()
         return result
+
+    def _merged_numbers(self, values: list[Any], weights: list[float], sizes: list[int]) -> dict[str, Any]:
+        """Return the numbers that the whole batch would have returned, by their path; those of which that is known."""
+        rules = self.logs.rules
+        calls = [call for part, value in enumerate(values) for call in returned(value, part)]
+        merged = rules.merge([call for call in calls if rules.knows(call)], list(zip(weights, sizes, strict=True)))
+        firsts = {path: value for extra in reversed(values) for path, value in _numbers_in(extra)}
+        return {call.name: _like(call.value, firsts[call.name]) for call in merged}
 
     def clear(self) -> None:
         """Forget what was logged and returned since the last `commit`."""

@@ -1365,3 +1365,39 @@ def test_an_epoch_for_batch_norms_keeps_no_batches() -> None:
     assert set(kept) == {0}
     assert difference(plain, ours) == 0.0
     assert torch.equal(plain.norm.running_mean, ours.norm.running_mean)
+
+
+# --- what the step returns --------------------------------------------------------------------------------------------
+
+
+class Returning(Classes):
+    """Returns what its hook sums up over the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[dict[str, Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        logits, classes = self.net(batch[0]), batch[1]
+        losses = functional.cross_entropy(logits, classes, reduction="none")
+        hits = logits.argmax(1) == classes
+        found = {"loss": losses.mean(), "correct": hits.sum(), "total": len(hits), "rate": hits.double().mean().item()}
+        rare = {"has_fourth": True} if bool((classes == 4).any()) else {}
+        return found | {"more": {"summed": losses.sum(), "stage": "train", "rows": logits}} | rare
+
+    def on_train_batch_end(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
+        self.got.append(outputs)
+
+
+def test_hooks_get_what_the_whole_batch_would_have_returned() -> None:
+    plain, ours = Returning(), Returning()
+    fit(plain, max_epochs=1)
+    fit(ours, MicroBatching(micro_batch_size=2), max_epochs=1)
+    for found, wanted in zip(ours.got, plain.got, strict=True):
+        assert {key: type(value) for key, value in found.items()} == {k: type(v) for k, v in wanted.items()}
+        assert (int(found["correct"]), found["total"]) == (int(wanted["correct"]), wanted["total"])
+        assert found["correct"].dtype == wanted["correct"].dtype
+        assert found["rate"] == pytest.approx(wanted["rate"])
+        assert found["more"]["stage"] == "train"
+        for name in ("summed", "rows"):
+            torch.testing.assert_close(found["more"][name], wanted["more"][name])
