@@ -65,6 +65,7 @@ NAMES: dict[str, str] = {
     "_all_gather_process_group": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_all_reduce_process_group": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_checkpoint_connector": "lightning.pytorch.Trainer",
+    "_logger_connector": "lightning.pytorch.Trainer",
     "_apply": "torch.distributed.tensor.parallel.style.ParallelStyle",
     "_args": "threading.Thread",
     "_attn_implementation": "transformers.PreTrainedConfig",

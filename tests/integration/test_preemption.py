@@ -257,6 +257,45 @@ def test_weights_of_a_validation_are_not_those_that_the_run_goes_on_from(tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
+class Teaching(ToldInside):
+    """Follows its weights in a hook of its own, which Lightning calls after those of callbacks."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.register_buffer("teacher", torch.zeros(1, 4))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + (self.layer.weight - self.teacher).square().sum()
+
+    def on_train_batch_end(self, *_):
+        self.teacher.lerp_(self.layer.weight.detach(), 0.5)
+
+
+class OnPlateau(ToldInside):
+    """Has a scheduler that looks at the loss of each step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "loss"}]
+
+
+@pytest.mark.parametrize("kind", [Teaching, OnPlateau])
+def test_the_last_step_is_whole(tmp_path, kind):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        train(kind("forward"), Preemption(dirpath=str(tmp_path)))
+    signal.signal(signal.SIGINT, before)
+    (path,) = tmp_path.glob("preempted-*.ckpt")
+    whole, resumed = train(kind()), train(kind(), path=path)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
 def test_runs_that_share_a_folder_replace_none_of_each_other(tmp_path):
     for _ in range(2):
         (ended,) = run_ranks(lambda: interrupted(tmp_path, "forward", signal.SIGTERM), 1, tmp_path / "run")

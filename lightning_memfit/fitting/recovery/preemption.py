@@ -24,6 +24,7 @@ from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
 from lightning_memfit.fitting.recovery.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
 from lightning_memfit.fitting.upstream.lightning import (
+    after_batch_hooks,
     before_validation,
     ends_epoch,
     step_plateau_schedulers,
@@ -86,7 +87,7 @@ class Preemption(KeepsRandomNumbers):
     step boundary after the requeue signal, on all ranks together, where Lightning would save in the middle of a step;
     the run then goes on until SLURM ends it. SIGTERM is left to Lightning there.
 
-    Put it last among the callbacks: those after it don't see the last batch.
+    Put it last among the callbacks: those after it don't see the end of a run that got its signal in its last step.
 
     Args:
         grace_seconds: How long a signal may wait for a step boundary.
@@ -123,7 +124,7 @@ class Preemption(KeepsRandomNumbers):
         self._process = os.getpid()
         self._consensus: RankConsensus | None = None
         self._has_stepped = False
-        self._saved_step = -1
+        self._is_boundary = False
         self._before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
         self._requeue: Callable[[], Any] | None = None
@@ -141,12 +142,14 @@ class Preemption(KeepsRandomNumbers):
         self._restore()
         self._before = {}
         self.error, self._received, self._is_over, self._has_stepped = None, None, False, False
+        self._is_boundary = False
         self._requeue, self._is_requeued, self._put_back = None, False, []
         self._install(trainer)
         self.follow_random_numbers(trainer, stage)
         if stage == "fit":
             loop = trainer.fit_loop.epoch_loop.val_loop
             self._layers.append(wrap_method(loop, "reset", partial(self._begin_to_validate, pl_module)))
+            self._layers.append(after_batch_hooks(trainer, partial(self._end_batch, trainer)))
 
     def _begin_to_validate(self, module: LightningModule, reset: Callable[[], None]) -> None:
         """Note samples of the weights before any hook of a validation, which may exchange them."""
@@ -271,11 +274,18 @@ class Preemption(KeepsRandomNumbers):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the run after an optimizer step, if a rank has got a signal."""
+        """Notice the end of an optimizer step, at which a run can end when the module's own hook is over, too."""
         self._has_stepped = True
         is_done = not trainer.fit_loop._should_accumulate()
-        if is_done and not validation_is_due(trainer) and not ends_epoch(trainer):
-            self._end_if_told(trainer)
+        self._is_boundary = is_done and not validation_is_due(trainer) and not ends_epoch(trainer)
+
+    def _end_batch(self, trainer: Trainer, inner: Callable[[], None]) -> None:
+        """End the run after an optimizer step, if a rank has got a signal."""
+        is_boundary, self._is_boundary = self._is_boundary, False
+        if is_boundary:
+            # In a run that goes on they don't step for this batch any more.
+            self._end_if_told(trainer, prepare=partial(step_plateau_schedulers, trainer, "step"))
+        inner()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -307,7 +317,7 @@ class Preemption(KeepsRandomNumbers):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let schedulers step that Lightning forgets in a run that goes on."""
         if trainer.fit_loop.restarting:
-            step_plateau_schedulers(trainer)
+            step_plateau_schedulers(trainer, "epoch")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -335,7 +345,9 @@ class Preemption(KeepsRandomNumbers):
         now = _samples(module)
         return len(now) == len(self._trained) and all(map(torch.equal, now, self._trained))
 
-    def _end_if_told(self, trainer: Trainer, validates: bool = False) -> None:
+    def _end_if_told(
+        self, trainer: Trainer, validates: bool = False, prepare: Callable[[], None] = lambda: None
+    ) -> None:
         told, is_requeued = self._received is not None, self._is_requeued
         is_told = told or is_requeued
         has_others = validates and is_told and not self._has_trained_weights(trainer)
@@ -351,6 +363,7 @@ class Preemption(KeepsRandomNumbers):
             self._put_back = []
             return
         self._stop_timer()
+        prepare()
         folder = checkpoint_folder(trainer, self.dirpath)
         path = unused_checkpoint(trainer, folder, f"preempted-step={trainer.global_step}")
         trainer.save_checkpoint(path)

@@ -6,11 +6,13 @@ saved after an epoch's last batch goes on behind the epoch's end. `before_valida
 whole validation is run again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+
+from lightning_memfit.memory.wrapping import wrap_method
 
 
 def validation_is_due(trainer: Trainer) -> bool:
@@ -39,6 +41,15 @@ def before_validation(trainer: Trainer) -> Iterator[None]:
             vars(part).update(values)
 
 
+def after_batch_hooks(trainer: Trainer, layer: Callable[..., None]) -> Callable[[], None]:
+    """Put a layer around what Lightning does once all hooks of a batch are over, those of the module after callbacks'.
+
+    Returns:
+        A function that takes the layer off.
+    """
+    return wrap_method(trainer._logger_connector, "on_batch_end", layer)
+
+
 def repeats_validation(trainer: Trainer) -> bool:
     """Whether a checkpoint that is saved now lets a run validate anew."""
     total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
@@ -51,11 +62,16 @@ def validation_begins(trainer: Trainer) -> None:
     total.ready = total.started = total.processed = total.completed
 
 
-def step_plateau_schedulers(trainer: Trainer) -> None:
-    """Let schedulers on a plateau step at the end of the epoch in which a run went on, if their metrics are known.
+def step_plateau_schedulers(trainer: Trainer, interval: Literal["step", "epoch"]) -> None:
+    """Let schedulers on a plateau step, if their metrics are known, where Lightning leaves that out.
 
-    Lightning leaves that step out, as metrics are in no checkpoint; those of a validation that was run since are known.
+    Metrics are in no checkpoint. So Lightning steps neither at the end of the epoch in which a run went on (those of a
+    validation that was run since are known) nor, in the run that goes on, for the batch after which it was saved.
     """
-    waiting = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == "epoch"]
-    if waiting and all(one.monitor in trainer.callback_metrics for one in waiting):
-        trainer.fit_loop._restarting = False
+    waiting = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == interval]
+    if not waiting or any(one.monitor not in trainer.callback_metrics for one in waiting):
+        return
+    if interval == "epoch":
+        trainer.fit_loop._restarting = False  # whereupon Lightning does
+    else:
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
