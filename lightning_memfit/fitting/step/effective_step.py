@@ -5,6 +5,7 @@ run(batch) -> attempt -> consensus of ranks -> reduce and commit | roll back, lo
 
 import math
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -83,9 +84,11 @@ _OTHER_WEIGHTS = (
     "The ranks' modules have {} parameters: gradients of one rank alone can't be averaged. Add and remove layers on "
     "all ranks alike."
 )
+_NO_CHECK, _OF_WEIGHTS, _WHOLE_CHECK = 0, 1, 2
 _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
 _MAX_CHECKS = 3
+_MAX_WEIGHINGS = 3
 _LET_OTHERS_SPEAK = 2.0  # seconds
 _EQUAL = 1e-9
 _ALWAYS_RISKY = 2
@@ -190,6 +193,8 @@ class EffectiveStep:
         self._rules = rules
         self._guard = BatchGuard()
         self._num_checks = 0
+        self._num_weighings = _MAX_WEIGHINGS
+        self._is_mean = False
         self._looks = False
         self._written_once: dict[str, Slot] = {}
         self._cleared: Saved = {}
@@ -253,16 +258,19 @@ class EffectiveStep:
         state = self._rollback.state
         state.compares = self._check is not None and num_samples > size and self._check.is_worth_more
         start = self._rollback.save()
-        needs_check = num_samples > size and self._needs_check(local_batch, size)
+        needed = _WHOLE_CHECK if num_samples > size and self._needs_check(local_batch, size) else _NO_CHECK
+        needed = needed or (_OF_WEIGHTS if self._has_open_weights(local_batch) else _NO_CHECK)
         if self._is_sharded and self._engine is None:
             is_proven = self._num_steps > _ALWAYS_RISKY and self._proven.covers(batch, size)
             self._is_risky = not (is_proven and self._consensus.knows((TRAINING, _num_parts(local_batch, size))))
-        is_repeated = False
-        if self._weigh_in(request, local_batch, needs_check, _num_parts(local_batch, size)):
+        needed = self._weigh_in(request, local_batch, needed, _num_parts(local_batch, size))
+        if needed == _WHOLE_CHECK:
             local_batch, start = self._check_on(request, local_batch, start, size)
-            is_repeated = self._weigh_past_again()
-            if is_repeated:
-                self._rollback.clear_gradients()
+        elif needed == _OF_WEIGHTS:
+            local_batch = self._settle_weights(request, local_batch, start)
+        is_repeated = needed != _NO_CHECK and self._weigh_past_again()
+        if is_repeated:
+            self._rollback.clear_gradients()
         request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
         self._num_checks = 0
         self._looks = self._check is not None and (state.is_looking or state.compares)
@@ -317,7 +325,8 @@ class EffectiveStep:
             is_repeated = True
             size = self._size_for(request, num_samples)
             local_batch = self._weigh(request, num_samples, size)
-            if self._weigh_again(request, local_batch, self._needs_check(local_batch, size, is_open)):
+            needed = _WHOLE_CHECK if self._needs_check(local_batch, size, is_open) else _NO_CHECK
+            if self._weigh_again(request, local_batch, needed):
                 local_batch, start = self._check_on(request, local_batch, start, size, has_failed=not is_open)
                 self._weigh_past_again()
             self._last = local_batch, start
@@ -382,41 +391,71 @@ class EffectiveStep:
         self._weigh_again(request, local_batch)
         return local_batch, start
 
-    def _weigh_in(self, request: StepRequest, local_batch: LocalBatch, needs_check: bool, num_parts: int) -> bool:
-        """Add the weight of this batch, over all ranks, to that of its window; return whether any rank has to check."""
+    def _has_open_weights(self, local_batch: LocalBatch) -> bool:
+        """Whether it is in dispute how batches weigh that aren't split, beside others of a window or of other ranks.
+
+        Sharded ranks would all have to run the same samples to find out: there the likeliest rule holds.
+        """
+        if self._check is None or self._is_sharded or not (self._weighs_whole and self._num_weighings):
+            return False
+        sizes = {past.local_batch.num_samples for past in self._past} | {local_batch.num_samples}
+        is_ragged = len(sizes) > 1 and not (self._is_mean or self._check.is_done)  # a sum weighs as it is
+        return local_batch.num_samples > 1 and (is_ragged or local_batch.is_disputed_by_sample)
+
+    def _settle_weights(self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint) -> LocalBatch:
+        """Find out, on all ranks, what losses are means over; where nothing shows it, the likeliest rule stays.
+
+        Nothing is split, so that what else would be refused, or be worth a warning, is none of this run.
+        """
+        assert self._check is not None
+        put_back = self._weights.remember()
+        self._num_weighings -= 1
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._check.of_weights().run(
+                    request, request.batch, local_batch.num_samples, local_batch.num_samples, False
+                )
+            self._is_mean = not self._weights.is_sum
+        except MisconfigurationException:
+            put_back()
+            self._num_weighings = 0
+        self._loop.module._current_fx_name = start.hook_name
+        local_batch = self._weigh(request, local_batch.num_samples, local_batch.num_samples)
+        self._weigh_again(request, local_batch)
+        return local_batch
+
+    def _weigh_in(self, request: StepRequest, local_batch: LocalBatch, needed: int, num_parts: int) -> int:
+        """Add the weight of this batch, over all ranks, to that of its window; return the check that any rank needs."""
         if request.zero_grad is not None:
             self._past.clear()
             self._is_cleared = False
             self._window_total = 0.0
         self._batch_total = 0.0
-        return self._weigh_again(request, local_batch, needs_check, num_parts)
+        return self._weigh_again(request, local_batch, needed, num_parts)
 
-    def _weigh_again(
-        self, request: StepRequest, local_batch: LocalBatch, needs_check: bool = False, num_parts: int = 0
-    ) -> bool:
-        """Replace the weight of this batch in that of its window; return whether any rank has to check.
+    def _weigh_again(self, request: StepRequest, local_batch: LocalBatch, needed: int = 0, num_parts: int = 0) -> int:
+        """Replace the weight of this batch in that of its window; return the check that any rank needs.
 
         Sharded, an attempt is risky for all ranks if it is for one, or if they run different numbers of micro-batches.
         """
         total = local_batch.weight
         if not self._is_alone:
             is_last = self._loop.is_last_of_epoch
-            told = self._consensus.exchange(
-                total, needs_check, -1 if self._is_risky else num_parts, is_last, at=At.BATCH
-            )
+            told = self._consensus.exchange(total, needed, -1 if self._is_risky else num_parts, is_last, at=At.BATCH)
             require_as_many_batches([last for *_, last in told], self._loop.num_batches, "limit_train_batches")
-            total, needs_check = sum(theirs for theirs, *_ in told), any(needs for _, needs, *_ in told)
+            total, needed = sum(theirs for theirs, *_ in told), int(max(theirs for _, theirs, *_ in told))
             if num_parts and self._is_sharded:
                 self._is_risky = any(parts != num_parts for _, _, parts, _ in told)
             if self._is_risky and self._engine is not None:
                 counts = ", ".join(str(int(parts)) for _, _, parts, _ in told)
                 raise MisconfigurationException(_UNEQUAL.format(counts))
-            self._checked_rank = next((rank for rank, (_, needs, *_) in enumerate(told) if needs), 0)
+            self._checked_rank = next((rank for rank, (_, theirs, *_) in enumerate(told) if theirs), 0)
         if request.zero_grad is not None:
             self._reference = (total or 1.0) * self._loop.trainer.accumulate_grad_batches
         self._window_total += total - self._batch_total
         self._batch_total = total
-        return needs_check
+        return needed
 
     def _weigh_past_again(self) -> bool:
         """Weigh the earlier batches of the window by the rules that a check on this one has left.

@@ -140,6 +140,10 @@ class ExactnessCheck:
         self.is_done = False
         self.state_rules = StateRules()
 
+    def of_weights(self) -> "ExactnessCheck":
+        """Return a check that learns nothing but what losses are means over."""
+        return ExactnessCheck(self._loop, self._splitter, self._weights, self._consensus, LogRules(), self._memory)
+
     def run(self, request: StepRequest, batch: Any, num_samples: int, size: int, has_failed: bool) -> None:
         """Compare samples of a batch, as many as fit.
 

@@ -60,6 +60,12 @@ class LocalBatch:
         found, *others = (_sums(rows or [1.0] * self.num_samples, sizes) for rows in (self._rows, *self._rivals))
         return not all(_proportional(found, other) for other in others)
 
+    @property
+    def is_disputed_by_sample(self) -> bool:
+        """Whether rules that nothing has refuted give the samples different weights."""
+        found, *others = (rows or [1.0] * self.num_samples for rows in (self._rows, *self._rivals))
+        return not all(_proportional(found, other) for other in others)
+
     def weights_of(self, parts: list[Any], sizes: list[int]) -> list[float]:
         """Return the weight of each micro-batch.
 
@@ -187,6 +193,16 @@ class LossWeights:
         self._known = {
             key: [r for r in known if r not in self._refuted] or [SAMPLES] for key, known in self._known.items()
         }
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that takes back what is learned from now on."""
+        before = set(self._refuted), self._ignored, self.is_sum
+
+        def take_back() -> None:
+            self._refuted, self._ignored, self.is_sum = before
+            self._known.clear()
+
+        return take_back
 
     def ignore(self, values: Iterable[int]) -> None:
         """Take entries of labels that the loss was seen to leave out for candidates, too."""

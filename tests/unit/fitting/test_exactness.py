@@ -1,6 +1,7 @@
 """Training with `MicroBatching` equals training without it, or ends with the reason before a weight has changed."""
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -1298,15 +1299,53 @@ def stepped(kind: type[Labelled], window: int) -> Labelled:
     return module
 
 
-@pytest.mark.parametrize("sizes", [(BATCH, BATCH), (BATCH, BATCH, BATCH)])
-@pytest.mark.parametrize("kind", [Labelled, OverSamples])
+class Summed(Labelled):
+    """The loss is a sum, of which plain Lightning takes the mean over the batches of a window."""
+
+    weight_of = staticmethod(lambda batch: 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.net(batch["ids"]).transpose(1, 2), batch["answers"], reduction="sum")
+
+
+@pytest.mark.parametrize("micro_batch_size", [3, BATCH])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *((kind, sizes) for kind in (Labelled, OverSamples) for sizes in [(BATCH, BATCH), (BATCH, BATCH, BATCH)]),
+        (Summed, (BATCH, BATCH, 2)),
+    ],
+)
 def test_a_rule_that_is_found_within_a_window_holds_for_all_of_it(
-    kind: type[Labelled], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    kind: type[Labelled], sizes: tuple[int, ...], micro_batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kind, "sizes", sizes)
     ours = kind()
-    fit(ours, MicroBatching(micro_batch_size=3), max_epochs=1, accumulate_grad_batches=len(sizes))
+    fit(ours, MicroBatching(micro_batch_size=micro_batch_size), max_epochs=1, accumulate_grad_batches=len(sizes))
     assert difference(ours, stepped(kind, len(sizes))) < 1e-9
+
+
+class NormalisedWindow(Normalised):
+    """Can't be split, which nobody asks for."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        rows = [(one, other, torch.tensor(index % 3)) for index, (one, other) in enumerate(regression().dataset)]
+        return DataLoader(rows, BATCH)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch[:2])
+
+
+def test_whole_batches_of_a_window_need_not_be_such_as_can_be_split() -> None:
+    plain, ours = NormalisedWindow(), NormalisedWindow()
+    fit(plain, max_epochs=2, accumulate_grad_batches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(LeafSpec|num_workers|log_every)")
+        fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-12
+    torch.testing.assert_close(plain.norm.running_mean, ours.norm.running_mean, rtol=0, atol=0)
 
 
 def test_windows_that_a_callback_makes_longer_weigh_whole_batches_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
