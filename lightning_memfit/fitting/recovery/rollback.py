@@ -26,6 +26,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     callback_slots,
     content_of,
     copies_of,
+    hidden_metrics,
     with_content,
     with_notes,
 )
@@ -139,7 +140,8 @@ class TrainingSnapshot:
         self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in parameters if id(p) not in stepped]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
-        self._modules = [(child, _Values(dict(child._buffers)), _attributes(child)) for child in module.modules()]
+        children = [*module.modules(), *(metric for _, metric in hidden_metrics(module))]
+        self._modules = [(child, _Values(dict(child._buffers)), _attributes(child)) for child in children]
         self._of_callbacks = copies_of(list(callback_slots(module)))
         self._others = [(vars(other), _Values(dict(vars(other)))) for other in others]
         cudnn = torch.backends.cudnn
@@ -195,7 +197,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class MetricStates:
-    """States of the torchmetrics objects in a module, which `training_step` updates.
+    """States of the torchmetrics objects that a module holds, which `training_step` updates.
 
     Args:
         module: The module with the metrics.
@@ -203,6 +205,7 @@ class MetricStates:
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
+        self._metrics += [metric for _, metric in hidden_metrics(module)]
 
     def save(self) -> list[dict[str, Any]]:
         """Return copies of all states."""

@@ -179,6 +179,30 @@ def callback_slots(module: nn.Module) -> Iterator[Slot]:
                 yield Slot(f"{kind.__name__}.{key}", vars(callback), key)
 
 
+def hidden_metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
+    """Metrics in lists, dicts and plain objects that a module holds, which are no parts of it, with where they are."""
+    seen = {id(child) for child in module.modules()}
+    for path, child in module.named_modules():
+        for key, value in vars(child).items():
+            if key not in MODULE_INTERNALS and key not in _NOT_STATE and not isinstance(child, Metric):
+                yield from _metrics_in(value, f"{path}.{key}".lstrip("."), seen)
+
+
+def _metrics_in(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Metric]]:
+    if id(value) in seen or depth >= MAX_DEPTH:
+        return
+    if isinstance(value, nn.Module):
+        seen.update(id(child) for child in value.modules())
+        yield from ((f"{name}.{path}".rstrip("."), m) for path, m in value.named_modules() if isinstance(m, Metric))
+        return
+    held = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value if isinstance(value, dict) else None
+    held = _inside(value) if held is None else held
+    if held is not None and len(held) <= MAX_ITEMS:
+        seen.add(id(value))
+        for key, item in held.items():
+            yield from _metrics_in(item, f"{name}.{key}", seen, depth + 1)
+
+
 def _add(found: dict[str, Slot], seen: set[int], slot: Slot, value: Any) -> None:
     inner = _inside(value) if len(slot.inner) < MAX_DEPTH and not _is_iterator(value) else None
     if inner is None or len(inner) > MAX_ITEMS:

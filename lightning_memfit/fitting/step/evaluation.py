@@ -23,7 +23,13 @@ from lightning_memfit.fitting.recovery.consensus import At, PeerFailed, RankCons
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import MetricStates, OwnAttributes, RandomState, TrainingSnapshot
-from lightning_memfit.fitting.recovery.step_state import MODULE_INTERNALS, alike, find_slots, reading_of
+from lightning_memfit.fitting.recovery.step_state import (
+    MODULE_INTERNALS,
+    alike,
+    find_slots,
+    hidden_metrics,
+    reading_of,
+)
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge, merge_kept
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of, with_own_tensors
@@ -79,8 +85,6 @@ class EvaluationSplitter:
         self._splitter = splitter
         self._weights = weights
         self.sizes = sizes
-        self._metrics = StepMetrics(module)
-        self._states = MetricStates(module)
         self._attributes = OwnAttributes(module)
         self._added: dict[_Place, _Added] = {}
         self._merged: dict[_Kind, set[_Place]] = {}
@@ -168,6 +172,14 @@ class EvaluationSplitter:
             return trainer.test_loop.batch_progress
         is_fit = trainer.state.fn == TrainerFn.FITTING
         return (trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop).batch_progress
+
+    @cached_property
+    def _metrics(self) -> StepMetrics:
+        return StepMetrics(self._module)  # not before the first batch: the module's own `setup` may make some
+
+    @cached_property
+    def _states(self) -> MetricStates:
+        return MetricStates(self._module)
 
     @cached_property
     def _ranks(self) -> RankConsensus:
@@ -353,6 +365,7 @@ class EvaluationSplitter:
     ) -> dict[str, Any]:
         """What samples return, log and add to metrics, in words; nothing reaches Lightning."""
         metrics = [(path, child) for path, child in self._module.named_modules() if isinstance(child, Metric)]
+        metrics += hidden_metrics(self._module)
         for _, metric in metrics:
             metric.reset()
         logs, logged = StepLogs(), _Logged()

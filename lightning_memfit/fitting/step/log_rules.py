@@ -18,6 +18,7 @@ from torchmetrics.wrappers import Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_memfit.fitting.recovery.rollback import MetricStates
+from lightning_memfit.fitting.recovery.step_state import hidden_metrics
 
 Key = tuple[str, str]
 """The hook that logged, and the name."""
@@ -387,7 +388,7 @@ def metric_values(module: nn.Module) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     inner: set[int] = set()
-    for name, metric in module.named_modules():
+    for name, metric in (*module.named_modules(), *hidden_metrics(module)):
         if not isinstance(metric, Metric) or id(metric) in inner:
             continue
         chain = [child for child in metric.modules() if isinstance(child, Metric)]

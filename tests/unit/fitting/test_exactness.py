@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
@@ -1440,3 +1441,36 @@ def test_hooks_get_what_the_whole_batch_would_have_returned() -> None:
         assert found["more"]["stage"] == "train"
         for name in ("summed", "rows"):
             torch.testing.assert_close(found["more"][name], wanted["more"][name])
+
+
+class Holder:
+    """Holds a metric, of which torch knows nothing."""
+
+    def __init__(self) -> None:
+        self.metric = MeanSquaredError()
+
+
+class Hidden(Toy):
+    """Keeps metrics in a dict, a list and an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"one": MeanSquaredError(), "others": [MeanSquaredError()], "third": Holder()}
+
+    @property
+    def metrics(self) -> list[MeanSquaredError]:
+        return [self.kept["one"], self.kept["others"][0], self.kept["third"].metric]
+
+    def loss(self, batch: Any) -> Tensor:
+        found = self.net(batch[0])
+        for metric in self.metrics:
+            metric.update(found.detach().contiguous(), batch[1].contiguous())
+        return functional.mse_loss(found, batch[1])
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (3,))])
+def test_metrics_that_torch_does_not_see_count_every_sample_once(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = both(Hidden, size, fails_at)
+    for found, wanted in zip(ours.metrics, plain.metrics, strict=True):
+        assert int(found.total) == int(wanted.total)
+        torch.testing.assert_close(found.compute(), wanted.compute())
