@@ -172,7 +172,7 @@ class MicroBatching(KeepsRandomNumbers):
             trainer,
             pl_module,
             self._splitter(pl_module),
-            self._weights(pl_module),
+            partial(self._weights, pl_module),
             self._evaluation_sizes,
             self.options.allow_batch_statistics,
             partial(self._agree_by, trainer, is_evaluation=True),

@@ -63,7 +63,7 @@ class EvaluationSplitter:
         trainer: The trainer.
         module: The module.
         splitter: Splits batches.
-        weights: Weighs their parts.
+        weights: Returns what weighs their parts; called with the first batch.
         sizes: Sizes to start with, by the name of the step, for example those of the last run.
         allow_batch_statistics: Whether values may change when batches are split.
         ranks: Returns what ranks agree by; called with the first batch.
@@ -74,7 +74,7 @@ class EvaluationSplitter:
         trainer: Trainer,
         module: LightningModule,
         splitter: BatchSplitter,
-        weights: LossWeights,
+        weights: Callable[[], LossWeights],
         sizes: dict[str, int],
         allow_batch_statistics: bool,
         ranks: Callable[[], RankConsensus],
@@ -83,7 +83,7 @@ class EvaluationSplitter:
         self._trainer = trainer
         self._module = module
         self._splitter = splitter
-        self._weights = weights
+        self._find_weights = weights
         self.sizes = sizes
         self._attributes = OwnAttributes(module)
         self._added: dict[_Place, _Added] = {}
@@ -172,6 +172,10 @@ class EvaluationSplitter:
             return trainer.test_loop.batch_progress
         is_fit = trainer.state.fn == TrainerFn.FITTING
         return (trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop).batch_progress
+
+    @cached_property
+    def _weights(self) -> LossWeights:
+        return self._find_weights()
 
     @cached_property
     def _metrics(self) -> StepMetrics:

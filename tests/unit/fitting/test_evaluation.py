@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter, deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,3 +315,39 @@ def test_metrics_count_every_sample_once_wherever_they_are() -> None:
     for ours, theirs in ((cut.accuracy, whole.accuracy), (cut.hidden["mean"], whole.hidden["mean"])):
         torch.testing.assert_close(ours.compute(), theirs.compute())
     assert int(cut.hidden["mean"].weight) == len(Sentences())
+
+
+class TinyForCausalLM(nn.Module):
+    """Shifts labels as a language model of Hugging Face does."""
+
+    config = SimpleNamespace(is_encoder_decoder=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def loss_function(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(ids)[:, :-1].transpose(1, 2), labels[:, 1:])
+
+
+class Built(Evaluated):
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.model = TinyForCausalLM().double()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if len(batch["index"]) > self.fits:
+            raise out_of_memory()
+        size = int((batch["labels"][:, 1:] != -100).sum())
+        self.log("val_loss", self.model.loss_function(batch["input_ids"], batch["labels"]), batch_size=size)
+        return self.model.loss_function(batch["input_ids"], batch["labels"])
+
+    def on_validation_batch_end(self, outputs: Tensor, *_: Any) -> None:
+        self.kept.append(outputs)
+
+
+def test_models_that_are_built_when_the_run_begins_are_known() -> None:
+    whole, cut = Built(), Built()
+    validated(whole, 100)
+    validated(cut, 8)
+    torch.testing.assert_close(torch.stack(cut.kept), torch.stack(whole.kept), rtol=1e-12, atol=1e-12)
