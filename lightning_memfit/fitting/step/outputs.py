@@ -4,9 +4,9 @@
 ranks and `commit` is called.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from types import MappingProxyType
 from typing import Any
 
@@ -64,7 +64,7 @@ def merge(
             rows = [row for row in zip(values, weights, sizes, strict=True) if key in row[0]]
             mine, of_loss, of_samples = ([*column] for column in zip(*rows, strict=True))
             merged[key] = merge([value[key] for value in mine], of_loss, of_samples, known, f"{path}[{key!r}]")
-        return merged
+        return _of_kind(first, merged)
     if isinstance(first, tuple):
         columns = [
             merge(list(column), weights, sizes, known, f"{path}[{index}]")
@@ -88,12 +88,22 @@ def _merge_tensors(values: list[Tensor], weights: list[float], sizes: list[int])
     return sum(value * (weight / total) for value, weight in kept) if total else values[0]
 
 
+def _of_kind(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return items in a mapping like another, such as a `ModelOutput`, of which hooks read attributes."""
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    found = copy(value)
+    for key, item in items.items():
+        found[key] = item
+    return found
+
+
 def detached(value: Any) -> Any:
     """Return the same structure without graphs."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, Mapping):
-        return {key: detached(item) for key, item in value.items()}
+        return _of_kind(value, {key: detached(item) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(detached(item) for item in value))
     if isinstance(value, (list, tuple)):

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -1423,7 +1423,8 @@ class Returning(Classes):
         hits = logits.argmax(1) == classes
         found = {"loss": losses.mean(), "correct": hits.sum(), "total": len(hits), "rate": hits.double().mean().item()}
         rare = {"has_fourth": True} if bool((classes == 4).any()) else {}
-        return found | {"more": {"summed": losses.sum(), "stage": "train", "rows": logits}} | rare
+        more = {"summed": losses.sum(), "stage": "train", "rows": logits}
+        return found | {"more": more, "output": UserDict(rows=logits)} | rare
 
     def on_train_batch_end(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
         self.got.append(outputs)
@@ -1439,6 +1440,7 @@ def test_hooks_get_what_the_whole_batch_would_have_returned() -> None:
         assert found["correct"].dtype == wanted["correct"].dtype
         assert found["rate"] == pytest.approx(wanted["rate"])
         assert found["more"]["stage"] == "train"
+        torch.testing.assert_close(found["output"]["rows"], wanted["output"]["rows"])
         for name in ("summed", "rows"):
             torch.testing.assert_close(found["more"][name], wanted["more"][name])
 
