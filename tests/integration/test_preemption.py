@@ -285,14 +285,15 @@ class OnPlateau(ToldInside):
         return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "loss"}]
 
 
+@pytest.mark.parametrize("interval", [2, 3])  # a validation comes before or after the step that is told
 @pytest.mark.parametrize("kind", [Teaching, OnPlateau])
-def test_the_last_step_is_whole(tmp_path, kind):
+def test_the_last_step_is_whole(tmp_path, kind, interval):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit):
-        train(kind("forward"), Preemption(dirpath=str(tmp_path)))
+        train(kind("forward"), Preemption(dirpath=str(tmp_path)), val_check_interval=interval)
     signal.signal(signal.SIGINT, before)
     (path,) = tmp_path.glob("preempted-*.ckpt")
-    whole, resumed = train(kind()), train(kind(), path=path)
+    whole, resumed = (train(kind(), path=one, val_check_interval=interval) for one in (None, path))
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 

@@ -24,6 +24,7 @@ from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
 from lightning_memfit.fitting.recovery.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
 from lightning_memfit.fitting.upstream.lightning import (
+    a_plateau_waits_for_a_step,
     after_batch_hooks,
     before_validation,
     ends_epoch,
@@ -68,7 +69,8 @@ class Preemption(KeepsRandomNumbers):
     A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows, the start
     of a validation, and the end of one of its batches; the run that goes on validates anew, so that whatever looks at
     its figures sees them. Weights with which Lightning's `WeightAveraging` validates are exchanged for those of
-    training first; where others do so, the run ends after the next step. With several ranks, of which one that gets a
+    training first; where others do so, or where a scheduler on a plateau steps after the validation by what the batch
+    before it has logged, the run ends after the next step. With several ranks, of which one that gets a
     signal ends all together, no validation is broken off, as they may have different numbers of batches: the next
     step's end comes after it. What the signal meets (forward, backward, the optimizer, a save) is finished first.
     Before the first step there is nothing to save, and the run ends at once. A second signal, and the end of the grace
@@ -309,7 +311,8 @@ class Preemption(KeepsRandomNumbers):
             self._end_before_validation(trainer)
 
     def _end_before_validation(self, trainer: Trainer) -> None:
-        if self._has_stepped and not trainer.fit_loop._should_accumulate():
+        is_boundary = self._has_stepped and not trainer.fit_loop._should_accumulate()
+        if is_boundary and not a_plateau_waits_for_a_step(trainer):
             with before_validation(trainer):
                 self._end_if_told(trainer, validates=True)
 

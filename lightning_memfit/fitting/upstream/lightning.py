@@ -75,3 +75,12 @@ def step_plateau_schedulers(trainer: Trainer, interval: Literal["step", "epoch"]
         trainer.fit_loop._restarting = False  # whereupon Lightning does
     else:
         trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+
+
+def a_plateau_waits_for_a_step(trainer: Trainer) -> bool:
+    """Whether a scheduler on a plateau steps after this validation by what the batch before it has logged.
+
+    That is in no checkpoint, so that a run that validates anew couldn't step it.
+    """
+    waiting = {one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == "step"}
+    return bool(waiting and waiting & trainer.fit_loop.epoch_loop._results.metrics(True)["callback"].keys())
