@@ -220,8 +220,17 @@ def laid_over(planned: Sequence[Namespace], recipe: Sequence[Namespace], plan_fi
 
 
 def other_device(planned: str, here: str) -> bool:
-    """Whether a plan names a device of the catalogue, and a run is on another; a size is no name."""
+    """Whether a plan names a device of the catalogue, and a run is on another; a size is no name.
+
+    Args:
+        planned: As the catalogue or a driver names it: plans without `--device` have the driver's name.
+        here: As `device_name` has it, which is the driver's where that stands for none or several of the catalogue.
+    """
     try:
-        return bool(find_device(planned).flops) and planned != here
+        spec = find_device(planned)
     except ValueError:
         return False
+    try:
+        return bool(spec.flops) and find_device(here).name != spec.name
+    except ValueError:
+        return bool(spec.flops) and not spec.may_be(here)

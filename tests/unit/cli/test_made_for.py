@@ -13,6 +13,7 @@ from jsonargparse import Namespace
 from cli.made_for import PLAN_AGAIN, differences, laid_over, other_device, other_parameters, parameters_of, written
 from cli.recipe_files import without_config
 from cli.recipe_run import load_recipe
+from lightning_memfit.device.catalogue import DEVICES
 from lightning_memfit.profile.files import file_digest
 
 EIGHT_BIT = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
@@ -173,6 +174,22 @@ def test_a_plan_for_another_device_is_told_from_one_for_a_size() -> None:
     assert not other_device("24GiB", "H100")
     assert not other_device("device of 900.00 MiB", "CPU, 2 threads")
     assert not other_device("this CPU", "CPU, 2 threads")
+
+
+def test_a_plan_made_on_a_card_is_for_that_card() -> None:
+    """Plans without `--device` have the driver's name, and were refused on the machine that they were made on."""
+    for driver, here in (
+        ("NVIDIA H100 80GB HBM3", "H100 SXM 80GB"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("Tesla T4", "T4"),
+    ):
+        assert not other_device(driver, here)
+        assert other_device(driver, "RTX 2080 Ti")
+    assert other_device("NVIDIA A100 80GB PCIe", "A100 80GB")
+    assert not other_device("RTX 3080 10GB", "NVIDIA GeForce RTX 3080")  # of either size
+    assert other_device("RTX 3080 10GB", "NVIDIA GeForce RTX 3080 Ti")
+    assert all(not other_device(spec.name, spec.name) for spec in DEVICES)
 
 
 def test_a_file_is_left_out_of_arguments() -> None:
