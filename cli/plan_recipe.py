@@ -119,8 +119,10 @@ def plan_recipe(
 
     def laid(one: Plan) -> dict[str, Any]:
         overlay = overlay_of(one, workload, arguments.nvme_path)
-        recounted = _counted_in_batches(run, overlay["trainer"]["accumulate_grad_batches"])
-        return {**origin, **overlay, "trainer": {**overlay["trainer"], **recounted}}
+        trainer = overlay["trainer"]
+        devices = _devices_as_named(run, trainer["devices"])
+        recounted = _counted_in_batches(run, trainer["accumulate_grad_batches"])
+        return {**origin, **overlay, "trainer": {**trainer, "devices": devices, **recounted}}
 
     data["overlay"] = laid(plan) if plan.fits else None
     if data["overlay"] is not None:
@@ -242,6 +244,20 @@ def _counted_in_batches(run: RecipeRun, accumulate: int) -> dict[str, int]:
         # An epoch that is cut must not become shorter than what is between two validations.
         recounted[name] = max(1, whole) if name == "val_check_interval" else whole + (rest > 0)
     return recounted
+
+
+def _devices_as_named(run: RecipeRun, number: int) -> int | list[int]:
+    """The Trainer's `devices` under a plan for so many: those that the recipe names by their numbers, where it does.
+
+    Others may be occupied. Where a plan takes fewer, they are the first ones.
+
+    Args:
+        run: The recipe.
+        number: Devices on each machine.
+    """
+    said, numbers = (run.config.get("trainer") or {}).get("devices"), run.device_numbers or ()
+    are_named = isinstance(said, list) or "," in str(said)
+    return list(numbers[:number]) if are_named and number <= len(numbers) else number
 
 
 def _said_of_counts(run: RecipeRun, planned: Mapping[str, Any]) -> Iterator[str]:

@@ -75,6 +75,26 @@ def test_as_many_samples_are_trained_and_validated_in_batches_of_another_size(
     assert list(plan_recipe._said_of_counts(run, {})) == []
 
 
+@pytest.mark.parametrize(
+    ("said", "number", "laid"),
+    [
+        ([1], 1, [1]),  # it was 1, which is the first
+        ([2, 3], 2, [2, 3]),
+        ("2,3", 1, [2]),
+        ("1,", 1, [1]),
+        ([1], 4, 4),  # `--device "4x A100"`
+        (2, 2, 2),
+        ("auto", 8, 8),
+        (-1, 1, 1),
+    ],
+)
+def test_devices_that_a_recipe_names_by_their_numbers_stay(said: Any, number: int, laid: Any) -> None:
+    """A plan made for what is free on the second card ran on the first one."""
+    run = replace(recipe(), device_numbers=device_numbers(said))
+    run.__dict__["config"] = {"trainer": {"devices": said}}
+    assert plan_recipe._devices_as_named(run, number) == laid
+
+
 def test_all_devices_are_taken_by_ddp() -> None:
     setting, _ = plan_recipe.own_setting(recipe(devices=None), 8)
     assert setting is not None
