@@ -56,6 +56,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
         count, device = split_device(arguments.device)
         run = run if count is None else _on_devices(run, count)
         target = target_of(device, run)
+        run = run if arguments.device is not None else _on_all_here(run, target)
         division, notes = division_of_recipe(run)
         notes += run.notes
         precision = run.options.precision
@@ -160,6 +161,20 @@ def _on_devices(run: RecipeRun, count: int) -> RecipeRun:
             f"`--device` names {count} devices, the recipe {said}. Set `trainer.devices`, the number on each machine."
         )
     return replace(run, devices=count // run.num_nodes)
+
+
+def _on_all_here(run: RecipeRun, target: Target) -> RecipeRun:
+    """The run on all GPUs of this machine, where the recipe takes all there are (`devices: auto`) and nobody named one.
+
+    Args:
+        run: The recipe.
+        target: What `target_of` has found here.
+    """
+    if run.devices is not None or not target.device_kind.has_own_memory or target.capacity_bytes is None:
+        return run
+    import torch
+
+    return replace(run, devices=torch.cuda.device_count())
 
 
 def division_of_recipe(run: RecipeRun) -> tuple[Division | None, list[str]]:

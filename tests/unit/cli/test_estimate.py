@@ -1,13 +1,18 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from cli.arguments import split_arguments
 from cli.estimate import _callbacks_of, make_parser
+from cli.estimate_recipe import _on_all_here, division_of_recipe
 from cli.main import main
+from cli.recipe_run import RecipeRun
+from lightning_memfit.estimate.target import Target, unnamed_target
 
 DATA = [
     "--data=lightning_memfit.data.StandardLibraryText",
@@ -362,6 +367,18 @@ def test_ddp_adds_its_buckets(capsys):
     _, ddp = estimate(capsys, *named, "--strategy", "ddp", "--devices", "2")
     assert ddp["peak"]["by_phase"]["backward"] >= 20 * 124_439_808  # weights, two states, gradients twice
     assert ddp["peak"]["total_bytes"] > alone["peak"]["total_bytes"]
+
+
+def test_all_gpus_of_this_machine_count_where_the_recipe_takes_all(monkeypatch):
+    """Lightning makes it DDP, whose buckets were not in the figures."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    run = RecipeRun(None, None, None, (), "auto", "auto", None, 1, None, None)
+    here, cpu = Target("a card", "cuda", 1 << 30), Target("this CPU", "cpu", 1 << 30)
+    division, _ = division_of_recipe(_on_all_here(run, here))
+    assert (division.stage, division.ranks, division.copies_gradients) == (0, 4, True)
+    assert division_of_recipe(_on_all_here(replace(run, devices=1), here))[0] is None
+    assert division_of_recipe(_on_all_here(run, cpu))[0] is None
+    assert division_of_recipe(_on_all_here(run, unnamed_target()))[0] is None
 
 
 @pytest.mark.medium
