@@ -192,12 +192,14 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     lock, free = None, None
     if arguments.lock is not None:
         lock = PlanLock(Path(arguments.lock))
-    elif not (arguments.device in (None, "cpu") or arguments.nvme_path or arguments.no_cache):
+    elif not (_is_of_here(arguments.device) or arguments.nvme_path or arguments.no_cache):
         # The free memory and disk space of this machine change by the minute.
         lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
     if lock is not None:
         free = probe_host().available_bytes if arguments.host_memory is None else None
         known, changed = _load(lock, key, free, arguments.lock is not None)
+        if known is not None and _is_of_here(arguments.device) and not _is_for_now(known, arguments.host_memory):
+            known, changed = None, ["free memory of the device"]
         if known is not None and arguments.html is None:  # what a search knows beside its plan isn't kept
             return known
         if changed and arguments.lock is not None:
@@ -224,6 +226,29 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     if lock is not None and not (arguments.dry_run and arguments.lock is not None):
         _save(lock, partial(lock.save, key, plan, Sources.now(files, environment), free), arguments.lock is not None)
     return plan
+
+
+def _is_of_here(device: str | None) -> bool:
+    """Whether the device that is planned for is this machine's, of which as much counts as is free."""
+    return device is None or device.strip().lower() == "cpu"
+
+
+def _is_for_now(plan: Mapping[str, Any], host_memory: str | None) -> bool:
+    """Whether a plan for this machine's device is still the one for what is free on it now.
+
+    Args:
+        plan: A plan that was made for what was free then.
+        host_memory: What the user has limited host memory to.
+    """
+    from lightning_memfit.estimate.target import host_target, live_target
+    from lightning_memfit.planner.lock import device_memory_is_alike
+
+    cpu = host_target()
+    if plan["device"].startswith(cpu.name):
+        is_limited = plan["device"] != cpu.name or host_memory is not None  # by a `MemoryLimit`, or by the user
+        return is_limited or device_memory_is_alike(plan, cpu.usable_bytes or 0)
+    gpu = live_target(None)
+    return gpu is not None and device_memory_is_alike(plan, gpu.usable_bytes or 0)
 
 
 def _load(lock: PlanLock, key: PlanKey, free: int | None, is_named: bool) -> tuple[dict[str, Any] | None, list[str]]:

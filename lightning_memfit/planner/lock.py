@@ -140,7 +140,7 @@ class PlanLock:
 
 
 _MORE_ROOM = 1.25
-"""With this much more host memory than at planning a faster plan may exist, so that one is looked for."""
+"""With this much more memory than at planning a faster plan may exist, so that one is looked for."""
 
 
 def _host_memory_is_alike(plan: Mapping[str, Any], then: int | None, now: int) -> bool:
@@ -157,6 +157,12 @@ def _host_memory_is_alike(plan: Mapping[str, Any], then: int | None, now: int) -
     machines = max((options.get("num_nodes", 1) for options in setting["techniques"].values()), default=1)
     needed = setting["world_size"] // machines * sum(sum(tier.values()) for tier in tiers)
     return bool(needed <= now <= _MORE_ROOM * then)
+
+
+def device_memory_is_alike(plan: Mapping[str, Any], now: int) -> bool:
+    """Whether a plan for what was usable of a device is still the one for what is usable now, as for host memory."""
+    then = plan["usable_bytes"]
+    return bool(plan["needed_bytes"] <= now <= _MORE_ROOM * then if plan["fits"] else now <= then)
 
 
 _VARIABLES = (*WORKSPACE_VARIABLES, *PROCESSOR_VARIABLES)

@@ -1,12 +1,16 @@
 """`memfit plan --html`: where the page is written, and where nothing is."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cli.main import main
+from lightning_memfit.estimate import target as target_module
+from lightning_memfit.estimate.target import host_target
 from tests.unit.planner.test_plan_page import explored
 
 PAGE = "<!doctype html>the page"
@@ -88,6 +92,34 @@ def test_a_lock_answers_without_planning_unless_a_page_is_asked_for(planned: lis
     assert run("--html", "other.html", "--lock", "plan.lock") == 0  # what a search knows beside its plan isn't kept
     assert planned == [True, True]
     assert Path("other.html").read_text() == PAGE
+
+
+@pytest.mark.parametrize("options", [("--device", "cpu"), ("--device", " CPU"), ()])
+def test_a_lock_for_this_machine_counts_while_as_much_is_free(
+    planned: list[bool], options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan for what was free went on saying that it fits when most of that was taken."""
+    made = explored(1200)[0]
+    cpu = host_target()
+    name, usable = (cpu.name if options else "NVIDIA card"), made.usable_bytes
+
+    def free(size: int) -> None:
+        target = replace(cpu, name=name, capacity_bytes=size, margin_bytes=0)
+        monkeypatch.setattr(target_module, "host_target", lambda: target if options else cpu)
+        monkeypatch.setattr(target_module, "live_target", lambda _: target)
+
+    monkeypatch.setattr("tests.unit.cli.test_plan_page_file.explored", lambda _: [replace(made, device=name)])
+    monkeypatch.setattr("lightning_memfit.device.host.probe_host", lambda: SimpleNamespace(available_bytes=8 << 30))
+    arguments = ["plan", "--config", "recipe.yaml", *options, "--lock", "plan.lock"]
+    for size, plannings in ((usable, 1), (usable, 1), (made.needed_bytes - 1, 2), (2 * usable, 3)):
+        free(size)
+        assert main(arguments) == 0
+        assert len(planned) == plannings
+    assert "as this changed: free memory of the device" in capsys.readouterr().err
+    free(usable)
+    for _ in range(2):  # without a lock, a plan for what is free isn't kept
+        assert main(arguments[:-2]) == 0
+    assert len(planned) == 5
 
 
 @pytest.mark.parametrize("option", ["--out", "--html"])
