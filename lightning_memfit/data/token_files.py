@@ -212,11 +212,20 @@ def write_tokens(tokenized: Dataset, folder: Path, name: str, keep: np.ndarray |
 
     Returns:
         `(tokens,)` read-only array, memory-mapped.
+
+    Raises:
+        ValueError: If the file can't be written.
     """
     file = folder / f"tokens-{tokenized._fingerprint}-{name}.npy"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(file, partial(_fill, tokenized, keep))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_atomically(file, partial(_fill, tokenized, keep))
+        except OSError as error:
+            raise ValueError(
+                f"`cache_dir`: the tokens can't be written to {str(folder)!r}: {error.strerror}. Name another folder "
+                "(`data.cache_dir`)."
+            ) from error
     tokens: np.ndarray = np.load(file, mmap_mode="r")
     return tokens
 
@@ -225,13 +234,13 @@ def _fill(tokenized: Dataset, keep: np.ndarray | None, path: str) -> None:
     dtype = np.dtype(tokenized.features["tokens"].feature.dtype)
     chosen = np.ones(len(tokenized), bool) if keep is None else keep
     table = tokenized.with_format("arrow")
-    lengths = [_flat(table, start, chosen).size for start in range(0, len(tokenized), _ROWS)]
-    target = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(sum(lengths),))
-    position = 0
-    for start, length in zip(range(0, len(tokenized), _ROWS), lengths, strict=True):
-        target[position : position + length] = _flat(table, start, chosen)
-        position += length
-    target.flush()
+    length = sum(_flat(table, start, chosen).size for start in range(0, len(tokenized), _ROWS))
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    # A mapped file on a full disk would end the process, with a bus error.
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for start in range(0, len(tokenized), _ROWS):
+            file.write(_flat(table, start, chosen).astype(dtype, copy=False).data)
 
 
 def _flat(table: Dataset, start: int, chosen: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +58,20 @@ def test_other_code_makes_cached_tokens_anew(changed, tmp_path, monkeypatch):
         known = token_files.version
         monkeypatch.setattr(token_files, "version", lambda name: "0.0" if name == changed else known(name))
     assert len(files()) == 2 * len(first) == 8
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no file without room")
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    """A file that is mapped before it has room ends the process with a bus error."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"tokens": datasets.Sequence(datasets.Value("uint16"))})
+    rows = datasets.Dataset.from_dict({"tokens": [[1, 2], [], [3]]}, features=features)
+    with pytest.raises(OSError, match="No space left"):
+        token_files._fill(rows, None, "/dev/full")
+    fill = token_files._fill
+    monkeypatch.setattr(token_files, "_fill", lambda rows, keep, path: fill(rows, keep, "/dev/full"))
+    with pytest.raises(ValueError, match=r"`cache_dir`: the tokens can't be written to .*: No space left"):
+        token_files.write_tokens(rows, tmp_path, "all")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    assert token_files.write_tokens(rows, tmp_path, "all").tolist() == [1, 2, 3]
