@@ -168,6 +168,10 @@ class ChatTemplate:
             # Templates write other spaces between words, and around the tags of a thought.
             said = r"\s*".join(map(re.escape, _WORDS.findall(str(messages[place]["content"]))))
             found = re.compile(rf"{said}\s*({self._end_of_turn})").search(text, len(prompt), stop)
+            calls = bool(messages[place].get("tool_calls")) and re.compile(said).search(text, len(prompt), stop)
+            if calls and (found is None or found[1] != self.tokenizer.convert_ids_to_tokens(self.end_of_answer)):
+                spans.append((len(prompt), self._end_of_calls(messages[: place + 1], text, len(prompt), number + 1)))
+                continue
             if found is None:
                 raise ValueError(
                     f"answer {number + 1} isn't followed by a special token of the tokenizer, by which the model would "
@@ -175,6 +179,24 @@ class ChatTemplate:
                 )
             spans.append((len(prompt), found.end()))
         return spans
+
+    def _end_of_calls(self, messages: Messages, text: str, start: int, number: int) -> int:
+        """Return the end of an answer that calls tools, which some templates write between special tokens of their own.
+
+        Args:
+            messages: The conversation up to the answer.
+            text: The rendered text of the whole conversation.
+            start: Where the answer begins in it.
+            number: Number of the answer, for messages.
+
+        Raises:
+            ValueError: If the conversation doesn't go on as it ends there.
+        """
+        turn = self._render(messages)
+        ends = list(re.finditer(self._end_of_turn, text[: len(turn)])) if text.startswith(turn) else []
+        if not ends or ends[-1].start() < start:
+            raise ValueError(f"answer {number} calls tools, and {self.name} doesn't show where that ends")
+        return ends[-1].end()
 
     def _prompt_in(self, text: str, before: Messages, number: int) -> str:
         """Return what stands before an answer in the rendered text.

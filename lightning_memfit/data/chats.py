@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import Dataset
 from typing_extensions import override
 
@@ -59,6 +59,11 @@ class ChatEncoder:
         if self.column not in documents.column_names:
             there = ", ".join(documents.column_names)
             raise ValueError(f"`messages_column={self.column!r}` is not in the data. Its columns: {there}.")
+        if "tools" in documents.column_names:
+            rank_zero_warn(
+                f"The data's column `tools` is not written: templates see the messages of `{self.column}` alone. If "
+                "the model is to know its tools, describe them in a message of the system."
+            )
 
     def encode(self, rows: Sequence[Any], first: int) -> list[tuple[np.ndarray, int]]:
         """Return flagged tokens and hash of every conversation.

@@ -14,20 +14,22 @@ from typing_extensions import override
 
 from lightning_memfit.data.batched import digest_of
 from lightning_memfit.data.chat_template import ChatTemplate
-from lightning_memfit.data.chats import NOT_PREDICTED, TemplatedChats
+from lightning_memfit.data.chats import NOT_PREDICTED, TemplatedChats, without_gaps
 from lightning_memfit.data.sources import load_documents, split_by_content
 
 _ANSWERING = "assistant"
 _ASKING = ("user", "system", "developer")
 _LEARNED = np.uint32(1 << 31)
 """Bit that marks the tokens that are learned."""
-Messages = list[dict[str, str]]
+_WRITTEN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+"""What templates write of a message; other keys, such as its number, differ where messages are the same."""
+Messages = list[dict[str, Any]]
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
-    """Two ways for a conversation to go on, as lists of messages with `role` and `content`."""
+    """Two ways for a conversation to go on, as lists of messages with `role`, `content` and perhaps calls of tools."""
 
     prompt: Messages
     chosen: Messages
@@ -77,7 +79,7 @@ def _messages(value: Any, role: str, name: str) -> Messages:
     for one in value:
         if not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
             raise ValueError(f"{name!r} has a message without `role` and `content`, both text")
-    return [{"role": one["role"], "content": one["content"]} for one in value]
+    return [without_gaps({key: one[key] for key in _WRITTEN if key in one}) for one in value]
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------

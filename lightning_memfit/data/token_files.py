@@ -21,7 +21,7 @@ from lightning_memfit.data.sources import MAPPED, HostRoom, PlainDocuments, load
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TOKENS_FORMAT = 2
+TOKENS_FORMAT = 3
 """Raised with every change to what some row becomes, so that cached tokens of before are made anew."""
 _ROWS, _LETTERS = 1000, 1 << 22
 """Rows, and letters of them, that are tokenized at a time."""

@@ -263,3 +263,37 @@ def test_a_tokenizer_without_offsets_is_refused(monkeypatch):
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match="Use a fast tokenizer"):
         ChatTemplate(tokenizer)
+
+
+CALLING = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST]' + m['content'] + '[/INST]' }}"
+    "{% elif m['role'] == 'tool' %}{{ '[RESULT]' + m['content'] + '[/RESULT]' }}"
+    "{% else %}{{ m['content'] }}{% if m['tool_calls'] %}{{ '[CALL]' + m['tool_calls'][0] }}{% endif %}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def calling(template, content):
+    """A template of a tokenizer with marks of tools, and an answer that calls one."""
+    tokenizer = chat_tokenizer("mistral", template)
+    marks = ["[INST]", "[/INST]", "[CALL]", "[RESULT]", "[/RESULT]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    return ChatTemplate(tokenizer), {"role": "assistant", "content": content, "tool_calls": ["f(1)"]}
+
+
+@pytest.mark.parametrize("mark", ["[CALL]", "call "])
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_calls_of_tools_are_learned_to_their_end(mark, content):
+    """The mark before a call, where it is a special token (Mistral, Llama 3), was taken for the end of the answer."""
+    template, calls = calling(CALLING.replace("[CALL]", mark), content)
+    chat = [*said("Hi!", "Hello", "How many?"), calls, {"role": "tool", "content": "6"}, *said("", "Six")[1:]]
+    expected = ["Hello<|endoftext|>", f"{content}{mark}f(1)<|endoftext|>", "Six<|endoftext|>"]
+    assert learned(template, chat) == expected
+    assert learned(template, chat[:4]) == expected[:2]
+
+
+def test_calls_of_tools_whose_end_does_not_show_are_refused():
+    """As where a template writes something in the last turn alone."""
+    template, calls = calling(CALLING.replace("'[CALL]' +", "'[CALL]' + ('last' if loop.last else '') +"), "")
+    with pytest.raises(ValueError, match="answer 1 calls tools, and .* doesn't show where that ends"):
+        template.encode([*said("Hi!"), calls, *said("Bye?")])

@@ -1,6 +1,7 @@
 import itertools
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -256,3 +257,9 @@ def test_keys_that_only_other_rows_have_are_left_out_at_any_depth():
     template = ChatTemplate(chat_tokenizer("qwen3", file))
     [(tokens, _)] = ChatEncoder("messages", template).encode([[asked, *row]], 0)
     assert "amount" not in template.tokenizer.decode((tokens & ((1 << 30) - 1)).tolist())
+
+
+def test_tools_that_are_not_written_are_said():
+    encoder = ChatEncoder("messages", ChatTemplate(byte_tokenizer(), "chatml"))
+    with pytest.warns(UserWarning, match="column `tools` is not written"):
+        encoder.check(SimpleNamespace(column_names=["messages", "tools"]), "")

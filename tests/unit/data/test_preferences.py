@@ -33,6 +33,15 @@ def test_rows_of_each_kind_are_one_comparison(row):
     assert comparison_of(*row) == ([ASKED], [said("Six.")], [said("Seven, I think.")])
 
 
+def test_calls_of_tools_are_compared():
+    """Only `role` and `content` were read: calls were learned by nobody, and answers that differ in them were one."""
+    call = {"function": {"name": "legs", "arguments": {"of": "beetle", "not": None}}}
+    given = {**said(""), "tool_calls": [call], "id": 3}
+    prompt, chosen, rejected = comparison_of([{**ASKED, "id": 1}], [{**ASKED, "id": 2}, given], [said("")])
+    assert (prompt, rejected) == ([ASKED], [said("")])
+    assert chosen == [{**said(""), "tool_calls": [{"function": {"name": "legs", "arguments": {"of": "beetle"}}}]}]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

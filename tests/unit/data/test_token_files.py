@@ -17,7 +17,7 @@ CHAT = [
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": "Yes"},
 ]
-TOKENS = (2, {"text": "cb6c1022afdcf9c3", "chatml": "6709ca326d10c0c8", "prefixes": "d52346bc54a1a959"})
+TOKENS = (3, {"text": "cb6c1022afdcf9c3", "chatml": "6709ca326d10c0c8", "prefixes": "d52346bc54a1a959"})
 
 
 def test_the_format_is_raised_with_what_rows_become():
