@@ -151,19 +151,22 @@ class ImageRows:
 
 
 def in_rgb(image: Image, name: str) -> Image:
-    """Return an image in three channels of 8 bits, those of 16 bits divided by 256.
+    """Return an image upright in three channels of 8 bits, those of 16 bits divided by 256.
 
-    Transparency is dropped, as torchvision and transformers do, so that a network is trained with what it will see.
+    It is turned as the camera has noted that it was held (EXIF), as `datasets` and transformers turn it, and its
+    transparency is dropped, as by torchvision and transformers, so that a network is trained with what it will see.
 
     Args:
-        image: An image in any of Pillow's modes.
+        image: An image in any of Pillow's modes, which is turned itself.
         name: Its name, for messages.
 
     Raises:
         ValueError: If its values have no known range (modes `I` and `F`).
     """
     from PIL import Image as PillowImage
+    from PIL import ImageOps
 
+    ImageOps.exif_transpose(image, in_place=True)
     mode = image.mode
     # Pillow would cut values off at 255. Its older versions read a gray PNG of 16 bits in mode `I`.
     if mode.startswith("I;16") or (mode == "I" and image.format == "PNG"):
@@ -218,7 +221,10 @@ class ImageSamples(Dataset[dict[str, torch.Tensor]]):
 
     def content_digest(self) -> str:
         """Return a digest of the names of some of the images."""
-        return digest_of(len(self), lambda place: self.images.name(int(self.chosen[place])).encode())
+        return digest_of(len(self), lambda place: self._name(place).encode("utf-8", "surrogateescape"))
+
+    def _name(self, place: int) -> str:
+        return self.images.name(int(self.chosen[place]))
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -374,11 +380,22 @@ class ImageData(BatchedSamples):
         require("PIL", "ImageData")
         folder = Path(self.dataset).expanduser()
         if folder.is_dir():
+            self._check_local()
             return ImageFiles(_splits_in(folder)[0] or folder)
         if folder.exists():
             raise ValueError(f"`dataset={self.dataset!r}` is a file. Name a folder with a folder for each class.")
         rows = load_documents(self.dataset, self.hparams["dataset_config"], split, self.hparams["cache_dir"])
         return ImageRows(rows, self.hparams["image_column"], self.hparams["label_column"] if self.with_labels else None)
+
+    def _check_local(self) -> None:
+        """Refuse what says which rows of the hub to read, and would not be heard."""
+        for argument, default in (("dataset_config", None), ("split", "train"), ("val_split", None)):
+            value = self.hparams[argument]
+            if value != default:
+                raise ValueError(
+                    f"`{argument}={value!r}` is for data sets of the hub, and `dataset={self.dataset!r}` is a folder. "
+                    "Leave it out; the folders `train` and `val` in it tell apart what is trained on."
+                )
 
     def _held_out(self, images: Images) -> Images | None:
         """Images that are set apart for validation; None if there are none.

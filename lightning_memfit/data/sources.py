@@ -542,7 +542,8 @@ def _load_from_hub(dataset: str, dataset_config: str | None, split: str, cache_d
 
 def content_hash(text: str) -> int:
     """Return the 64-bit hash of a document, which is the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+    encoded = text.encode("utf-8", "surrogateescape")  # names of files may be in another encoding
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
 def validation_mask(hashes: np.ndarray, fraction: float) -> np.ndarray:

@@ -1,3 +1,6 @@
+import os
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -168,12 +171,42 @@ def test_rows_are_read_as_files_are_and_values_of_no_range_refused():
             opened(values)
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "I;16"])
+def test_images_stand_upright_as_cameras_note_it(mode, tmp_path):
+    """Photos of phones lay on their sides, and stood upright in data sets of the hub and in transformers' pipeline."""
+    (tmp_path / "a").mkdir()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, clockwise
+    values = np.arange(6, dtype=np.uint16 if mode == "I;16" else np.uint8).reshape(2, 3) * (256 if "16" in mode else 1)
+    lying = Image.fromarray(np.dstack([values] * 3) if mode == "RGB" else values)
+    lying.save(tmp_path / "a" / "0.png", exif=exif)
+    found = np.asarray(ImageFiles(tmp_path).open(0))[..., 0]
+    assert np.array_equal(found, np.rot90(np.arange(6).reshape(2, 3), -1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_names_of_files_may_be_in_another_encoding(tmp_path):
+    folder = fill(tmp_path, {"a": 4})
+    (tmp_path / "a" / "0.png").rename(tmp_path / "a" / os.fsdecode(b"caf\xe9.png"))
+    data = made(folder)
+    assert len(data._train) + len(data._val) == 4
+    assert data._train.content_digest() != data._val.content_digest()
+
+
 def test_a_damaged_image_is_named(tmp_path):
     folder = fill(tmp_path, {"a": 4})
     for file in (tmp_path / "a").iterdir():
         file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(ValueError, match=r"the image '.*png' can't be read"):
         made(folder)._val[0]
+
+
+@pytest.mark.parametrize("options", [{"split": "test"}, {"val_split": "validation"}, {"dataset_config": "full"}])
+def test_what_names_rows_of_the_hub_is_refused_of_a_folder(options, tmp_path):
+    """It went unheard: what is held out was chosen by `val_fraction`."""
+    (argument,) = options
+    with pytest.raises(ValueError, match=f"`{argument}=.* is for data sets of the hub"):
+        made(fill(tmp_path, {"a": 4}), **options)
 
 
 @pytest.mark.parametrize(
