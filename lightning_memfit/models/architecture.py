@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ def build(
     pretrained: str | None,
     attn_implementation: str | None,
     kind: Any = None,
-    **of_weights: Any,
+    num_labels: int | None = None,
 ) -> PreTrainedModel:
     """Build the model once, in torch's default dtype (which Lightning's `*-true` precisions set), without an fp32 copy.
 
@@ -83,10 +83,11 @@ def build(
         pretrained: Hub name or local folder of the weights; None for random ones.
         attn_implementation: `sdpa`, `eager` or `flash_attention_2`; None for what transformers chooses.
         kind: Auto class of transformers; that of the architecture's language models by default.
-        of_weights: Further arguments of `from_pretrained`.
+        num_labels: Number of classes, for which a pretrained head for others gives way to a new one.
 
     Raises:
-        ValueError: If the weights cannot be read, or transformers refuses the architecture.
+        ValueError: If the weights cannot be read or have other shapes than the architecture, or transformers refuses
+            that.
     """
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": attn_implementation}
     kind = auto_class(config) if kind is None else kind
@@ -97,12 +98,40 @@ def build(
     else:
         with _readable("pretrained", pretrained):
             folder = _local_or_hub("pretrained", pretrained)
-            options |= {"use_safetensors": True, "trust_remote_code": False, **of_weights}
-            network = kind.from_pretrained(folder, config=config, **options)
+            options |= {"use_safetensors": True, "trust_remote_code": False}
+            if num_labels is None:
+                network = kind.from_pretrained(folder, config=config, **options)
+            else:
+                options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+                network, told = kind.from_pretrained(folder, config=config, **options)
+                _refuse_other_shapes(told.get("mismatched_keys", ()), num_labels, pretrained)
     network.config.use_cache = False  # keys and values of past tokens, which training never reads
     if not is_encoder_decoder(config) and type(network).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
     return network
+
+
+def _refuse_other_shapes(found: Iterable[tuple[str, Any, Any]], num_labels: int, pretrained: str) -> None:
+    """Refuse to begin at random with weights that the architecture has in another shape than the pretrained model.
+
+    A head may have another number of classes.
+
+    Args:
+        found: Names of such weights, and their shapes there and here.
+        num_labels: The number of classes.
+        pretrained: Of the model, for messages.
+
+    Raises:
+        ValueError: If there are others.
+    """
+    shapes = sorted((name, tuple(there), tuple(here)) for name, there, here in found)
+    others = [one for one in shapes if one[1][1:] != one[2][1:] or one[2][:1] != (num_labels,)]
+    if others:
+        name, there, here = others[0]
+        raise ValueError(
+            f"`config`: {name} has the shape {list(there)} in `pretrained={pretrained!r}` and would have {list(here)}, "
+            "with random values. Leave out of `config` what gives pretrained weights another shape."
+        )
 
 
 @contextmanager

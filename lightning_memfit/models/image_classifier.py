@@ -81,7 +81,7 @@ class ImageClassifier(NetworkModule):
         config, hparams = self.architecture, self.hparams
         if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
             raise ValueError(f"ImageClassifier can't train a {config.model_type!r} model: it classifies no images.")
-        return build(config, hparams["pretrained"], hparams["attn_implementation"], Kind, ignore_mismatched_sizes=True)
+        return build(config, hparams["pretrained"], hparams["attn_implementation"], Kind, hparams["num_labels"])
 
     @override
     def setup(self, stage: str) -> None:

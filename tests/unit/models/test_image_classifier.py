@@ -40,6 +40,16 @@ def test_a_pretrained_head_gives_way_to_the_own_classes(tmp_path, config):
     assert all(torch.equal(old[name], new[name]) for name in same)
 
 
+def test_other_weights_than_the_head_keep_their_shapes(tmp_path):
+    """Position embeddings of another number of patches began at random, and training went on."""
+    first = ImageClassifier(5, config=VIT)
+    first.configure_model()
+    first.export(tmp_path / "out")
+    module = ImageClassifier(3, pretrained=str(tmp_path / "out"), config={"image_size": 32})
+    with pytest.raises(ValueError, match=r"position_embeddings has the shape \[1, 5, 16\] in .* have \[1, 17, 16\]"):
+        module.configure_model()
+
+
 def test_classes_have_their_names_in_what_is_exported(tmp_path):
     for name in ("bee", "ant"):
         (tmp_path / "images" / name).mkdir(parents=True)
