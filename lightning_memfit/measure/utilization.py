@@ -65,9 +65,9 @@ class FlopsMonitor(Callback):
     """Log `throughput/model_tflops_per_second` and `throughput/mfu`, the model FLOPs utilization of a device.
 
     Model FLOPs are three times those of the forward (Chowdhery et al. 2022, appendix B): recomputing activations costs
-    time but does not count. The forward of the first batch is counted operator by operator; after that a batch
-    counts by its tokens (`input_ids`), or by its samples. Time is measured from the second optimizer step on; it
-    includes waiting for data and leaves out validation. Figures are those of one device.
+    time but does not count. The first forward, of a batch or a micro-batch, is counted operator by operator; after that
+    a batch counts by its tokens (`input_ids`), or by its samples. Time is measured from the second optimizer step on;
+    it includes waiting for data and leaves out validation. Figures are those of one device.
 
     Args:
         peak_flops: Peak rate of the device in FLOP/s. None takes the catalogue's dense rate of the CUDA device in the
@@ -96,6 +96,7 @@ class FlopsMonitor(Callback):
     def _reset(self, device: torch.device) -> None:
         self._throughput = Throughput(device)
         self._forward: int | None = None
+        self._counted_over: tuple[int | None, int | None] = (None, None)
         self._flops_per_token: float | None = None
         self._flops_per_sample: float | None = None
         self._num_steps = self._global_step = 0
@@ -131,6 +132,8 @@ class FlopsMonitor(Callback):
         with _ForwardFlops() as counter, counter.leaving_steps_out():
             output = training_step(*arguments, **named)
         self._forward = counter.get_total_flops()
+        part = next(iter((*arguments, *named.values())), None)  # of the batch, where it is run in micro-batches
+        self._counted_over = count_samples(part), count_tokens(part)
         return output
 
     @override
@@ -156,7 +159,9 @@ class FlopsMonitor(Callback):
     def _learn(self, trainer: Trainer, batch: Any) -> None:
         """Derive the cost of a token and of a sample from the first batch, and give the strategy its method back."""
         assert self._forward is not None
-        samples, tokens = count_samples(batch), count_tokens(batch)
+        samples, tokens = self._counted_over
+        if samples is None:  # the step fetches its batches itself
+            samples, tokens = count_samples(batch), count_tokens(batch)
         self._flops_per_sample = _FORWARD_AND_BACKWARD * self._forward / samples if samples else 0.0
         self._flops_per_token = _FORWARD_AND_BACKWARD * self._forward / tokens if tokens else None
         self._restore()

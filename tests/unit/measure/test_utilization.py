@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_memfit import MemoryMonitor
+from lightning_memfit import MemoryMonitor, MicroBatching
 from lightning_memfit.measure.data_wait import DataWaitMonitor
 from lightning_memfit.measure.utilization import FlopsMonitor
 from tests.helpers.trainers import quiet_trainer
@@ -117,6 +117,21 @@ def test_only_the_forward_of_a_training_step_is_counted(make):
     monitor = FlopsMonitor(peak_flops=1e12)
     loader = DataLoader(torch.randn(SIZE * 3, WIDTH), SIZE)
     quiet_trainer(monitor, max_steps=3, logger=False).fit(make(), loader)
+    assert monitor._flops_per_sample == 3 * FORWARD / SIZE
+
+
+def test_a_micro_batch_counts_for_its_own_samples():
+    """Its FLOPs were divided by the samples of the whole batch, which never ran: the MFU was half of what it is."""
+
+    class Large(Layers):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if len(batch) > SIZE // 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(batch, batch_idx)
+
+    monitor = FlopsMonitor(peak_flops=1e12)
+    loader = DataLoader(torch.randn(SIZE * 3, WIDTH), SIZE)
+    quiet_trainer(monitor, MicroBatching(), max_steps=3, logger=False).fit(Large(), loader)
     assert monitor._flops_per_sample == 3 * FORWARD / SIZE
 
 
