@@ -17,12 +17,13 @@ def main(argv: list[str]) -> int:
 
     from lightning_memfit.models.trained import export_adapters, export_folder
 
-    from .trained import load_trained, load_verified
+    from .trained import end_with_answers, load_trained, load_verified
 
     if arguments.adapters_only:
         print(export_adapters(load_verified(arguments.ckpt_path), arguments.folder))
         return 0
 
     trained = load_trained(arguments.ckpt_path, arguments.tokenizer)
+    end_with_answers(trained)
     print(export_folder(trained.network, arguments.folder, trained.tokenizer))
     return 0

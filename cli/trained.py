@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_memfit.data.chat_template import read_template
+from lightning_memfit.data.chat_template import ChatTemplate, read_template
 from lightning_memfit.data.pairs import set_languages
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.hub import asked_once
@@ -55,6 +55,20 @@ def load_trained(ckpt_path: str, tokenizer: str | None) -> Trained:
         if any(data.get(name) is not None for name in _LANGUAGES):
             set_languages(loaded, *(data.get(name) for name in _LANGUAGES))
         return Trained(network_from_checkpoint(checkpoint), loaded, chats)
+
+
+def end_with_answers(trained: Trained) -> None:
+    """Let a network that was trained on chats end where its answers ended, whoever generates with it.
+
+    Base models know the end of a text alone, and templates end a turn with a token of their own (Qwen, Llama 3).
+    """
+    settings = getattr(trained.network, "generation_config", None)
+    if trained.chats is None or settings is None:
+        return
+    end, known = ChatTemplate(trained.tokenizer, **trained.chats).end_of_answer, settings.eos_token_id
+    known = [] if known is None else known if isinstance(known, list) else [known]
+    if end not in known:
+        settings.eos_token_id = [*known, end]
 
 
 def load_verified(ckpt_path: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from cli.main import main
 from lightning_memfit.data.chat_template import CHATML, ChatTemplate
@@ -93,3 +94,6 @@ def test_an_answer_ends_where_the_template_ends_it(tmp_path, line_after):
     template = ChatTemplate(byte_tokenizer(), str(tmp_path / "template.jinja"))
     assert template.tokenizer.decode([template.end_of_answer]) == "<|pad|>"
     assert template.tokenizer.decode(template.prompt([{"role": "user", "content": "Hm?"}])) == "[user]Hm?[assistant]"
+    data = {**OF_CHATS, "chat_template": str(tmp_path / "template.jinja")}
+    assert main(["export", "--ckpt_path", saved(tmp_path, data), "--folder", str(tmp_path / "out")]) == 0
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [256, 257]  # by which others stop, too
