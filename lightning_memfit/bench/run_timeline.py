@@ -127,8 +127,14 @@ class RunTimeline(Callback):
             measured=True,
         )
         self._stop()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(render(build_report(profile, _target(trainer))), encoding="utf-8")
+        page = render(build_report(profile, _target(trainer)))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("x", encoding="utf-8") as file:
+                file.write(page)
+        except OSError as error:  # no reason to end a run that trains
+            rank_zero_warn(f"RunTimeline: no page, for {str(self.path)!r} can't be written: {error.strerror}.")
+            return
         rank_zero_info(f"RunTimeline: memory over the first {_STEPS} steps drawn in {self.path}")
 
 

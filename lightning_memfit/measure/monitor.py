@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memfit.measure.report import RunReport, versions
@@ -315,8 +315,12 @@ class MemoryMonitor(Callback):
         from rich.console import Console
 
         Console().print(self.report.table())
-        if self.report_path is not None:
+        if self.report_path is None:
+            return
+        try:
             rank_zero_info(f"Run report written to {self.report.write(self.report_path)}")
+        except OSError as error:  # the run is over, and has what it trained
+            rank_zero_warn(f"`report_path={str(self.report_path)!r}` can't be written: {error.strerror}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -388,10 +392,10 @@ class MemoryMonitor(Callback):
         name = self.loss_name or next((n for n in metrics if n.startswith("val") and "loss" in n), None)
         if name is None:
             return
-        if name not in metrics:
-            raise ValueError(
-                f"`loss_name={name!r}` was not logged in validation. Logged: {', '.join(metrics) or 'nothing'}."
-            )
+        if name not in metrics:  # no reason to end a run that trains
+            logged = ", ".join(metrics) or "nothing"
+            rank_zero_warn(f"`loss_name={name!r}` of MemoryMonitor was not logged in validation. Logged: {logged}.")
+            return
         last = float(metrics[name])
         first = last if self._losses is None else self._losses[1]
         self._losses = (name, first, last)

@@ -310,9 +310,15 @@ def test_wrong_arguments_are_refused(arguments, message):
         MemoryMonitor(**arguments)
 
 
-def test_an_unknown_loss_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`loss_name='perplexity'`.*val_loss"):
-        train(tmp_path, MemoryMonitor(loss_name="perplexity"))
+def test_what_goes_wrong_in_a_monitor_ends_no_run(tmp_path):
+    """A loss of another name, or a report that can't be written, ended it after an epoch, or when all was trained."""
+    (tmp_path / "file").write_text("mine")
+    monitor = MemoryMonitor(loss_name="perplexity", report_path=tmp_path / "file" / "report.json")
+    with pytest.warns(UserWarning, match=r"`loss_name='perplexity'`.*val_loss") as seen:
+        train(tmp_path, monitor)
+    told = "\n".join(str(one.message) for one in seen)
+    assert re.search(r"`report_path='.*report.json'` can't be written: File exists", told)
+    assert monitor.report.loss_name is None
 
 
 def test_a_step_costs_less_than_twenty_microseconds(tmp_path):
