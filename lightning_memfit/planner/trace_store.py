@@ -337,6 +337,11 @@ def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
             _keep_blocks(self, num_blocks)
 
     alike = copy.copy(module)
+    trainer = getattr(module, "_trainer", None)
+    if (
+        trainer is not None
+    ):  # copies lose it, and with it the callbacks that keep something, such as averages of weights
+        alike.trainer = trainer
     changed = {"training_step": _sum_of_parameters, "configure_model": configure_model}
     alike.__class__ = type(f"Stepping{base.__name__}", (base,), changed)
     alike.memfit_num_blocks = num_blocks  # simple attributes are part of a profile's key

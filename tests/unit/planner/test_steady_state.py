@@ -2,8 +2,10 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
@@ -12,6 +14,7 @@ from lightning_memfit.planner import trace_store
 from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of
+from lightning_memfit.profile.callbacks import acting_callbacks
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
@@ -40,6 +43,13 @@ def test_blocks_that_are_left_out_add_what_the_others_do(technique: str) -> None
     few, more, whole = (SteadyState.of(traces._stepping(setting, number), 512) for number in (3, 5, None))
     assert few.kept_bytes < more.kept_bytes < whole.kept_bytes
     assert few.extended(more, 3, 5, 9) == whole
+
+
+def test_callbacks_that_keep_something_are_part_of_steps_alone() -> None:
+    """Copies of a module lose their Trainer: plans with another optimizer had no room for averages of weights."""
+    module, average = CausalLM(config=GPT2), EMAWeightAveraging()
+    module.trainer = pl.Trainer(callbacks=[average], accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert acting_callbacks(only_stepping(module)) == (average,)
 
 
 def test_only_a_copy_loses_blocks() -> None:
