@@ -326,7 +326,8 @@ class MemoryModel:
         largest = max((p.numel * p.itemsize for p in trained(parameters)), default=0)
         states = self._host_masters[Category.OPTIMIZER_STATE]
         buffers = self._passes.steady_state.buffer_bytes
-        on_device = SteadyState(weights, weights + 2 * largest, weights, states, weights, buffers)
+        kept = weights + buffers
+        on_device = SteadyState(kept, kept + 2 * largest, kept, states, weights, buffers)
         if self._cuda:
             return on_device
         here = self._host_masters  # and all of that on the same host

@@ -102,3 +102,17 @@ def test_on_the_cpu_they_lie_beside_the_weights() -> None:
     found = model.breakdown(model.peak_bytes(2), 2)
     assert found.get(Category.PARAMETER) == (4 + 2) * (FROZEN + TRAINED)
     assert found.get(Category.BUFFER) == (4 + 2) * BUFFERS + 7 * 8
+
+
+class Wide(PartlyFrozen):
+    """Has a large buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1 << 16))
+
+
+def test_buffers_stay_on_the_device() -> None:
+    """Plans had no room for them."""
+    small, wide = (planned(make(), True) for make in (PartlyFrozen, Wide))
+    assert wide.peak_bytes(2) - small.peak_bytes(2) == 2 << 16
