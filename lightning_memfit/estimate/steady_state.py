@@ -29,6 +29,7 @@ _NEGLIGIBLE = 4096
 
 _PRODUCT = "aten.mm.default"
 _GRADIENT = CATEGORIES.index(Category.GRADIENT)
+_LASTING = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 
 
 def released_gradients_of(levels: Integers) -> ReleasedGradients:
@@ -138,6 +139,8 @@ class SteadyState:
     gradient_bytes: int = 0
     communication_bytes: int = 0
     """Bytes of a strategy's buckets and gathered weights."""
+    other_bytes: int = 0
+    """Bytes of what else a step leaves for the next one, such as tensors that a module or a callback holds on to."""
     released_gradients: ReleasedGradients = ()
     """Bytes of gradients that are stepped and freed during backward; empty if gradients are kept."""
 
@@ -161,6 +164,7 @@ class SteadyState:
             parameter_bytes=alive.get(Category.PARAMETER),
             buffer_bytes=alive.get(Category.BUFFER),
             gradient_bytes=alive.get(Category.GRADIENT),
+            other_bytes=alive.total() - sum(alive.get(category) for category in _LASTING),
             released_gradients=() if keeps else released_gradients_of(live[first - 1 : stop]),
         )
 

@@ -358,12 +358,16 @@ class MemoryModel:
     def _shift(self, size: int) -> int:
         """Bytes alive in forward and backward beyond those in the traces with the module's own optimizer."""
         plain, steady = self._passes.steady_state, self._steady_state(size)
-        shift = steady.kept_bytes - plain.kept_bytes
+        shift = steady.kept_bytes - plain.kept_bytes + self._held_bytes(steady)
         if steady.released_gradients:
             shift += plain.gradient_bytes  # these levels have no gradients but those being released
         elif self._setting.frees_gradients:
             shift += max(0, steady.backward_bytes - steady.kept_bytes)
         return shift
+
+    def _held_bytes(self, steady: SteadyState) -> int:
+        """What the module's steps leave for each other, which a trace of the optimizer's steps alone doesn't show."""
+        return max(0, self._passes.steady_state.other_bytes - steady.other_bytes)
 
     def off_device(self) -> MemoryBreakdown:
         """Bytes per rank off the device: DeepSpeed's offload, paged states, host master weights and their states."""
@@ -489,7 +493,8 @@ class MemoryModel:
     def _step_bytes(self, size: int) -> int:
         traced = self.none.micro_batch_size
         more = self._passes.input_bytes(size) - self._passes.input_bytes(traced)
-        return self._steady_state(size).step_bytes + max(0, more)
+        steady = self._steady_state(size)
+        return steady.step_bytes + self._held_bytes(steady) + max(0, more)
 
     def _recompute_seconds(self, choice: Choice, size: int) -> float:
         plain = PassWork.of(self.none, size)

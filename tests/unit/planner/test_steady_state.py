@@ -7,10 +7,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
+from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner import trace_store
+from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of
@@ -50,6 +52,33 @@ def test_callbacks_that_keep_something_are_part_of_steps_alone() -> None:
     module, average = CausalLM(config=GPT2), EMAWeightAveraging()
     module.trainer = pl.Trainer(callbacks=[average], accelerator="cpu", logger=False, enable_checkpointing=False)
     assert acting_callbacks(only_stepping(module)) == (average,)
+
+
+class Remembering(pl.LightningModule):
+    """Keeps what its first step has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+        self.table: torch.Tensor | None = None
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones(1 << 16)
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_what_steps_leave_for_each_other_stays_whoever_steps() -> None:
+    """A trace of the optimizer's steps alone doesn't show it, and it was taken off the peak."""
+    module, target, options = Remembering(), named_target("12GiB"), StepOptions("32-true", 1)
+    facts = facts_of(module, target, options)
+    search = Search(TraceStore(Workload(module, torch.zeros(2, 16), options, 2, target, rates_of(target), facts)))
+    setting = Setting(micro_batch_size=2).choose("fused_adamw")
+    exact = estimate_step(search.store.exactly(setting), 2).tensor_bytes
+    assert exact <= search.solver.models.of(setting).peak_bytes(2) < exact + 4096
 
 
 def test_only_a_copy_loses_blocks() -> None:
