@@ -33,7 +33,7 @@ class OffloadPool:
         self.min_bytes = min_bytes
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._latest: weakref.ref[_BlockRun] | None = None
-        self._copies: weakref.WeakValueDictionary[tuple[int, torch.dtype], _HostCopy] = weakref.WeakValueDictionary()
+        self._copies: weakref.WeakValueDictionary[tuple[Any, ...], _HostCopy] = weakref.WeakValueDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
         return OffloadPool(self.min_bytes)
@@ -62,7 +62,8 @@ class OffloadPool:
 
     def copy_of(self, tensor: torch.Tensor) -> "_HostCopy":
         """The copy of a tensor's storage, which several blocks may save (position embeddings, masks)."""
-        key = (tensor.untyped_storage()._cdata, tensor.dtype)
+        # What is conjugated or negated lazily lies in the same memory as what is not, and has other values.
+        key = (tensor.untyped_storage()._cdata, tensor.dtype, tensor.is_conj(), tensor.is_neg())
         copy = self._copies.get(key)
         if copy is None or not copy.is_of(tensor):
             stream = self.stream(tensor.device) if tensor.is_cuda else None

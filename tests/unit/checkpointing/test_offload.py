@@ -127,6 +127,30 @@ def test_views_share_one_copy(monkeypatch):
     assert sum(size == 64 for _, size in copies) == len({place for place, size in copies if size == 64}) <= 4
 
 
+class Complex(nn.Module):
+    """Saves tensors and what is conjugated or negated of them lazily, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, dtype=torch.cdouble)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return x + y * y.conj() + torch.complex(y.imag * y.conj().imag, y.real)
+
+
+def test_conjugated_and_negated_views_keep_their_values():
+    torch.manual_seed(0)
+    blocks, x = nn.Sequential(Complex(), Complex()), torch.randn(8, 8, dtype=torch.cdouble)
+
+    def run():
+        return torch.autograd.grad(blocks(x).abs().sum(), list(blocks.parameters()))
+
+    plain = run()
+    apply_checkpointing(list(blocks), ["offload"] * 2)
+    assert all(torch.equal(a, b) for a, b in zip(run(), plain, strict=True))
+
+
 def test_parameters_and_small_tensors_stay(monkeypatch):
     model, batch = make("gpt2")
     copies = counted(monkeypatch)
