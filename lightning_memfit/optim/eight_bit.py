@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_memfit.optim.optimizers import TORCH_SWITCHES, EightBitForm, optimizer_classes
 from lightning_memfit.optim.paging import drop_false_marks, is_marked, paged_buffer
+from lightning_memfit.optim.rounding import COMPENSATION
 from lightning_memfit.optim.states import (
     BLOCK_SIZE,
     MOMENTS,
@@ -358,7 +359,7 @@ class _Guarded(_Upstream):  # type: ignore[misc]
     def _move_others(self) -> None:
         """Move what bitsandbytes doesn't page to the devices of the parameters, as its own loading does."""
         for parameter, state in self.state.items():
-            for key in self.non_castable_tensor_keys & state.keys():
+            for key in (self.non_castable_tensor_keys | {COMPENSATION}) & state.keys():
                 if not is_marked(state[key]):
                     state[key] = state[key].to(parameter.device)
 
@@ -414,8 +415,8 @@ class _Checks(OwnHook):
 
 def _plain(state: State, family: str) -> State:
     names = dict(zip(NUMBERED, MOMENTS[family], strict=False))
-    moments = {names[key]: value for key, value in state.items() if key in names}
-    return moments if family == "SGD" else {"step": torch.tensor(float(state["step"])), **moments}
+    kept = {names.get(key, key): value for key, value in state.items() if key in (*names, COMPENSATION)}
+    return kept if family == "SGD" else {"step": torch.tensor(float(state["step"])), **kept}
 
 
 def is_converted(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,7 +8,8 @@ bitsandbytes' 8-bit format: Dettmers et al., 2022, arXiv 2110.02861, section 2. 
 (`state1`, `absmax1`, `qmap1`) and torchao 0.18; `tests/unit/optim/test_states.py` fails when these move.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import chain
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memfit.optim.optimizers import KERNELS, class_of, optimizer_classes
+from lightning_memfit.optim.rounding import COMPENSATION
 from lightning_memfit.optim.steps import OwnHook
 
 State: TypeAlias = dict[str, Any]
@@ -326,6 +328,28 @@ def refuse_states(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Te
     refuse_shapes(stepped, state_dict, names)
 
 
+@contextmanager
+def checked_states(
+    optimizers: Iterable[Optimizer], states: Iterable[StateDict], names: Mapping[Tensor, str]
+) -> Iterator[None]:
+    """Refuse states before they are loaded in this context, and lay out afterwards what was loaded.
+
+    Args:
+        optimizers: Those of the run.
+        states: What the checkpoint has for each of them.
+        names: Names of parameters, for messages.
+
+    Raises:
+        ValueError: As `refuse_states` does.
+    """
+    pairs = list(zip(optimizers, states, strict=False))
+    for optimizer, state_dict in pairs:
+        refuse_states(optimizer, state_dict, names)
+    yield
+    for optimizer, _ in pairs:
+        lay_out_all(optimizer)
+
+
 _NEEDED = {
     "Adam": ("exp_avg", "exp_avg_sq"),
     "AdamW": ("exp_avg", "exp_avg_sq"),
@@ -438,7 +462,7 @@ class Resume(OwnHook):
             self.refuse_group(group, index)
         by_number = dict(zip(numbers, parameters, strict=True))
         states = {
-            number: self.restored(optimizer, by_number[number], state) if number in by_number and state else state
+            number: self._restored(optimizer, by_number[number], state) if number in by_number and state else state
             for number, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states, "param_groups": groups}
@@ -446,6 +470,11 @@ class Resume(OwnHook):
     def lay_out(self, optimizer: Optimizer) -> None:
         """Keep loaded states in the order of their parameters."""
         lay_out_all(optimizer)
+
+    def _restored(self, optimizer: Optimizer, parameter: Tensor, state: State) -> State:
+        """The state in this optimizer's form, with what `Float32Step` keeps there, which belongs to no form."""
+        made = self.restored(optimizer, parameter, {key: state[key] for key in state if key != COMPENSATION})
+        return {**made, COMPENSATION: state[COMPENSATION]} if COMPENSATION in state else made
 
     def restored(self, optimizer: Optimizer, parameter: Tensor, state: State) -> State:
         """The state of one parameter in this optimizer's form; here in torch's."""

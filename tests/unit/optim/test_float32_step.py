@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
+from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.float32_step import Float32Step, default_chunk, pieces_of
 from lightning_memfit.optim.gradient_release import GradientRelease
 from lightning_memfit.optim.replace import replace_optimizers
@@ -128,9 +129,27 @@ def test_small_updates_count_where_plain_bfloat16_loses_them(rounding):
     assert ours.double().mean().item() == pytest.approx(0.95, abs=tolerance)
 
 
+def converted(convert, cls=torch.optim.AdamW):
+    return lambda parameters, lr: convert(cls(parameters, lr=lr))
+
+
+MADE = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW8bit": bnb.optim.AdamW8bit,
+    "Adafactor": torch.optim.Adafactor,
+    "fused": converted(lambda old: exchange(old, "torch.AdamW", {"fused": True})),
+    "SGD": converted(lambda old: exchange(old, "torch.SGD", {"fused": True}), torch.optim.SGD),
+    "Lion": converted(lambda old: exchange(old, "bitsandbytes.Lion", {"betas": (0.9, 0.99)})),
+    "8-bit": converted(to_bitsandbytes),
+    "paged": converted(functools.partial(to_bitsandbytes, bits=32, paged=True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
 @pytest.mark.parametrize("rounding", [Stochastic, Kahan])
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, bnb.optim.AdamW8bit, torch.optim.Adafactor])
-def test_resume_is_bitwise(cls, rounding):
+@pytest.mark.parametrize("name", MADE)
+def test_resume_is_bitwise(name, rounding):
+    cls = MADE[name]
     straight = weights()
     train(Float32Step(cls(straight, lr=1e-2), rounding(), 4096, seed=3), straight, range(6))
     first = weights()
