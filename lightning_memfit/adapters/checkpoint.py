@@ -18,6 +18,7 @@ from lightning_memfit.extras import require
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
 from lightning_memfit.memory.ledger import held_tensors
+from lightning_memfit.memory.state_dicts import joined_versions, versioned
 
 KEY = "memfit_adapters"
 """Entry that marks a checkpoint without frozen weights."""
@@ -165,10 +166,12 @@ def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple
         raise ValueError("`checkpoint` holds no adapters. Load its entry `state_dict` as it is.")
     record, entries = checkpoint[KEY], checkpoint["state_dict"]
     refuse_incomplete(record, entries)
-    state = {
+    own_state = module.state_dict()
+    copies = {
         name: value.detach().clone() if isinstance(value, Tensor) else value  # not one: what get_extra_state returns
-        for name, value in module.state_dict().items()
+        for name, value in own_state.items()
     }
+    state = versioned(copies, joined_versions(own_state, entries))
     names = [f"{name}.weight" for name in record["layers"]]
     unknown = [name for name in names if name not in state]
     if unknown:

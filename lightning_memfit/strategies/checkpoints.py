@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_memfit.memory.state_dicts import versions_of
 from lightning_memfit.strategies.integrity import (
     CheckpointError,
     all_succeed,
@@ -217,7 +218,8 @@ def run_of(read: Any, path: str | Path) -> SavedRun:
         raise CheckpointError(f"`ckpt_path={str(path)!r}` is no checkpoint of Lightning: it has no `state_dict`.")
     extras = {key: value for key, value in read.items() if key not in ("state_dict", "optimizer_states")}
     weights = {name: pieces_of(value) for name, value in read["state_dict"].items()}
-    return SavedRun(Path(path), weights, extras, read.get("optimizer_states"))
+    versions = versions_of(read["state_dict"]) or {}  # a plain dict is one of no versions to torch
+    return SavedRun(Path(path), weights, extras, read.get("optimizer_states"), versions=versions)
 
 
 def consolidated(folder: str | Path) -> dict[str, Any]:

@@ -18,9 +18,17 @@ from typing_extensions import override
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.memory.replicas import is_summed_by_loop
+from lightning_memfit.optim.states import checked_states
 from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
 from lightning_memfit.strategies.launched import check_num_nodes
-from lightning_memfit.strategies.saved_run import PARAMETERS, SavedRun, group_names, listed, parameter_names
+from lightning_memfit.strategies.saved_run import (
+    PARAMETERS,
+    SavedRun,
+    group_names,
+    in_order_of_groups,
+    listed,
+    parameter_names,
+)
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -271,12 +279,19 @@ class DataParallelStrategy(DDPStrategy):
             return
         saved.optimizers = checkpoint["optimizer_states"]
         names = parameter_names(self.lightning_module, self.optimizers)
-        optimizers = saved.named_optimizers(group_names(self.optimizers, names))
+        groups = group_names(self.optimizers, names)
+        optimizers = saved.named_optimizers(groups)
         states = [
             found.state_dict(optimizer.param_groups, names, numbered=True)
             for found, optimizer in zip(optimizers, self.optimizers, strict=True)
         ]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        by_parameter: dict[torch.Tensor, str] = {one: name for name, one in self.lightning_module.named_parameters()}
+        with checked_states(self.optimizers, states, by_parameter):
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        schedules = checkpoint.get("lr_schedulers")
+        if schedules:  # which Lightning loads next, by the places of groups
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            schedules[:] = in_order_of_groups(schedules, schedulers, self.optimizers, optimizers, groups)
 
 
 def _set_trained(parameter: torch.Tensor, is_trained: bool) -> None:

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
+from lightning_memfit.memory.state_dicts import versioned, versions_in
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import FSDP2_MARK, rewritten
@@ -45,7 +46,7 @@ from lightning_memfit.strategies.launched import (
     synchronize_batch_norms,
 )
 from lightning_memfit.strategies.optimizers import check_divided
-from lightning_memfit.strategies.saved_run import PARAMETERS, group_names, numbered_optimizer, parameter_names
+from lightning_memfit.strategies.saved_run import PARAMETERS, VERSIONS, group_names, numbered_optimizer, parameter_names
 from lightning_memfit.strategies.shards import kept_whole, load_divided
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
 from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
@@ -394,7 +395,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Write a folder of shards, which replaces an existing one when it is complete; or one file."""
         if self._weights is not None:
             self._weights.check_parts()
+        assert self.lightning_module is not None
+        versions = dict(versions_in(self.lightning_module))
         if not self.save_distributed_checkpoint:
+            checkpoint = checkpoint | {"state_dict": versioned(checkpoint["state_dict"], versions)}
             if "optimizer_states" in checkpoint:
                 assert self.model is not None
                 checkpoint = checkpoint | {
@@ -405,7 +409,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             else:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        checkpoint = self._of_one_rank(checkpoint)
+        checkpoint = self._of_one_rank(checkpoint) | {VERSIONS: versions}
         needed, share = stored_bytes(checkpoint), (self.global_rank, self.world_size)
         path = self.broadcast(filepath)
         with rewritten(path, self.is_global_zero, self.barrier, FSDP2_MARK, needed, share) as folder:
@@ -433,11 +437,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         path, strict = self.broadcast(checkpoint_path), self.lightning_module.strict_loading
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         if (folder := Path(path)).joinpath(FSDP2_MARK).is_file():
             verify(folder)
-            return load_divided(folder, self.model, self.optimizers, strict, weights_only)
+            return load_divided(folder, self.model, self.optimizers, strict, weights_only, schedulers)
         saved = read_by(self.checkpoint_io, path, weights_only)
-        return load_divided(saved, self.model, self.optimizers, strict, weights_only)
+        return load_divided(saved, self.model, self.optimizers, strict, weights_only, schedulers)
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give every rank the first one's weights, as DDP does: a shard is cut from what its own rank has."""

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_memfit.memory.state_dicts import Versions, versioned, versions_of
 from lightning_memfit.optim.states import FLOAT32_STEP, RECORD
 
 PARAMETERS = "memfit_parameters"
 """Key of a checkpoint: names of the parameters in each group of each optimizer, which states are numbered by."""
+
+VERSIONS = "memfit_versions"
+"""Key of a checkpoint in a folder: versions of its modules' formats, which a state dict in one file keeps itself."""
 
 EXTRA_STATE = "_extra_state"
 """Last part of the name under which a state dict has what `get_extra_state` gave."""
@@ -206,6 +210,19 @@ class SavedOptimizer:
         """The group at a place, if it has no parameters by which it could be known."""
         return None if self.groups[number]["params"] else self.groups[number]
 
+    def places(self, groups: Sequence[Sequence[str]]) -> list[int | None]:
+        """The saved group that each group of a run goes on from; None for one that is new.
+
+        Args:
+            groups: Names in each group of this run's optimizer.
+        """
+        held = {name: number for number, group in enumerate(self.groups) for name in group["params"]}
+        is_alike = len(groups) == len(self.groups)
+        return [
+            next((held[name] for name in names if name in held), number if is_alike and not names else None)
+            for number, names in enumerate(groups)
+        ]
+
     def refuse_beside(self, optimizer: Any) -> None:
         """Refuse to go on without what an optimizer of divided parameters keeps beside groups and states.
 
@@ -236,6 +253,45 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return bool(one == other)
+
+
+_BY_GROUP = ("_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs")
+"""What torch's schedules keep in lists with an entry for each group."""
+
+
+def in_order_of_groups(
+    schedules: Sequence[dict[str, Any]],
+    schedulers: Sequence[Any],
+    optimizers: Sequence[Any],
+    saved: Sequence[SavedOptimizer],
+    groups: Sequence[Sequence[Sequence[str]]],
+) -> list[dict[str, Any]]:
+    """States of schedules, which tell groups by their places, for a run with groups in another order.
+
+    Args:
+        schedules: As the checkpoint has them.
+        schedulers: Those of the run, in the same order.
+        optimizers: Those of the run.
+        saved: Those of the checkpoint.
+        groups: Names in each group of each optimizer of this run, from `group_names`.
+    """
+    made = []
+    for state, scheduler in zip(schedules, schedulers, strict=False):
+        number = next((n for n, one in enumerate(optimizers) if one is scheduler.optimizer), 0)
+        places, count = saved[number].places(groups[number]), len(saved[number].groups)
+        made.append(state if places == [*range(count)] else _in_order(state, scheduler, places, count))
+    return [*made, *schedules[len(made) :]]
+
+
+def _in_order(state: dict[str, Any], scheduler: Any, places: Sequence[int | None], count: int) -> dict[str, Any]:
+    made = dict(state)
+    for key, values in state.items():
+        own: Any = getattr(scheduler, key, None)
+        if key in _BY_GROUP and isinstance(values, (list, tuple)) and len(values) == count:
+            made[key] = [own[new] if place is None else values[place] for new, place in enumerate(places)]
+        elif key == "_schedulers":  # those that one is composed of
+            made[key] = [_in_order(one, its, places, count) for one, its in zip(values, own, strict=True)]
+    return made
 
 
 _ELEMENTWISE = {
@@ -317,6 +373,7 @@ class SavedRun:
         extras: What Lightning, callbacks, the module and its data saved besides.
         optimizers: State dicts of the optimizers, numbered or named; None if the checkpoint holds weights alone.
         layout: What else the reader knows, for strategies of its own kind.
+        versions: Those of the modules' formats; None if nothing is known of them, as in folders of earlier versions.
     """
 
     path: Path
@@ -324,22 +381,24 @@ class SavedRun:
     extras: dict[str, Any]
     optimizers: list[dict[str, Any]] | None
     layout: Any = field(default=None, repr=False)
+    versions: Versions | None = field(default=None, repr=False)
 
     def named_as(self, names: Iterable[str]) -> "SavedRun":
         """The same run with its weights under a module's names.
 
         They differ where one of both is compiled: `torch.compile` puts a layer named `_orig_mod` around a network.
+        Where nothing is known of versions, they are the module's.
 
         Args:
-            names: Keys of the module's state dict.
+            names: The module's state dict, or its keys.
         """
         called = {plain_name(name): name for name in names}
         weights = {called.get(plain_name(name), name): value for name, value in self.weights.items()}
-        return replace(self, weights=weights)
+        return replace(self, weights=weights, versions=named_versions(self.versions, versions_of(names)))
 
     def state_dict(self) -> dict[str, Any]:
         """Whole weights, in host memory."""
-        return {name: whole(value) for name, value in self.weights.items()}
+        return versioned({name: whole(value) for name, value in self.weights.items()}, self.versions)
 
     def checkpoint(self) -> dict[str, Any]:
         """What a run on one device would have saved, with states by names where they are known.
@@ -404,6 +463,23 @@ class SavedRun:
 def plain_name(name: str) -> str:
     """A name in a module without what `torch.compile` has put into it."""
     return name.replace("_orig_mod.", "")
+
+
+def named_versions(saved: Versions | None, own: Versions | None) -> Versions | None:
+    """Versions of a checkpoint under the names of a module, whose own they are if the checkpoint has none.
+
+    Args:
+        saved: Those of the checkpoint.
+        own: Those of the module; None if its names aren't known.
+    """
+    if saved is None or own is None:
+        return own if saved is None else saved
+    known = {_plain_module(name): versions for name, versions in saved.items()}
+    return {name: known[_plain_module(name)] for name in own if _plain_module(name) in known}
+
+
+def _plain_module(name: str) -> str:
+    return plain_name(f"{name}.")[:-1]
 
 
 def group_names(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[list[list[str]]]:

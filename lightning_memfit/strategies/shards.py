@@ -37,15 +37,19 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memfit.memory.state_dicts import versioned, versions_of
 from lightning_memfit.strategies.integrity import within
 from lightning_memfit.strategies.safe_loading import load, load_index
 from lightning_memfit.strategies.saved_run import (
+    VERSIONS,
     SavedOptimizer,
     SavedRun,
     check_left_out,
     check_names,
     check_trained,
     group_names,
+    in_order_of_groups,
+    named_versions,
     parameter_names,
     pieces_of,
     plain_name,
@@ -226,13 +230,15 @@ def read_shards(folder: Path, weights_only: bool | None = None) -> SavedRun:
     weights: dict[str, Any] = {}
     for path, value in source.read_whole(_WEIGHTS).items():
         _put(weights, path[1:], value)
-    extras = load(folder / META, weights_only)
+    extras: dict[str, Any] = load(folder / META, weights_only)
+    versions = extras.pop(VERSIONS, None)
     has_optimizers = bool(optimizers) or "lr_schedulers" in extras  # which Lightning leaves out with the states
     return SavedRun(
         folder,
         {name: pieces_of(value) for name, value in weights.items()},
         extras,
         optimizers if has_optimizers else None,
+        versions=versions,
     )
 
 
@@ -337,6 +343,7 @@ def load_divided(
     optimizers: Sequence[Optimizer],
     strict: bool,
     weights_only: bool | None = None,
+    schedulers: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Load a checkpoint into divided parameters and their optimizers; each rank reads its own part.
 
@@ -346,6 +353,7 @@ def load_divided(
         optimizers: Those to go on with; none to load weights alone.
         strict: Refuse missing and unexpected weights.
         weights_only: See `load`, for the file of a folder that holds what Lightning saved.
+        schedulers: Schedules of the optimizers, whose states are put into the order of their groups.
 
     Returns:
         What Lightning, callbacks and the module saved besides.
@@ -360,29 +368,33 @@ def load_divided(
         check_names(path, known, weights, module)
     found = _optimizers_of(source, path, module, optimizers)
     read = source.read({(_WEIGHTS, name): value for name, value in weights.items() if name in known})
-    called = {plain_name(name): name for name in module.state_dict()}
-    module.load_state_dict({called[name]: value for (_, name), value in read.items()}, strict=False)
+    extras: dict[str, Any] = saved.extras if isinstance(saved, SavedRun) else load(saved / META, weights_only)
+    own = module.state_dict()
+    versions = saved.versions if isinstance(saved, SavedRun) else extras.pop(VERSIONS, None)
+    called = {plain_name(name): name for name in own}
+    entries = {called[name]: value for (_, name), value in read.items()}
+    module.load_state_dict(versioned(entries, named_versions(versions, versions_of(own))), strict=False)
     if optimizers:
         for number, (optimizer, one) in enumerate(zip(optimizers, found, strict=True)):
             key = f"optimizer_{number}" if isinstance(saved, Path) else number
-            own: Any = get_optimizer_state_dict(module, optimizer)["state"]
-            for name in one.states.keys() & own.keys():
-                if one.states[name].keys() - own[name].keys():
+            live: Any = get_optimizer_state_dict(module, optimizer)["state"]
+            for name in one.states.keys() & live.keys():
+                if one.states[name].keys() - live[name].keys():
                     raise ValueError(
                         f"`ckpt_path={str(path)!r}` has states {sorted(one.states[name])} of {name!r}, and this run's "
-                        f"{type(optimizer).__name__} keeps {sorted(own[name])}. Make the optimizer as the saved run "
+                        f"{type(optimizer).__name__} keeps {sorted(live[name])}. Make the optimizer as the saved run "
                         "did, or load the weights alone."
                     )
-            one.states = {name: state for name, state in one.states.items() if name in own}
+            one.states = {name: state for name, state in one.states.items() if name in live}
             states = source.read(
-                {(key, "state", name, what): own[name][what] for name, state in one.states.items() for what in state}
+                {(key, "state", name, what): live[name][what] for name, state in one.states.items() for what in state}
             )
             for (_, _, name, what), value in states.items():
                 one.states[name] = one.states[name] | {what: value}
             _set_states(module, optimizer, one)
-    if isinstance(saved, SavedRun):
-        return saved.extras
-    extras: dict[str, Any] = load(saved / META, weights_only)
+        if schedules := extras.get("lr_schedulers"):
+            groups = group_names(optimizers, parameter_names(module, optimizers))
+            extras = extras | {"lr_schedulers": in_order_of_groups(schedules, schedulers, optimizers, found, groups)}
     return extras
 
 

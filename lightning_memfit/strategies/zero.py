@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.extras import require
 from lightning_memfit.memory.process import return_freed_memory
+from lightning_memfit.memory.state_dicts import versions_in
 from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.profile.replaced import keep_constructors
 from lightning_memfit.strategies.checkpoint_io import read_by
@@ -42,10 +43,12 @@ from lightning_memfit.strategies.launched import (
 from lightning_memfit.strategies.optimizers import check_flat
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
+    VERSIONS,
     check_names,
     check_shapes,
     check_trained,
     group_names,
+    in_order_of_groups,
     parameter_names,
     plain_name,
 )
@@ -421,6 +424,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Write a checkpoint folder; an existing one is replaced when the new one is complete."""
         if self._hooks is not None:
             self._hooks.take()
+        assert self.lightning_module is not None
+        checkpoint = checkpoint | {VERSIONS: dict(versions_in(self.lightning_module))}
         if self._group_names is not None:
             checkpoint = checkpoint | {PARAMETERS: self._group_names}
         beside = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
@@ -455,6 +460,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         take_run(self.deepspeed_engine, saved, states)
         if self._hooks is not None:
             self._hooks.note()
+        schedules = saved.extras.get("lr_schedulers")
+        if schedules and states:
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            ordered = in_order_of_groups(schedules, schedulers, self.optimizers, states, groups)
+            return saved.extras | {"lr_schedulers": ordered}
         return saved.extras
 
     @override

@@ -32,6 +32,7 @@ from lightning_memfit.adapters.linears import AUTO, linear_layers
 from lightning_memfit.adapters.watch import Watch
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
+from lightning_memfit.memory.state_dicts import joined_versions, versioned, versions_of
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.replace import replace_optimizers, take_out
 from lightning_memfit.profile.record import ModelProfile
@@ -315,7 +316,8 @@ class Lora(TechniqueCallback):
             entries = self._without_frozen(module, module.state_dict())
             # Weights that a callback trained besides are about to get the adapters added.
             merged = {f"{name}.weight" for name in lora.adapted_layers(module)} & entries.keys()
-            self._learned = {"state_dict": {**entries, **{name: entries[name].clone() for name in merged}}, KEY: record}
+            learned = {**entries, **{name: entries[name].clone() for name in merged}}
+            self._learned = {"state_dict": versioned(learned, versions_of(entries)), KEY: record}
             if self._was_saved and not self._has_lost_originals(module):
                 originals = {**copy_originals(module), **self._originals}
         lora.remove(module)
@@ -372,7 +374,8 @@ class Lora(TechniqueCallback):
         Adapters and what is trained as a whole are kept whether they are frozen at this moment or not.
         """
         own = dict(module.named_parameters(remove_duplicate=False))
-        return {name: value for name, value in entries.items() if not self._is_frozen(name, own.get(name))}
+        kept = {name: value for name, value in entries.items() if not self._is_frozen(name, own.get(name))}
+        return versioned(kept, versions_of(entries))
 
     def _is_frozen(self, name: str, parameter: nn.Parameter | None) -> bool:
         if parameter is None or name not in self._base or parameter.requires_grad or name in self._loaded:
@@ -405,11 +408,11 @@ class Lora(TechniqueCallback):
         self._originals = {name: copy_to_host(own[name], Category.PARAMETER) for name in self._loaded & own.keys()}
         for key in ("state_dict", "current_model_state"):  # the second is where averaging of weights has the latest
             if key in checkpoint:
-                checkpoint[key] = {**own, **checkpoint[key]}
+                checkpoint[key] = versioned({**own, **checkpoint[key]}, joined_versions(own, checkpoint[key]))
 
     def _start_from(self, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Make of a checkpoint without adapters, in place, one that training begins from with new adapters."""
-        entries = dict(checkpoint["state_dict"])
+        entries = versioned(checkpoint["state_dict"], versions_of(checkpoint["state_dict"]))
         for name, layer in lora.frozen_layers(module).items():
             if layer.codes is not None and f"{name}.weight" in entries:
                 layer.put(entries.pop(f"{name}.weight"))

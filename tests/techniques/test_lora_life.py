@@ -473,6 +473,37 @@ def test_entries_that_are_no_tensors_are_taken_over(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), module.parameters(), strict=True))
 
 
+class Renewed(nn.Linear):
+    """A layer that no adapter is for, whose weights were a hundredth of what they are now in its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 100
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("trained", [(), ("renewed",)])
+def test_the_versions_of_modules_stay(tmp_path, trained):
+    def made():
+        return net(build=lambda self: setattr(self, "renewed", Renewed(64, 64)))
+
+    module, run = fitted([Lora(4, train=trained)], made())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    expected = module.renewed.weight
+    for callbacks in ([Lora(4, train=trained)], []):
+        plain = made()
+        if callbacks:
+            fitted(callbacks, plain, tmp_path / "a.ckpt")
+        else:
+            plain.load_state_dict(merged_state_dict(plain, torch.load(tmp_path / "a.ckpt"))[0])
+        assert torch.equal(plain.renewed.weight, expected)
+    evaluated = made()
+    trainer([Lora(4)]).validate(evaluated, loader(1), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert torch.equal(evaluated.renewed.weight, expected)
+
+
 @pytest.mark.parametrize("difference", ["shape", "name"])
 def test_loads_as_strictly_as_a_plain_module(tmp_path, difference):
     def build(trained):

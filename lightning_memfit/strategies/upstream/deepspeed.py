@@ -25,6 +25,7 @@ from lightning_memfit.strategies.safe_loading import load
 from lightning_memfit.strategies.saved_run import (
     EXTRA_STATE,
     PARAMETERS,
+    VERSIONS,
     Pieces,
     SavedOptimizer,
     SavedRun,
@@ -612,8 +613,9 @@ def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
     scale = {key: saved[0][key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow") if key in saved[0]}
     extras = {key: value for key, value in models[0].items() if key not in _OWN_KEYS}
     extras.pop(PARAMETERS, None)  # used by now: states are by names
+    versions = extras.pop(VERSIONS, None)
     layout = ZeroLayout(stage, len(files), sub_groups, counters | {"scale": scale})
-    return SavedRun(folder, weights, extras, [optimizer], layout)
+    return SavedRun(folder, weights, extras, [optimizer], layout, versions)
 
 
 def _of_rank(inside: Path, rank: int, kind: str) -> Path:

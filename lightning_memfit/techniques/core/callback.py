@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import code_below, wrap_method
-from lightning_memfit.optim.states import lay_out_all, refuse_states
+from lightning_memfit.optim.states import checked_states
 from lightning_memfit.techniques.core.facts import Options, Run, arguments_of, run_of
 
 
@@ -132,11 +132,8 @@ class ReversibleCallback(pl.Callback):
 
         def load(inner: Callable[..., Any], checkpoint: Any) -> None:
             names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
-            for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=False):
-                refuse_states(optimizer, states, names)
-            inner(checkpoint)
-            for optimizer in trainer.strategy.optimizers:
-                lay_out_all(optimizer)
+            with checked_states(trainer.strategy.optimizers, checkpoint["optimizer_states"], names):
+                inner(checkpoint)
 
         self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load))
 

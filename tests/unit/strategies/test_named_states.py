@@ -1,10 +1,18 @@
 """Optimizer states belong to parameters by name; those of one device by their places in the optimizer's groups."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
-from lightning_memfit.strategies.saved_run import group_names, numbered_optimizer, parameter_names
+from lightning_memfit.strategies.saved_run import (
+    group_names,
+    in_order_of_groups,
+    numbered_optimizer,
+    parameter_names,
+)
 
 
 def made(order=((2, 0), (3, 1)), kind=torch.optim.AdamW):
@@ -104,3 +112,58 @@ def test_a_group_without_parameters_keeps_the_options_of_its_place():
     other, its_optimizer = made(((3, 1), (), (2, 0)))
     its_optimizer.load_state_dict(saved.state_dict(its_optimizer.param_groups, parameter_names(other), numbered=True))
     assert [group["lr"] for group in its_optimizer.param_groups] == pytest.approx([0.3, 0.7, 0.1])
+
+
+SCHEDULES = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=9
+    ),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, min_lr=[group["lr"] / 4 for group in optimizer.param_groups]
+    ),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2]
+    ),
+    "chain": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), lr_scheduler.ConstantLR(optimizer)], optimizer
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, None), (None, 1, 0)])
+def test_schedules_follow_groups_in_another_order(name, order):
+    """A group that is new begins its schedule, and one without parameters is at no place that counts."""
+
+    def steps(optimizer, schedule, count):
+        rates = []
+        for _ in range(count):
+            optimizer.step()
+            schedule.step(*((1.0,) if name == "plateau" else ()))
+            rates.append({group["name"]: group["lr"] for group in optimizer.param_groups})
+        return rates
+
+    def run(order):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        groups = [
+            {"params": [] if place is None else list(module[place].parameters()), "lr": 10.0 ** (place or 0)}
+            | {"name": str(place)}
+            for place in order
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return module, optimizer, SCHEDULES[name](optimizer)
+
+    module, optimizer, schedule = run((0, 1))
+    steps(optimizer, schedule, 3)
+    saved, state = named(module, optimizer), schedule.state_dict()
+    expected = steps(optimizer, schedule, 4)
+    module, optimizer, schedule = run(order)
+    groups = group_names([optimizer], parameter_names(module))
+    state_dict = saved.state_dict(optimizer.param_groups, parameter_names(module), numbered=True)
+    optimizer.load_state_dict(state_dict)
+    (ordered,) = in_order_of_groups([copy.deepcopy(state)], [schedule], [optimizer], [saved], groups)
+    schedule.load_state_dict(ordered)
+    found = steps(optimizer, schedule, 4)
+    assert [{key: rates[key] for key in "01"} for rates in found] == expected

@@ -1,6 +1,7 @@
 """Checkpoints with what most runs don't have: values that are no dense tensors, strange tensors, no optimizers."""
 
 import collections
+import copy
 import io
 import os
 import pickle
@@ -16,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_memfit.memory.state_dicts import versions_in
+from lightning_memfit.optim.states import FLOAT32_STEP
 from lightning_memfit.strategies import checkpoints, integrity
 from lightning_memfit.strategies.checkpoint_io import AtomicCheckpointIO
 from lightning_memfit.strategies.checkpoints import read_run, rewritten
@@ -24,6 +27,7 @@ from lightning_memfit.strategies.integrity import CheckpointError, stored_bytes,
 from lightning_memfit.strategies.safe_loading import _Index, load
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
+    VERSIONS,
     Pieces,
     SavedOptimizer,
     SavedRun,
@@ -116,6 +120,56 @@ def test_extra_states_come_back_as_they_were(tmp_path, state):
             read["history"] = state["history"]
         assert read == state
     assert "layer._extra_state" in _Folder(tmp_path).weights()
+
+
+class Renewed(nn.Module):
+    """Its weights were a hundredth of what they are now in its first version."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 100
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def renewed_of(path):
+    module = nn.Sequential(Renewed())
+    module.load_state_dict(read_run(path).named_as(module.state_dict()).state_dict())
+    divided = nn.Sequential(Renewed())
+    load_divided(path if path.is_dir() else read_run(path), divided, [], strict=True)
+    assert torch.equal(divided[0].weight, module[0].weight)
+    return module[0].weight.tolist()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("entries", "factor"), [(None, 1), (dict, 100)])
+def test_a_file_keeps_the_versions_of_modules(tmp_path, entries, factor, compiled):
+    saved = nn.Sequential(nn.Sequential(collections.OrderedDict(_orig_mod=Renewed())) if compiled else Renewed())
+    state_dict = saved.state_dict()
+    path = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"state_dict": entries(state_dict) if entries else state_dict}, path)
+    assert renewed_of(path) == [factor, factor]
+    if not compiled:  # torch does the same
+        module = nn.Sequential(Renewed())
+        module.load_state_dict(torch.load(path)["state_dict"])
+        assert module[0].weight.tolist() == [factor, factor]
+        module.load_state_dict(AtomicCheckpointIO().load_checkpoint(path)["state_dict"])
+        assert module[0].weight.tolist() == [factor, factor]
+
+
+@pytest.mark.parametrize(("versions", "factor"), [(2, 1), (1, 100), (None, 1)])
+def test_a_folder_keeps_the_versions_of_modules(tmp_path, versions, factor):
+    module = nn.Sequential(Renewed())
+    state_dict = module.state_dict()
+    dcp.save({"state_dict": dict(state_dict)}, checkpoint_id=tmp_path, no_dist=True)
+    known = dict(versions_in(module)) | {"0": {"version": versions}}
+    torch.save({} if versions is None else {VERSIONS: known}, tmp_path / META)
+    assert renewed_of(tmp_path) == [factor, factor]
 
 
 @pytest.mark.parametrize(("extras", "optimizers"), [({"lr_schedulers": []}, []), ({}, None)])
@@ -509,6 +563,7 @@ def test_zero_counts_what_it_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(zero, "rewritten", room)
     monkeypatch.setattr(zero, "checkpoint_bytes", lambda engine: 100)
     strategy = SimpleNamespace(
+        lightning_module=nn.Linear(2, 2),
         _group_names=None,
         _hooks=None,
         deepspeed_engine=None,
@@ -540,3 +595,51 @@ def test_the_parameters_whose_states_zero_cannot_keep_are_named(tmp_path, change
     with pytest.raises(ValueError, match=message) as refused:
         _divided(live, SavedOptimizer([], states, tmp_path))
     assert "a.weight" not in str(refused.value)
+
+
+def resumed_under_ddp(saved, module, optimizer):
+    strategy = DataParallelStrategy(parallel_devices=[torch.device("cpu")])
+    strategy._lightning_module, strategy.optimizers, strategy._loaded = module, [optimizer], saved
+    strategy.load_optimizer_state_dict({"optimizer_states": saved.optimizers})
+
+
+def test_states_of_a_folder_lie_as_the_weights_of_ddp_do(tmp_path):
+    """Fused kernels on the CPU walk through memory, and a folder has moments without memory formats."""
+
+    def stepped(module, optimizer):
+        generator = torch.Generator().manual_seed(0)
+        for parameter in module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        return module
+
+    def made():
+        torch.manual_seed(0)
+        module = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        return module, torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+
+    module, optimizer = made()
+    stepped(module, optimizer)
+    names = group_names([optimizer], parameter_names(module))
+    states = copy.deepcopy(optimizer.state_dict())
+    for state in states["state"].values():
+        state.update({key: pieces_of(value) for key, value in state.items() if value.dim()})
+    saved = SavedRun(tmp_path, {}, {PARAMETERS: names}, [states])
+    again, its_optimizer = made()
+    again.load_state_dict(module.state_dict())
+    resumed_under_ddp(saved, again, its_optimizer)
+    assert torch.equal(stepped(again, its_optimizer).weight, stepped(module, optimizer).weight)
+
+
+def test_ddp_refuses_states_that_its_optimizer_cannot_step(tmp_path):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    state = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)}
+    states = optimizer.state_dict() | {"state": {0: state}, FLOAT32_STEP: {"rounding": "kahan"}}
+    with pytest.raises(ValueError, match="Kahan compensation"):
+        resumed_under_ddp(SavedRun(tmp_path, {}, {}, [states]), module, optimizer)
+    narrow = {"step": 1, "state1": torch.ones(2, 2, dtype=torch.uint8), "state2": torch.ones(2, 2, dtype=torch.uint8)}
+    saved = SavedRun(tmp_path, {}, {}, [states | {"state": {0: narrow}, FLOAT32_STEP: {}}])
+    with pytest.raises(ValueError, match="none that torch.AdamW can step"):
+        resumed_under_ddp(saved, module, optimizer)
+    assert not optimizer.state
