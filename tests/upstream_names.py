@@ -243,6 +243,7 @@ NAMES: dict[str, str] = {
     "_update_learning_rates": "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "_waiters": "threading.Condition",
     "_version": "torch.Tensor",
+    "_metadata": "torch.nn.Module",
     "_is_view": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
 }

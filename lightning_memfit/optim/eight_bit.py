@@ -33,7 +33,7 @@ from lightning_memfit.optim.states import (
     flat,
     moments_of,
 )
-from lightning_memfit.optim.steps import OwnHook, refuse_sparse, run_closure, step_below_hooks
+from lightning_memfit.optim.steps import TRIAL_RATE, OwnHook, Trial, refuse_sparse, run_closure, step_below_hooks
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
@@ -636,7 +636,7 @@ def _form_of(optimizer: torch.optim.Optimizer) -> Form:
         form = Form(known.class_name, known.eight_bit)
     elif cls.__module__.startswith("bitsandbytes."):
         form = _form_of_bitsandbytes(optimizer)
-    elif cls.__name__ == "Lion":
+    elif _is_unknown_lion(optimizer):
         form = _ANY_LION
     else:
         raise ValueError(
@@ -667,6 +667,36 @@ def _refuse_what_would_change(optimizer: torch.optim.Optimizer, form: Form) -> N
             raise ValueError(f"{name}, parameter group {index}: {reason}.")
         for parameter in group["params"]:
             refuse_parameter(parameter, index)
+        if _is_unknown_lion(optimizer) and not _steps_as_lion(optimizer, group):
+            raise ValueError(
+                f"{name}, parameter group {index}: `{type(optimizer).__module__}.{name}` computes something else than "
+                "Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2), as it is configured here, and bitsandbytes "
+                "would not. Turn off what differs (`decoupled_weight_decay` of lion-pytorch, cautious updates), or "
+                "leave the conversion out."
+            )
+
+
+def _is_unknown_lion(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__name__ == "Lion" and not type(optimizer).__module__.startswith("bitsandbytes.")
+
+
+@_disable_current_modes()  # in a trace, a trial has values all the same
+def _steps_as_lion(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer steps as Lion does; of one that can't be tried, its name and its hyper-parameters tell."""
+    trial = Trial(optimizer, group)
+    found = trial.stepped()
+    if found is None or "betas" not in group:
+        return found is None
+    (first, second), decay = group["betas"], 1 - TRIAL_RATE * group.get("weight_decay", 0.0)
+    for number, (weight, result) in enumerate(zip(trial.start, found, strict=True)):
+        expected, momentum = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+        for gradients in trial.gradients:
+            gradient = gradients[number].double()
+            expected = expected * decay - TRIAL_RATE * momentum.lerp(gradient, 1 - first).sign()
+            momentum = momentum.lerp(gradient, 1 - second)
+        if not torch.allclose(result.double(), expected, rtol=0, atol=1e-4 * TRIAL_RATE):
+            return False
+    return True
 
 
 def refuse_parameter(parameter: Tensor, index: int) -> None:

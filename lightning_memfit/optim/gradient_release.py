@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memfit.memory.breakdown import Category
 from lightning_memfit.memory.host import copy_to_host
-from lightning_memfit.optim.steps import narrowed, refuse_own_step, step_below_hooks
+from lightning_memfit.optim.steps import Trial, narrowed, refuse_own_step, step_below_hooks
 
 _SINGLE_PARAMETER = ("torch.optim.", "bitsandbytes.optim.", "torchao.optim.adam")
 _WHOLE_MODEL = ("LBFGS",)
@@ -342,11 +342,29 @@ def refuse_coupled(optimizer: Optimizer, what: str = "releasing gradients during
         optimizer: The optimizer.
         what: What needs that, for the message.
     """
-    cls = type(getattr(optimizer, "wrapped", optimizer))  # inside `Float32Step`, which steps weights with a gradient
-    known = cls.__module__.startswith(_SINGLE_PARAMETER) or cls.__name__ in _KNOWN_ELSEWHERE
+    stepped: Any = getattr(optimizer, "wrapped", optimizer)  # inside `Float32Step`, which steps those with a gradient
+    cls = type(stepped)
+    is_of_known = cls.__module__.startswith(_SINGLE_PARAMETER)
+    known = is_of_known or (cls.__name__ in _KNOWN_ELSEWHERE and _steps_apart(stepped))
     if not known or cls.__name__ in _WHOLE_MODEL:
         raise ValueError(
             f"`{cls.__module__}.{cls.__name__}` is not known to step each parameter independently of the others, which "
             f"{what} needs. Use an optimizer of torch.optim (but LBFGS), bitsandbytes or "
             "torchao's Adam, Lion or Adafactor."
         )
+
+
+@_disable_current_modes()  # in a trace, a trial has values all the same
+def _steps_apart(optimizer: Optimizer) -> bool:
+    """Whether a step of each parameter by itself does what a step of all does; True of what can't be tried.
+
+    A class may clip by the norm of all gradients, or count steps in its groups or in itself.
+    """
+    for group in optimizer.param_groups:
+        trial = Trial(optimizer, group)
+        together, apart = trial.stepped(), trial.stepped(apart=True)
+        if together is None or apart is None:
+            continue
+        if not all(torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
+            return False
+    return True

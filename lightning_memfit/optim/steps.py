@@ -1,6 +1,8 @@
 """What optimizers that step others have in common: closures, hooks, and gradients that can't be stepped."""
 
+import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -83,6 +85,64 @@ def narrowed(
     finally:
         attributes.pop("get_config", None)
         attributes.update(whole)
+
+
+# --- what an optimizer of unknown origin computes ---------------------------------------------------------------------
+
+
+TRIAL_RATE = 0.1
+"""Learning rate of a trial; that of a schedule may begin at zero."""
+
+
+class Trial:
+    """Steps of an optimizer on small weights, as it is configured, which leave it and what it steps as they are.
+
+    A class may keep in attributes what its groups don't show: a rate that weight decay is divided by, a count of steps.
+    For use outside of modes, in which tensors may have no values.
+
+    Args:
+        optimizer: The optimizer.
+        options: Hyper-parameters of one of its groups.
+    """
+
+    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+        self._optimizer = optimizer
+        self._options = {**options, "lr": TRIAL_RATE}
+        with torch.device("cpu"):
+            generator = torch.Generator().manual_seed(0)
+            draw = [[torch.randn(shape, generator=generator) for shape in ((3, 5), (4,))] for _ in range(4)]
+        self.start, self.gradients = draw[0], draw[1:]
+
+    def stepped(self, apart: bool = False) -> list[Tensor] | None:
+        """Weights after a step for each of the gradients; None if the optimizer needs more than weights to step.
+
+        Args:
+            apart: Step each weight by itself, in a group of its own that is made anew each time.
+        """
+        with torch.no_grad(), torch.device("cpu"):
+            weights = [torch.nn.Parameter(weight.clone()) for weight in self.start]
+            copied = self._copy()
+            copied.param_groups = [{**self._options, "params": weights}]
+            try:
+                for gradients in self.gradients:
+                    for weight, gradient in zip(weights, gradients, strict=True):
+                        weight.grad = gradient.clone()
+                    for weight in weights if apart else weights[:1]:
+                        if apart:
+                            copied.param_groups = [{**self._options, "params": [weight]}]
+                        step_below_hooks(copied)
+            except Exception:
+                return None
+            return [weight.detach() for weight in weights]
+
+    def _copy(self) -> Any:
+        """The optimizer without states; containers that it keeps are its own."""
+        copied: Any = object.__new__(type(self._optimizer))
+        for name, value in vars(self._optimizer).items():
+            if name not in ("step", "param_groups", "state"):
+                vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+        copied.state = defaultdict(dict)
+        return copied
 
 
 def take_overrides(optimizer: Any) -> None:

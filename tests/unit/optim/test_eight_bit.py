@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.optim.eight_bit import check_states, embedding_parameters, repage_states, to_bitsandbytes
+from lightning_memfit.optim.gradient_release import GradientRelease
 from tests.unit.optim.cases import CASES, Lion
 
 
@@ -134,6 +135,50 @@ def test_unknown_hyper_parameter_of_a_lion_is_refused():
     optimizer.defaults["cautious_factor"] = 0.5
     with pytest.raises(ValueError, match="cautious_factor"):
         to_bitsandbytes(optimizer)
+
+
+class OtherLion(Lion):
+    """One of the many classes of this name whose groups don't show what else they do."""
+
+    def __init__(self, change, **kwargs):
+        self.change, self.count = change, []
+        super().__init__(parameters(), **kwargs)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count.append(1)
+        before = [(p, p.clone()) for group in self.param_groups for p in group["params"]]
+        super().step()
+        for p, start in before:
+            p.copy_(self.change(p, start))
+
+
+OtherLion.__name__ = "Lion"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p, start: p - 9e-3 * start,  # decay by another rate
+        lambda p, start: 2 * start - p,  # maximizes
+        lambda p, start: torch.where(start > 0, p, start),  # of some elements alone
+    ],
+)
+def test_a_lion_that_is_none_is_refused(change):
+    optimizer = OtherLion(change, weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"group 0: `tests.*Lion` computes something else than Lion"):
+        to_bitsandbytes(optimizer)
+    assert not optimizer.state
+    assert not optimizer.count
+    optimizer = OtherLion(lambda p, start: p, weight_decay=0.1, lr=0.0)  # as a schedule begins
+    assert isinstance(to_bitsandbytes(optimizer), bnb.optim.Lion8bit)
+
+
+def test_a_lion_is_tried_in_a_trace_as_well():
+    with FakeTensorMode():
+        stepped = list(nn.Linear(8, 8).parameters())
+        assert isinstance(to_bitsandbytes(Lion(stepped)), bnb.optim.Lion8bit)
+        GradientRelease(Lion(stepped)).remove()
 
 
 def test_other_refusals():

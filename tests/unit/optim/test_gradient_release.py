@@ -81,6 +81,30 @@ def test_forms_of_adamw(kwargs):
     assert_same(train(make, True), train(make, False))
 
 
+class Adafactor(torch.optim.SGD):
+    """Of another library: its rate goes by a count of steps."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            self.count += 1
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                p.sub_(p.grad / (group["count"] if group["counts_in_group"] else self.count))
+
+
+@pytest.mark.parametrize("counts_in_group", [False, True])
+def test_a_class_that_counts_steps_is_refused(counts_in_group):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Adafactor([{"params": [weight], "counts_in_group": counts_in_group}], lr=0.1)
+    with pytest.raises(ValueError, match="not known to step each parameter independently"):
+        GradientRelease(optimizer)
+    assert not optimizer.count
+    assert "count" not in optimizer.param_groups[0]
+
+
 def test_clipping_by_value():
     assert_same(train(torch.optim.AdamW, True, clip_value=1e-4), train(torch.optim.AdamW, False, clip_value=1e-4))
     with pytest.raises(ValueError, match="clip_value=0"):
