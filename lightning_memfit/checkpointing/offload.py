@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
+from lightning_memfit.memory.ledger import held_tensors
 
 MIN_OFFLOAD_BYTES = 1 << 16
 """Smaller storages stay on the device: a copy's latency would cost more than their memory is worth."""
@@ -93,8 +96,8 @@ class _BlockRun:
     def __init__(self, pool: OffloadPool, block: nn.Module, previous: "_BlockRun | None") -> None:
         self._pool = pool
         self._previous = None if previous is None else weakref.ref(previous)
-        tensors = (*block.parameters(), *block.buffers())
-        self._staying = {tensor.untyped_storage()._cdata for tensor in tensors}
+        parts = (part for tensor in (*block.parameters(), *block.buffers()) for part in held_tensors(tensor))
+        self._staying = {part.untyped_storage()._cdata for part in parts}
         self._copies: dict[int, _HostCopy] = {}
         self._reached = False
 
@@ -168,6 +171,7 @@ class _HostCopy:
         self._on_device: torch.Tensor | None = tensor.detach().as_strided((self._num_elements,), (1,), 0)
         self._is_original = True
         self._version = tensor._version
+        self._count = _count_of(tensor)
         self._changed = False
         self._num_views = self._num_unused = 0
         self._copied: torch.cuda.Event | None = None
@@ -176,8 +180,12 @@ class _HostCopy:
         self._on_host = None if isinstance(tensor, FakeTensor) else self._copy_out(self._on_device)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether this is a copy of the tensor's storage as it is now."""
-        return self._storage() is tensor.untyped_storage() and self._version == tensor._version
+        """Whether this is a copy of the tensor's storage as it is now, as far as torch counts changes for both alike.
+
+        `x.data` and parts of `torch.unsafe_chunk`, as in recurrent layers on the CPU, have counts of their own.
+        """
+        is_now = self._storage() is tensor.untyped_storage() and self._version == tensor._version
+        return is_now and (self._count is None or _count_alike(self._count, tensor))
 
     def add_view(self) -> None:
         """Count a saved tensor."""
@@ -258,3 +266,20 @@ class _HostCopy:
         """
         if self._requested_on is not None and self._copied is not None:
             self._requested_on.wait_event(self._copied)
+
+
+def _count_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor without memory that has the count of changes of another one; None in a trace, which copies nothing."""
+    if isinstance(tensor, FakeTensor):
+        return None
+    count = tensor.detach()
+    count.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return count
+
+
+def _count_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether torch counts a change of one tensor for the other, too."""
+    with _unsafe_preserve_version_counter((one,)):
+        before = other._version
+        increment_version(one)
+        return other._version != before
