@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_memfit.optim.eight_bit import Form, guard, guarded, refuse_parameter
 from lightning_memfit.optim.optimizers import KERNELS, EightBitForm, OptimizerClass, class_named, class_of
-from lightning_memfit.optim.states import Resume, State, apart, moments_of, together
+from lightning_memfit.optim.states import Resume, State, apart, has_gaps, moments_of, together
 from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
 
 # --- torchao's optimizers under dispatch modes ------------------------------------------------------------------------
@@ -167,6 +167,12 @@ def exchange(
     for index, group in enumerate(groups):
         for parameter in group["params"]:
             _refuse_parameter(parameter, index, target)
+            if options.get("fused") and has_gaps(parameter):
+                raise ValueError(
+                    f"Parameter group {index} holds a view of shape {tuple(parameter.shape)} with gaps between its "
+                    "elements, and `options.fused=True` would step what lies between as well. Make it a tensor of its "
+                    "own (`nn.Parameter(view.clone())`), or leave `fused` out."
+                )
     # Groups that are added later get the module's hyper-parameters, as they would without the exchange.
     later = _translated(optimizer.defaults, source, target, name, options, drop, defaults)
     settings = {key: value for key, value in options.items() if key in target.settings}

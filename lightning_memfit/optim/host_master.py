@@ -25,7 +25,7 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device, sparse_parts
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import state_tensors, tensors_among
-from lightning_memfit.optim.states import lay_out_all
+from lightning_memfit.optim.states import has_gaps, lay_out_all
 from lightning_memfit.optim.steps import OutermostStep, refuse_own_step
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -677,5 +677,6 @@ def _take_fused_kernel(optimizer: Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         chosen = group["fused"] is not None or group["foreach"] is not None
+        chosen |= any(weight.dtype not in _HALF and has_gaps(weight) for weight in group["params"])
         if not chosen and not group["differentiable"] and not isinstance(group["lr"], Tensor):
             group["fused"] = True

@@ -273,6 +273,16 @@ def lay_out(parameter: Tensor, state: MutableMapping[str, Any]) -> None:
             state[key] = _laid_out(parameter, value)
 
 
+def has_gaps(parameter: Tensor) -> bool:
+    """Whether a parameter's elements leave out some of its memory, or share it: `nn.Parameter(whole[:, ::2])`.
+
+    Fused kernels walk through memory all the same, and step what lies between.
+    """
+    if parameter.layout is not torch.strided or is_traceable_wrapper_subclass(parameter):
+        return False
+    return parameter.stride() != torch.empty_like(parameter, device="meta").stride()
+
+
 def lay_out_all(optimizer: Optimizer) -> None:
     """Do so for every parameter of an optimizer."""
     for group in optimizer.param_groups:

@@ -104,6 +104,16 @@ def test_new_names_of_the_same_meaning():
     assert "relative_step" not in group
 
 
+def test_views_with_gaps_are_no_parameters_of_fused_kernels():
+    whole = torch.randn(4, 8)
+    optimizer = torch.optim.AdamW([nn.Parameter(whole[:, ::2])])
+    with pytest.raises(ValueError, match=r"group 0 holds a view of shape \(4, 4\) with gaps.*view\.clone"):
+        exchange(optimizer, "torch.AdamW", {"fused": True})
+    exchange(optimizer, "torch.AdamW")
+    for whole_or_dense in (whole, whole.t(), whole[1:], whole[:1, ::2][:, :1], torch.ones(()), torch.ones(2, 0)):
+        exchange(torch.optim.AdamW([nn.Parameter(whole_or_dense)]), "torch.AdamW", {"fused": True})
+
+
 @pytest.mark.parametrize("name", ["Lion", "AdEMAMix"])
 def test_8_bit_form_of_the_new_optimizer(name):
     options = LION if name == "Lion" else {"betas": (0.9, 0.99, 0.999)}
