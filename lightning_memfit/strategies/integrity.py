@@ -41,6 +41,9 @@ _TAIL = 1 << 17
 _MOST_WRITERS = 100
 """Runs that may write one checkpoint at a time."""
 
+_MOST_BYTES = 255
+"""Of a name, on most file systems."""
+
 _MOST_SECONDS = 60.0
 """How long another run may take to put its folder in place, or to remove one."""
 
@@ -92,7 +95,7 @@ def partial_of(target: Path, is_folder: bool) -> Iterator[tuple[Path, int]]:
         Its path and a descriptor; the file is gone afterwards, unless it was renamed.
     """
     for number in range(1, _MOST_WRITERS + 1):
-        partial = target.with_name(f"{target.name}.partial" if number == 1 else f"{target.name}.{number}.partial")
+        partial = _beside(target, ".partial" if number == 1 else f".{number}.partial")
         descriptor = _own(partial, is_folder)
         if descriptor is not None:
             break
@@ -107,6 +110,15 @@ def partial_of(target: Path, is_folder: bool) -> Iterator[tuple[Path, int]]:
         if is_at(partial, descriptor):
             remove(partial)
         os.close(descriptor)
+
+
+def _beside(target: Path, ending: str) -> Path:
+    """A name next to a checkpoint's, which is cut where it would be too long; then a digest tells it from others."""
+    name = os.fsencode(target.name)
+    if len(name) + len(ending) <= _MOST_BYTES:
+        return target.with_name(f"{target.name}{ending}")
+    ending = f".{hashlib.sha256(name).hexdigest()[:16]}{ending}"
+    return target.with_name(name[: _MOST_BYTES - len(ending)].decode(errors="ignore") + ending)
 
 
 def _own(partial: Path, is_folder: bool) -> int | None:

@@ -295,6 +295,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module, self.strategy_name)
         refuse_lr_finder(self.lightning_module.trainer, self.strategy_name)
         refuse_remote_folders(self.lightning_module.trainer, self.strategy_name, "Name a folder that is mounted here.")
+        if self.zero_stage_3:
+            self._refuse_empty(model)
         if optimizer is not None:
             check_flat(optimizer, self.strategy_name)
             self._refuse_frozen_groups(optimizer)
@@ -319,6 +321,14 @@ class ZeroStrategy(DeepSpeedStrategy):
             model, optimizer, zero, precision, self.world_size, self.num_processes, self._on_cpu, accumulates
         )
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+
+    def _refuse_empty(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if not getattr(parameter, "ds_numel", parameter.numel()):
+                raise MisconfigurationException(
+                    f"`{name}` has no elements, and ZeRO-3 can't gather a weight without any. Make it a buffer or "
+                    "leave it out, or train with `strategy=memfit_zero_2`."
+                )
 
     def _refuse_frozen_groups(self, optimizer: Optimizer) -> None:
         for number, group in enumerate(optimizer.param_groups):

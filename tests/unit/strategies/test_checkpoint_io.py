@@ -54,6 +54,14 @@ def test_a_file_is_read_back_and_by_torch_as_well(tmp_path: Path) -> None:
         assert torch.equal(loaded["state_dict"]["weight"], torch.ones(300, 40))
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "y" * 247])
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path, name: str) -> None:
+    for value in (1.0, 2.0):
+        saved(tmp_path / name, value)
+        assert [one.name for one in tmp_path.iterdir()] == [name]
+        assert AtomicCheckpointIO().load_checkpoint(tmp_path / name)["state_dict"]["weight"][0, 0] == value
+
+
 def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
     state = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
     path = saved(tmp_path / "last.ckpt", optimizer_states=[state], averages=torch.ones(3))

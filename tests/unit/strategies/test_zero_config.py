@@ -1,4 +1,6 @@
 import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -129,3 +131,13 @@ def test_unused_parameters_are_named_with_this_packages_way_to_allow_them():
     assert "('unused.weight', 'unused.bias')" in str(error)
     assert "DataParallelStrategy(find_unused_parameters=True)" in str(error)
     assert "ddp_find" not in str(error)
+
+
+def test_a_parameter_without_elements_is_named():
+    module = nn.Linear(2, 2)
+    ZeroStrategy._refuse_empty(None, module)
+    module.extra = nn.Parameter(torch.zeros(0, 3))
+    with pytest.raises(MisconfigurationException, match="`extra` has no elements"):
+        ZeroStrategy._refuse_empty(None, module)
+    module.extra.ds_numel = 6  # partitioned
+    ZeroStrategy._refuse_empty(None, module)
