@@ -538,10 +538,10 @@ def to_bitsandbytes(
 ) -> Any:
     """Build the bitsandbytes form of an optimizer over the same parameters.
 
-    It accepts AdamW, Adam, SGD and RMSprop of `torch.optim`, any class called Lion, and the 32-bit optimizers of
-    bitsandbytes. Groups keep their order, hyper-parameters and keys; what is changed in them later counts under the
-    original's names. `foreach` and `fused` choose a kernel, not a formula, and have no effect. States go on, in their
-    new width. The original is not changed.
+    It accepts AdamW, Adam, SGD and RMSprop of `torch.optim`, classes called Lion if a trial shows that they step as
+    Lion does, and the 32-bit optimizers of bitsandbytes. Groups keep their order, hyper-parameters and keys; what is
+    changed in them later counts under the original's names. `foreach` and `fused` choose a kernel, not a formula, and
+    have no effect. States go on, in their new width. The original is not changed.
 
     Args:
         optimizer: An optimizer.
