@@ -244,6 +244,7 @@ NAMES: dict[str, str] = {
     "_waiters": "threading.Condition",
     "_version": "torch.Tensor",
     "_metadata": "torch.nn.Module",
+    "_schedulers": "torch.optim.lr_scheduler.SequentialLR",
     "_is_view": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
 }

@@ -284,13 +284,13 @@ def in_order_of_groups(
 
 
 def _in_order(state: dict[str, Any], scheduler: Any, places: Sequence[int | None], count: int) -> dict[str, Any]:
-    made = dict(state)
+    own, made = scheduler.state_dict(), dict(state)
     for key, values in state.items():
-        own: Any = getattr(scheduler, key, None)
         if key in _BY_GROUP and isinstance(values, (list, tuple)) and len(values) == count:
-            made[key] = [own[new] if place is None else values[place] for new, place in enumerate(places)]
+            made[key] = [own[key][new] if place is None else values[place] for new, place in enumerate(places)]
         elif key == "_schedulers":  # those that one is composed of
-            made[key] = [_in_order(one, its, places, count) for one, its in zip(values, own, strict=True)]
+            pairs = zip(values, scheduler._schedulers, strict=True)
+            made[key] = [_in_order(one, its, places, count) for one, its in pairs]
     return made
 
 
