@@ -25,7 +25,7 @@ from .arguments import add_batch_options, next_line, of_batch, split_arguments
 from .recipe_files import overlay_text, resolve
 
 if TYPE_CHECKING:
-    from lightning_memfit.planner.lock import PlanKey, PlanLock
+    from lightning_memfit.planner.lock import PlanLock
 
 _EPILOG = """\
 examples:
@@ -197,9 +197,9 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
         lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
     if lock is not None:
         free = probe_host().available_bytes if arguments.host_memory is None else None
-        known, changed = _load(lock, key, free, arguments.lock is not None)
-        if known is not None and _is_of_here(arguments.device) and not _is_for_now(known, arguments.host_memory):
-            known, changed = None, ["free memory of the device"]
+        room_of = _room_of if _is_of_here(arguments.device) else None
+        load = partial(lock.load, key, free, room_of)
+        known, changed = _load(lock, load, arguments.lock is not None)
         if known is not None and arguments.html is None:  # what a search knows beside its plan isn't kept
             return known
         if changed and arguments.lock is not None:
@@ -224,7 +224,9 @@ def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[
         with Path(arguments.html).open("x", encoding="utf-8") as file:
             file.write(page)
     if lock is not None and not (arguments.dry_run and arguments.lock is not None):
-        _save(lock, partial(lock.save, key, plan, Sources.now(files, environment), free), arguments.lock is not None)
+        room = _room_of(plan) if _is_of_here(arguments.device) else None
+        save = partial(lock.save, key, plan, Sources.now(files, environment), free, room)
+        _save(lock, save, arguments.lock is not None)
     return plan
 
 
@@ -233,32 +235,23 @@ def _is_of_here(device: str | None) -> bool:
     return device is None or device.strip().lower() == "cpu"
 
 
-def _is_for_now(plan: Mapping[str, Any], host_memory: str | None) -> bool:
-    """Whether a plan for this machine's device is still the one for what is free on it now.
+def _room_of(plan: Mapping[str, Any]) -> list[int]:
+    """What is usable now of the devices of this machine, one of which a plan is for."""
+    from lightning_memfit.estimate.target import room_here
 
-    Args:
-        plan: A plan that was made for what was free then.
-        host_memory: What the user has limited host memory to.
-    """
-    from lightning_memfit.estimate.target import host_target, live_target
-    from lightning_memfit.planner.lock import device_memory_is_alike
-
-    cpu = host_target()
-    if plan["device"].startswith(cpu.name):
-        is_limited = plan["device"] != cpu.name or host_memory is not None  # by a `MemoryLimit`, or by the user
-        return is_limited or device_memory_is_alike(plan, cpu.usable_bytes or 0)
-    gpu = live_target(None)
-    return gpu is not None and device_memory_is_alike(plan, gpu.usable_bytes or 0)
+    return room_here(plan["device"])
 
 
-def _load(lock: PlanLock, key: PlanKey, free: int | None, is_named: bool) -> tuple[dict[str, Any] | None, list[str]]:
+def _load(
+    lock: PlanLock, load: Callable[[], tuple[dict[str, Any] | None, list[str]]], is_named: bool
+) -> tuple[dict[str, Any] | None, list[str]]:
     """Return what a lock file or the cache's knows; one of the cache that can't be used stops nothing."""
     from lightning_memfit.memory.cache_files import is_own, tell_once
 
     if is_named:
-        return lock.load(key, free)
+        return load()
     try:
-        return lock.load(key, free) if lock.path.is_file() and is_own(lock.path.parent) else (None, [])
+        return load() if lock.path.is_file() and is_own(lock.path.parent) else (None, [])
     except (ValueError, OSError) as error:
         tell_once(lock.path.parent, f"{lock.path.name} is not used: {error.__cause__ or error}")
         return None, []

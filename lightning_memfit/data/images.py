@@ -150,6 +150,14 @@ class ImageRows:
         return in_rgb(self.rows[index][self.image_column], f"in row {index:,} of {self.image_column!r}")
 
 
+_TURNS: dict[Any, str] = dict(
+    enumerate(
+        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2
+    )
+)
+"""What sets an image upright, as Pillow names it, by its orientation (Exif 2.32, tag 0x0112)."""
+
+
 def in_rgb(image: Image, name: str) -> Image:
     """Return an image upright in three channels of 8 bits, those of 16 bits divided by 256.
 
@@ -157,19 +165,21 @@ def in_rgb(image: Image, name: str) -> Image:
     transparency is dropped, as by torchvision and transformers, so that a network is trained with what it will see.
 
     Args:
-        image: An image in any of Pillow's modes, which is turned itself.
+        image: An image in any of Pillow's modes.
         name: Its name, for messages.
 
     Raises:
         ValueError: If its values have no known range (modes `I` and `F`).
     """
     from PIL import Image as PillowImage
-    from PIL import ImageOps
 
-    ImageOps.exif_transpose(image, in_place=True)
-    mode = image.mode
+    mode, file_format = image.mode, image.format
+    # `ImageOps.exif_transpose` would write all of the EXIF data anew, which fails for damaged ones.
+    turn = _TURNS.get(image.getexif().get(0x0112))
+    if turn is not None:
+        image = image.transpose(PillowImage.Transpose[turn])
     # Pillow would cut values off at 255. Its older versions read a gray PNG of 16 bits in mode `I`.
-    if mode.startswith("I;16") or (mode == "I" and image.format == "PNG"):
+    if mode.startswith("I;16") or (mode == "I" and file_format == "PNG"):
         return PillowImage.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if mode in ("I", "F") or ";" in mode:
         raise ValueError(

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import ModuleSpec
@@ -73,6 +73,7 @@ class _Content(BaseModel):
     key: dict[str, str]
     made_from: dict[Literal["modules", "files", "variables"], dict[str, str | None]]
     free_bytes: int | None
+    device_bytes: list[int] | None = None
     plan: dict[str, Any]
 
 
@@ -90,12 +91,18 @@ class PlanLock:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def load(self, key: PlanKey, free_bytes: int | None = None) -> tuple[dict[str, Any] | None, list[str]]:
+    def load(
+        self,
+        key: PlanKey,
+        free_bytes: int | None = None,
+        room_of: Callable[[Mapping[str, Any]], Sequence[int]] | None = None,
+    ) -> tuple[dict[str, Any] | None, list[str]]:
         """The plan, if everything it depends on is unchanged; otherwise None and what changed.
 
         Args:
             key: What is asked.
             free_bytes: Host memory that is free now, if the user left its limit to that.
+            room_of: Returns what is usable now of the devices of this machine for a plan, if it is for these.
 
         Raises:
             ValueError: If the file is not a plan lock, or was changed.
@@ -108,6 +115,8 @@ class PlanLock:
             changed = key.differences(lock.key) + Sources(**lock.made_from).changed()
             if free_bytes is not None and not _host_memory_is_alike(lock.plan, lock.free_bytes, free_bytes):
                 changed.append("free host memory")
+            if room_of is not None and not _device_memory_is_alike(lock.plan, lock.device_bytes, room_of(lock.plan)):
+                changed.append("free memory of the device")
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             reason = "it doesn't say what a lock says" if not isinstance(error, OSError) else str(error)
             raise ValueError(
@@ -116,7 +125,14 @@ class PlanLock:
             ) from error
         return (None, changed) if changed else (lock.plan, [])
 
-    def save(self, key: PlanKey, plan: Mapping[str, Any], sources: Sources, free_bytes: int | None = None) -> None:
+    def save(
+        self,
+        key: PlanKey,
+        plan: Mapping[str, Any],
+        sources: Sources,
+        free_bytes: int | None = None,
+        device_bytes: Sequence[int] | None = None,
+    ) -> None:
         """Write a plan with what it was made from, replacing an older one.
 
         Raises:
@@ -126,6 +142,7 @@ class PlanLock:
             "key": dict(key.parts),
             "made_from": asdict(sources),
             "free_bytes": free_bytes,
+            "device_bytes": None if device_bytes is None else list(device_bytes),
             "plan": dict(plan),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,10 +176,20 @@ def _host_memory_is_alike(plan: Mapping[str, Any], then: int | None, now: int) -
     return bool(needed <= now <= _MORE_ROOM * then)
 
 
-def device_memory_is_alike(plan: Mapping[str, Any], now: int) -> bool:
-    """Whether a plan for what was usable of a device is still the one for what is usable now, as for host memory."""
-    then = plan["usable_bytes"]
-    return bool(plan["needed_bytes"] <= now <= _MORE_ROOM * then if plan["fits"] else now <= then)
+def _device_memory_is_alike(plan: Mapping[str, Any], then: Sequence[int] | None, now: Sequence[int]) -> bool:
+    """Whether a plan made with so much usable of each device is still the one for what is usable of them now.
+
+    Any of them may be the one that the plan is for.
+    """
+    if then is None or len(then) != len(now):
+        return False
+    if not plan["fits"]:
+        return all(one <= before for before, one in zip(then, now, strict=True))
+    usable, spare = plan["usable_bytes"], plan["usable_bytes"] - plan["needed_bytes"]
+    return all(
+        (one >= usable or before - one <= spare) and one <= _MORE_ROOM * before
+        for before, one in zip(then, now, strict=True)
+    )
 
 
 _VARIABLES = (*WORKSPACE_VARIABLES, *PROCESSOR_VARIABLES)

@@ -103,18 +103,23 @@ def test_a_lock_for_this_machine_counts_while_as_much_is_free(
     cpu = host_target()
     name, usable = (cpu.name if options else "NVIDIA card"), made.usable_bytes
 
-    def free(size: int) -> None:
-        target = replace(cpu, name=name, capacity_bytes=size, margin_bytes=0)
-        monkeypatch.setattr(target_module, "host_target", lambda: target if options else cpu)
-        monkeypatch.setattr(target_module, "live_target", lambda _: target)
+    def free(*sizes: int) -> None:
+        targets = [replace(cpu, name=name, capacity_bytes=size, margin_bytes=0) for size in sizes]
+        monkeypatch.setattr(target_module, "host_target", lambda: targets[0] if options else cpu)
+        monkeypatch.setattr(target_module, "live_target", lambda _: targets[0])
+        monkeypatch.setattr(target_module, "device_target", targets.__getitem__)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(targets))
 
     monkeypatch.setattr("tests.unit.cli.test_plan_page_file.explored", lambda _: [replace(made, device=name)])
     monkeypatch.setattr("lightning_memfit.device.host.probe_host", lambda: SimpleNamespace(available_bytes=8 << 30))
     arguments = ["plan", "--config", "recipe.yaml", *options, "--lock", "plan.lock"]
-    for size, plannings in ((usable, 1), (usable, 1), (made.needed_bytes - 1, 2), (2 * usable, 3)):
-        free(size)
+    for size, plannings in ((2 * usable, 1), (2 * usable, 1), (made.needed_bytes - 1, 2), (2 * usable, 3)):
+        free(size)  # with a limit of its own, a plan uses less than is there
         assert main(arguments) == 0
         assert len(planned) == plannings
+    free(2 * usable + 1)
+    assert main(arguments) == 0
+    assert len(planned) == 3
     assert "as this changed: free memory of the device" in capsys.readouterr().err
     free(usable)
     for _ in range(2):  # without a lock, a plan for what is free isn't kept

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lightning_memfit.data import ImageData
-from lightning_memfit.data.images import ImageFiles, ImageRows, _drawn_part
+from lightning_memfit.data.images import ImageFiles, ImageRows, _drawn_part, in_rgb
 
 Image = pytest.importorskip("PIL.Image")
+ImageOps = pytest.importorskip("PIL.ImageOps")
 
 
 def fill(folder, counts, color=lambda name, number: (10 * number, 0, 0)):
@@ -182,6 +183,21 @@ def test_images_stand_upright_as_cameras_note_it(mode, tmp_path):
     lying.save(tmp_path / "a" / "0.png", exif=exif)
     found = np.asarray(ImageFiles(tmp_path).open(0))[..., 0]
     assert np.array_equal(found, np.rot90(np.arange(6).reshape(2, 3), -1))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_all_ways_of_holding_a_camera_are_known_beside_damaged_notes(orientation, tmp_path):
+    (tmp_path / "a").mkdir()
+    lying = Image.fromarray(np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    lying.save(tmp_path / "a" / "0.png", exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "a" / "0.png")))
+    assert np.array_equal(np.asarray(ImageFiles(tmp_path).open(0)), expected)
+    exif[0x0128] = "inch"  # where a number belongs
+    saved = lying.copy()
+    saved.getexif().update(exif)
+    assert np.array_equal(np.asarray(in_rgb(saved, "of a camera")), expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
