@@ -120,7 +120,9 @@ def plan_recipe(
     def laid(one: Plan) -> dict[str, Any]:
         overlay = overlay_of(one, workload, arguments.nvme_path)
         trainer = overlay["trainer"]
-        devices = _devices_as_named(run, trainer["devices"])
+        devices = trainer["devices"]
+        if not workload.target.device_kind.is_host:  # of processors, Lightning takes a number
+            devices = _devices_as_named(run, devices)
         recounted = _counted_in_batches(run, trainer["accumulate_grad_batches"])
         return {**origin, **overlay, "trainer": {**trainer, "devices": devices, **recounted}}
 

@@ -50,11 +50,13 @@ def comparison_of(prompt: Any, chosen: Any, rejected: Any) -> Comparison:
     ways = [_messages(value, _ANSWERING, name) for name, value in (("chosen", chosen), ("rejected", rejected))]
     if prompt is None:
         pairs = zip(*ways, strict=False)
-        shared = next((place for place, (one, other) in enumerate(pairs) if one != other), min(map(len, ways)))
+        differ = (place for place, (one, other) in enumerate(pairs) if _said(one) != _said(other))
+        shared = next(differ, min(map(len, ways)))
         begun = ways[0][:shared]
     else:
         begun = _messages(prompt, "user", "prompt")
-    first, second = (way[len(begun) :] if way[: len(begun)] == begun else way for way in ways)
+    asked = list(map(_said, begun))
+    first, second = (way[len(begun) :] if list(map(_said, way))[: len(begun)] == asked else way for way in ways)
     for name, way in (("chosen", first), ("rejected", second)):
         if not any(message["role"] == _ANSWERING for message in way):
             raise ValueError(f"{name!r} has no answer of the assistant that the other one doesn't have")
@@ -80,6 +82,11 @@ def _messages(value: Any, role: str, name: str) -> Messages:
         if not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
             raise ValueError(f"{name!r} has a message without `role` and `content`, both text")
     return [without_gaps({key: one[key] for key in _WRITTEN if key in one}) for one in value]
+
+
+def _said(message: dict[str, Any]) -> tuple[Any, ...]:
+    """What a message says, without what may be noted beside it in one place and not in another."""
+    return message["role"], message["content"], message.get("tool_calls") or None, message.get("tool_call_id") or None
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------

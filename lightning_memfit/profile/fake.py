@@ -238,7 +238,8 @@ def fake_pretrained_weights(
     """
 
     def replacing(build: Callable[..., Any]) -> Any:
-        def from_pretrained(cls: Any, name: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+            name = pretrained_model_name_or_path  # upstream's name for it, which callers use
             asked = next((key for key in _QUANTIZED if kwargs.get(key)), None)
             if asked is not None:
                 raise ValueError(
@@ -284,12 +285,14 @@ def _build_of_transformers(cls: Any, name: Any, dtype: Any, kwargs: dict[str, An
         return cls._from_config(config, **options, **of_model)
 
 
-def _build_of_diffusers(cls: Any, name: Any, dtype: torch.dtype | None, kwargs: dict[str, Any]) -> Any:
+def _build_of_diffusers(cls: Any, name: Any, dtype: Any, kwargs: dict[str, Any]) -> Any:
     """Build what `ModelMixin.from_pretrained` would fill with weights, of the default dtype unless told otherwise."""
     place = {key: kwargs[key] for key in (*_HUB, "subfolder") if key in kwargs}
     of_model = {key: value for key, value in kwargs.items() if key not in _OF_LOADING}
     config, before = cls.load_config(name, **place), torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
+    if not isinstance(dtype, torch.dtype):  # diffusers takes float32 for what it doesn't know ("auto")
+        dtype = before if dtype is None else torch.float32
+    torch.set_default_dtype(before if dtype.itemsize == 1 else dtype)  # float8 is no default
     try:
         model = cls.from_config(config, **of_model)
     finally:
@@ -297,6 +300,9 @@ def _build_of_diffusers(cls: Any, name: Any, dtype: torch.dtype | None, kwargs: 
     kept = frozenset(cls._keep_in_fp32_modules or ())
     for path, module in model.named_modules():
         for own, parameter in module._parameters.items():
-            if parameter is not None and not kept.isdisjoint((*path.split("."), own)):
-                module._parameters[own] = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+            if parameter is not None and parameter.is_floating_point():
+                own_dtype = dtype if kept.isdisjoint((*path.split("."), own)) else torch.float32
+                if parameter.dtype != own_dtype:
+                    loaded = parameter.detach().to(own_dtype)
+                    module._parameters[own] = torch.nn.Parameter(loaded, parameter.requires_grad)
     return model

@@ -33,6 +33,14 @@ def test_rows_of_each_kind_are_one_comparison(row):
     assert comparison_of(*row) == ([ASKED], [said("Six.")], [said("Seven, I think.")])
 
 
+@pytest.mark.parametrize("noted", [{"tool_calls": []}, {"name": "Ann"}, {"thinking": ""}])
+@pytest.mark.parametrize("prompt", [[ASKED], None])
+def test_what_is_noted_beside_a_question_in_one_place_only_makes_no_other(prompt, noted):
+    chosen, rejected = [{**ASKED, **noted}, said("Six.")], [ASKED, said("Seven, I think.")]
+    _, *answers = comparison_of(prompt, chosen, rejected)
+    assert answers == [[said("Six.")], [said("Seven, I think.")]]
+
+
 def test_calls_of_tools_are_compared():
     """Only `role` and `content` were read: calls were learned by nobody, and answers that differ in them were one."""
     call = {"function": {"name": "legs", "arguments": {"of": "beetle", "not": None}}}

@@ -177,6 +177,10 @@ def test_pretrained_weights_of_diffusers_are_not_read(tmp_path, monkeypatch):
 
     with fake_pretrained_weights():
         assert described(diffusers.UNet2DModel.from_pretrained(tmp_path, **options)) == described(real)
+        for asked, dtype in (("auto", torch.float32), (torch.float8_e4m3fn, torch.float8_e4m3fn)):
+            options["torch_dtype"] = asked
+            other = diffusers.UNet2DModel.from_pretrained(pretrained_model_name_or_path=tmp_path, **options)
+            assert other.conv_in.weight.dtype is dtype
     trace = trace_cpu(Pretrained(), {"images": torch.zeros(2, 3, 8, 8)})
     assert sum(p.numel for p in trace.parameters if not p.shared_with) == real.num_parameters()
 
