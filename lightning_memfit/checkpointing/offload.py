@@ -249,7 +249,9 @@ class _HostCopy:
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host.copy_(flat, non_blocking=True)
+            # What is conjugated or negated lazily, torch would settle on the host before the copy has arrived
+            # (pytorch issue 146286).
+            host.copy_(flat.resolve_conj().resolve_neg(), non_blocking=True)
             self._copied = self._stream.record_event()
         return host
 

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -108,9 +108,13 @@ class Trial:
     def __init__(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
         self._options = {**options, "lr": TRIAL_RATE}
-        with torch.device("cpu"):
-            generator = torch.Generator().manual_seed(0)
-            draw = [[torch.randn(shape, generator=generator) for shape in ((3, 5), (4,))] for _ in range(4)]
+        generator = torch.Generator().manual_seed(0)
+        kind: dict[str, Any] = {
+            "generator": generator,
+            "dtype": torch.float32,
+            "device": "cpu",
+        }  # whatever defaults are
+        draw = [[torch.randn(shape, **kind) for shape in ((3, 5), (4,))] for _ in range(4)]
         self.start, self.gradients = draw[0], draw[1:]
 
     def stepped(self, apart: bool = False) -> list[Tensor] | None:
@@ -119,30 +123,37 @@ class Trial:
         Args:
             apart: Step each weight by itself, in a group of its own that is made anew each time.
         """
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             weights = [torch.nn.Parameter(weight.clone()) for weight in self.start]
-            copied = self._copy()
-            copied.param_groups = [{**self._options, "params": weights}]
+            copied, options = self._copy(), {name: _own_copy(value) for name, value in self._options.items()}
+            copied.param_groups = [{**options, "params": weights}]
             try:
                 for gradients in self.gradients:
                     for weight, gradient in zip(weights, gradients, strict=True):
                         weight.grad = gradient.clone()
                     for weight in weights if apart else weights[:1]:
                         if apart:
-                            copied.param_groups = [{**self._options, "params": [weight]}]
+                            copied.param_groups = [{**options, "params": [weight]}]
                         step_below_hooks(copied)
             except Exception:
                 return None
             return [weight.detach() for weight in weights]
 
     def _copy(self) -> Any:
-        """The optimizer without states; containers that it keeps are its own."""
+        """The optimizer without states and hooks; tensors and containers that it keeps are its own."""
         copied: Any = object.__new__(type(self._optimizer))
         for name, value in vars(self._optimizer).items():
             if name not in ("step", "param_groups", "state"):
-                vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+                is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+                vars(copied)[name] = OrderedDict() if is_hooks else _own_copy(value)
         copied.state = defaultdict(dict)
         return copied
+
+
+def _own_copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
 def take_overrides(optimizer: Any) -> None:

@@ -19,6 +19,7 @@ from lightning_memfit.memory.state_dicts import versions_of
 from lightning_memfit.strategies.integrity import (
     CheckpointError,
     all_succeed,
+    beside,
     finish_seal,
     gathered,
     got_full,
@@ -125,7 +126,7 @@ def _begin(target: Path, is_writer: bool, stack: ExitStack) -> Path:
 def _put_in_place(partial: Path, target: Path, stack: ExitStack) -> None:
     """Let a folder whose shares are sealed take the place of an earlier one."""
     finish_seal(partial)
-    former = target.with_name(f"{target.name}.former")
+    former = beside(target, ".former")
     remove(former)
     if not os.path.lexists(target):
         with suppress(OSError):  # another run may have put one there since

@@ -95,7 +95,7 @@ def partial_of(target: Path, is_folder: bool) -> Iterator[tuple[Path, int]]:
         Its path and a descriptor; the file is gone afterwards, unless it was renamed.
     """
     for number in range(1, _MOST_WRITERS + 1):
-        partial = _beside(target, ".partial" if number == 1 else f".{number}.partial")
+        partial = beside(target, ".partial" if number == 1 else f".{number}.partial")
         descriptor = _own(partial, is_folder)
         if descriptor is not None:
             break
@@ -112,7 +112,7 @@ def partial_of(target: Path, is_folder: bool) -> Iterator[tuple[Path, int]]:
         os.close(descriptor)
 
 
-def _beside(target: Path, ending: str) -> Path:
+def beside(target: Path, ending: str) -> Path:
     """A name next to a checkpoint's, which is cut where it would be too long; then a digest tells it from others."""
     name = os.fsencode(target.name)
     if len(name) + len(ending) <= _MOST_BYTES:

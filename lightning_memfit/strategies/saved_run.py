@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_memfit.memory.state_dicts import Versions, versioned, versions_of
+from lightning_memfit.memory.state_dicts import Versions, versioned, versions_in, versions_of
 from lightning_memfit.optim.states import FLOAT32_STEP, RECORD
 
 PARAMETERS = "memfit_parameters"
@@ -603,6 +603,27 @@ def check_shapes(path: str | Path, saved: Mapping[str, Any], module: nn.Module) 
             raise ValueError(
                 f"`ckpt_path={str(path)!r}` has {name!r} of shape {tuple(found)}, this run's module of "
                 f"{tuple(shape)}. Build the module as the saved run did."
+            )
+
+
+def check_versions(path: str | Path, saved: Versions | None, module: nn.Module) -> None:
+    """Refuse weights of modules that have changed their format since, where nothing changes them to the new one.
+
+    Args:
+        path: The checkpoint.
+        saved: Its versions, by this module's names; None if nothing is known of them.
+        module: The module.
+
+    Raises:
+        ValueError: Naming the first of the modules.
+    """
+    for name, own in versions_in(module).items():
+        found = (saved or {}).get(name, {}).get("version")
+        if found is not None and own["version"] is not None and found != own["version"]:
+            raise ValueError(
+                f"`ckpt_path={str(path)!r}` has weights of version {found} of {name!r}, this run's has version "
+                f"{own['version']}, and under ZeRO nothing would change them. Load it once on one device "
+                "(`load_from_checkpoint`), save it anew, and go on from that."
             )
 
 

@@ -47,6 +47,7 @@ from lightning_memfit.strategies.saved_run import (
     check_names,
     check_shapes,
     check_trained,
+    check_versions,
     group_names,
     in_order_of_groups,
     parameter_names,
@@ -463,6 +464,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             else:
                 self.lightning_module.load_state_dict(whole["state_dict"], strict=False)  # names are checked
             return saved.extras
+        check_versions(saved.path, saved.versions, self.lightning_module)
         groups = [] if self.load_full_weights else self._group_names or []
         if saved.optimizers is not None:
             check_trained(saved.path, saved.trained_names(), groups, self.lightning_module)

@@ -174,6 +174,31 @@ def test_a_lion_that_is_none_is_refused(change):
     assert isinstance(to_bitsandbytes(optimizer), bnb.optim.Lion8bit)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_trial_leaves_everything_else_as_it_is(dtype):
+    class Counts(Lion):
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.number += 1
+            torch.rand(())
+            super().step()
+
+    Counts.__name__ = "Lion"
+    Lion(parameters())  # from now on torch runs the hooks of a step in this class, too
+    optimizer, calls = Counts(parameters()), []
+    optimizer.number = torch.zeros(())
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    state, before = torch.get_rng_state(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert isinstance(to_bitsandbytes(optimizer), bnb.optim.Lion8bit)
+    finally:
+        torch.set_default_dtype(before)
+    assert not calls
+    assert optimizer.number == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_lion_is_tried_in_a_trace_as_well():
     with FakeTensorMode():
         stepped = list(nn.Linear(8, 8).parameters())

@@ -62,6 +62,15 @@ def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path, name: st
         assert AtomicCheckpointIO().load_checkpoint(tmp_path / name)["state_dict"]["weight"][0, 0] == value
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "y" * 249])
+def test_so_may_those_of_folders(tmp_path: Path, name: str) -> None:
+    for value in ("1", "2"):
+        with rewritten(tmp_path / name, True, lambda: None) as folder:
+            (folder / "latest").write_text(value)
+        assert [one.name for one in tmp_path.iterdir()] == [name]
+        assert (tmp_path / name / "latest").read_text() == value
+
+
 def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
     state = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
     path = saved(tmp_path / "last.ckpt", optimizer_states=[state], averages=torch.ones(3))

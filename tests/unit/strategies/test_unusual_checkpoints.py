@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import zipfile
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from lightning_memfit.strategies.saved_run import (
     SavedRun,
     Undivided,
     check_shapes,
+    check_versions,
     group_names,
     parameter_names,
     pieces_of,
@@ -160,6 +162,15 @@ def test_a_file_keeps_the_versions_of_modules(tmp_path, entries, factor, compile
         assert module[0].weight.tolist() == [factor, factor]
         module.load_state_dict(AtomicCheckpointIO().load_checkpoint(path)["state_dict"])
         assert module[0].weight.tolist() == [factor, factor]
+
+
+@pytest.mark.parametrize(
+    ("saved", "is_other"), [({"0": {"version": 1}}, True), ({"0": {"version": 2}}, False), ({}, False), (None, False)]
+)
+def test_weights_that_zero_would_not_change_to_a_module_s_new_format_are_refused(saved, is_other):
+    found = pytest.raises(ValueError, match=r"weights of version 1 of '0'.* version 2") if is_other else nullcontext()
+    with found:
+        check_versions("a.ckpt", saved, nn.Sequential(Renewed()))
 
 
 @pytest.mark.parametrize(("versions", "factor"), [(2, 1), (1, 100), (None, 1)])
