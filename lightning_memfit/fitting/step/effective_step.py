@@ -267,7 +267,7 @@ class EffectiveStep:
         if needed == _WHOLE_CHECK:
             local_batch, start = self._check_on(request, local_batch, start, size)
         elif needed == _OF_WEIGHTS:
-            local_batch = self._settle_weights(request, local_batch, start)
+            local_batch = self._settle_weights(request, local_batch, start, size)
         is_repeated = needed != _NO_CHECK and self._weigh_past_again()
         if is_repeated:
             self._rollback.clear_gradients()
@@ -402,22 +402,32 @@ class EffectiveStep:
         is_ragged = len(sizes) > 1 and not (self._is_mean or self._check.is_done)  # a sum weighs as it is
         return local_batch.num_samples > 1 and (is_ragged or local_batch.is_disputed_by_sample)
 
-    def _settle_weights(self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint) -> LocalBatch:
+    def _settle_weights(
+        self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int
+    ) -> LocalBatch:
         """Find out, on all ranks, what losses are means over; where nothing shows it, the likeliest rule stays.
 
-        Nothing is split, so that what else would be refused, or be worth a warning, is none of this run.
+        Nothing is split, so that what else would be refused, be worth a warning, or fail (a part that can't be split
+        off, a step that expects its own weights) is none of this run. All ranks hear of it inside the comparison.
         """
         assert self._check is not None
         put_back = self._weights.remember()
         self._num_weighings -= 1
+        failure: Exception | None = None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._check.of_weights().run(
-                    request, request.batch, local_batch.num_samples, local_batch.num_samples, False
-                )
+                num_samples = local_batch.num_samples
+                self._check.of_weights().run(request, request.batch, num_samples, min(size, num_samples), False)
             self._is_mean = not self._weights.is_sum
-        except MisconfigurationException:
+        except PeerFailed:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failure = error
+        if failure is not None:
+            release(failure)
             put_back()
             self._num_weighings = 0
         self._loop.module._current_fx_name = start.hook_name

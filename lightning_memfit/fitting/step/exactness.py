@@ -168,8 +168,10 @@ class ExactnessCheck:
         while True:
             status, failure = self._attempt(request, batch, num_samples, min(count, num_samples), size)
             told: set[float] = {_OUT_OF_MEMORY}
+            most = count
             if not isinstance(failure, _OutOfMemoryElsewhere):
-                told = {status for (status,) in self._consensus.exchange(status)}
+                statuses = self._consensus.exchange(status, count)
+                told, most = {theirs for theirs, _ in statuses}, int(max(theirs for _, theirs in statuses))
             if status == _FAILED:
                 assert failure is not None
                 self._raise(failure)
@@ -178,7 +180,7 @@ class ExactnessCheck:
             if failure is not None:
                 release(failure)
             if _OUT_OF_MEMORY in told:
-                if count == 2:
+                if most <= 2:  # on all ranks alike, whose batches may have different numbers of samples
                     rank_zero_warn(f"MicroBatching: not even two samples fit at once, {_CANNOT_SHOW}")
                     break
                 count = max(2, min(count // 2, size))

@@ -17,13 +17,16 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics import MeanSquaredError
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
 from lightning_memfit.fitting.recovery.step_state import alike, find_slots, reading_of
+from lightning_memfit.fitting.step.exactness import ExactnessCheck
+from lightning_memfit.fitting.step.log_rules import LogRules
+from lightning_memfit.fitting.step.loss_weights import LossWeights
 from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
 from tests.helpers.trainers import difference, fit
 
@@ -1347,6 +1350,65 @@ def test_whole_batches_of_a_window_need_not_be_such_as_can_be_split() -> None:
         fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, accumulate_grad_batches=2)
     assert difference(plain, ours) < 1e-12
     torch.testing.assert_close(plain.norm.running_mean, ours.norm.running_mean, rtol=0, atol=0)
+
+
+class WithSparse(Labelled):
+    """Has a sparse tensor in its batches."""
+
+    @classmethod
+    def make_loader(cls) -> DataLoader:
+        loader = super().make_loader()
+
+        def collate(rows: list[Any]) -> dict[str, Tensor]:
+            return default_collate(rows) | {"graph": torch.eye(len(rows)).to_sparse()}
+
+        return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=collate)
+
+
+class SplitBadly(Labelled):
+    """Has a hook that can't split its batches."""
+
+    def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
+        if len(sizes) > 1:
+            raise KeyError("edges")
+        return [batch]
+
+
+class Asserting(Labelled):
+    """Expects the weights that it had when the batch began."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.total = float(sum(p.detach().sum() for p in self.net.parameters()))
+
+    def loss(self, batch: Any) -> Tensor:
+        assert self.total == float(sum(p.detach().sum() for p in self.net.parameters()))
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("kind", [WithSparse, SplitBadly, Asserting])
+def test_whole_batches_of_a_window_need_not_be_such_as_can_be_compared(kind: type[Labelled]) -> None:
+    plain, ours = kind(), kind()
+    fit(plain, max_epochs=2, accumulate_grad_batches=2)
+    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-12
+
+
+def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batches_alike() -> None:
+    counts: list[int] = []
+
+    class Failing(ExactnessCheck):
+        def _attempt(self, request: Any, batch: Any, num_samples: int, count: int, size: int) -> Any:
+            counts.append(count)
+            return 1, out_of_memory()
+
+    told = iter([8, 4, 2])  # of another rank
+    consensus: Any = SimpleNamespace(world_size=1, exchange=lambda *mine: [mine, (1, next(told))])
+    memory: Any = SimpleNamespace(reset_peak=lambda: None)
+    anything: Any = None
+    check = Failing(anything, anything, LossWeights(), consensus, LogRules(), memory)
+    with pytest.warns(UserWarning, match="not even two samples"):
+        check.run(anything, anything, num_samples=4, size=4, has_failed=False)
+    assert counts == [2, 2, 2]
 
 
 def test_windows_that_a_callback_makes_longer_weigh_whole_batches_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
