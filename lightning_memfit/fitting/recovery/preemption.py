@@ -18,6 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
@@ -155,7 +157,7 @@ class Preemption(KeepsRandomNumbers):
 
     def _begin_to_validate(self, module: LightningModule, reset: Callable[[], None]) -> None:
         """Note samples of the weights before any hook of a validation, which may exchange them."""
-        self._trained = [sample.clone() for sample in _samples(module)]
+        self._trained = _samples(module)
         reset()
 
     @override
@@ -380,10 +382,22 @@ def _exchange_weights(averaging: list[WeightAveraging], trainer: Trainer) -> Non
 
 
 def _samples(module: nn.Module) -> list[Tensor]:
-    """Some values of each weight, on its device; of a divided one this rank's."""
-    parts = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
-    plain = (part.detach().reshape(-1) for part in parts if part.layout == torch.strided)
-    return [values[:: max(1, values.numel() // _SAMPLES)] for values in plain]
+    """Copies of some values of each plain weight, on its device and as bytes; of a divided one this rank's."""
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters() if not is_lazy(p))
+    found = (_as_they_lie(part.detach()) for part in parts if not is_traceable_wrapper_subclass(part))
+    return [
+        values[:: max(1, values.numel() // _SAMPLES)].clone().view(torch.uint8)  # float8 has no comparison
+        for values in found
+        if values is not None
+    ]
+
+
+def _as_they_lie(part: Tensor) -> Tensor | None:
+    """The values in their order in memory, without a copy; None where they have gaps or are no plain rows."""
+    if part.layout != torch.strided or part.is_nested or part.is_quantized:
+        return None
+    ordered = part.permute(sorted(range(part.ndim), key=part.stride, reverse=True))
+    return ordered.view(-1) if ordered.is_contiguous() else None
 
 
 def _is_in_fit(trainer: Trainer) -> bool:
