@@ -94,7 +94,8 @@ class Preemption(KeepsRandomNumbers):
     Put it last among the callbacks: those after it don't see the end of a run that got its signal in its last step.
 
     Args:
-        grace_seconds: How long a signal may wait for a step boundary.
+        grace_seconds: How long a signal may wait for a step boundary. It has to cover a validation where others than
+            `WeightAveraging` exchange weights for it, or where a scheduler on a plateau steps after it, as above.
         dirpath: Folder or URL of the checkpoint; a folder is tried before training. Null: that of the first
             `ModelCheckpoint`, else `checkpoints` in the run's.
         signals: Names of the signals.

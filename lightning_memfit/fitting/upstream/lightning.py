@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_memfit.memory.wrapping import wrap_method
 
@@ -68,7 +69,7 @@ def step_plateau_schedulers(trainer: Trainer, interval: Literal["step", "epoch"]
     Metrics are in no checkpoint. So Lightning steps neither at the end of the epoch in which a run went on (those of a
     validation that was run since are known) nor, in the run that goes on, for the batch after which it was saved.
     """
-    waiting = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == interval]
+    waiting = _due_plateaus(trainer, interval)
     if not waiting or any(one.monitor not in trainer.callback_metrics for one in waiting):
         return
     if interval == "epoch":
@@ -82,5 +83,14 @@ def a_plateau_waits_for_a_step(trainer: Trainer) -> bool:
 
     That is in no checkpoint, so that a run that validates anew couldn't step it.
     """
-    waiting = {one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == "step"}
+    waiting = {one.monitor for one in _due_plateaus(trainer, "step")}
     return bool(waiting and waiting & trainer.fit_loop.epoch_loop._results.metrics(True)["callback"].keys())
+
+
+def _due_plateaus(trainer: Trainer, interval: Literal["step", "epoch"]) -> list[LRSchedulerConfig]:
+    """Schedulers on a plateau that step now, by `_TrainingEpochLoop._update_learning_rates`."""
+    if not trainer.lightning_module.automatic_optimization:
+        return []
+    done = 1 + (trainer.fit_loop.epoch_loop.batch_idx if interval == "step" else trainer.current_epoch)
+    configs = (one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau and one.interval == interval)
+    return [one for one in configs if not done % one.frequency]
