@@ -169,7 +169,7 @@ class BatchSplitter:
         if _is_array(value):
             dim = self._dim(value, path, total)
             return [value] * len(sizes) if dim is None else _slices(value, sizes, dim)
-        if isinstance(value, Mapping) and _is_batched(value, total):
+        if isinstance(value, Mapping) and is_batched(value, total):
             return _slices(value, sizes)
         if isinstance(value, Mapping):
             columns = {key: self._split(one, (*path, key), sizes, total) for key, one in value.items()}
@@ -286,7 +286,14 @@ class KeptBatch:
         if versions(self.batch) != self.versions:
             return True
         uncounted = ((t, copy) for t, copy in self.copies or () if type(t) is Tensor and t.is_inference())
-        return any(t.layout == torch.strided and not copy.is_in(t) for t, copy in uncounted)
+        return any(t.layout == torch.strided and not t.is_nested and not _is_in(copy, t) for t, copy in uncounted)
+
+
+def _is_in(copy: HostCopy, tensor: Tensor) -> bool:
+    try:
+        return copy.is_in(tensor)
+    except Exception:  # no memory, or a type without comparison: the copy is there to be written back
+        return False
 
 
 class BatchGuard:
@@ -414,7 +421,7 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _is_batched(value: Any, total: int) -> bool:
+def is_batched(value: Any, total: int) -> bool:
     """Whether an object knows that all in it has the batch dimension, as a `TensorDict` does."""
     size = getattr(value, "batch_size", None)
     return isinstance(size, torch.Size) and size[:1] == (total,)

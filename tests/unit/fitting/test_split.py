@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.step.loss_weights import LossWeights, predicts_next_token
 from lightning_memfit.fitting.step.split import (
+    BatchGuard,
     BatchSplitter,
     sizes_of,
     tensors_of,
@@ -423,3 +425,28 @@ def test_weights_are_what_the_loss_is_a_mean_over(kind: str) -> None:
     losses = [model(**part).loss for part in parts]
     mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / sum(weights)
     assert float(mean) == pytest.approx(float(model(**batch).loss), abs=1e-6)
+
+
+# --- batches without version counters --------------------------------------------------------------------------------
+
+
+def test_nested_tensors_in_inference_mode_end_no_step() -> None:
+    with torch.inference_mode():
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+        kept = BatchGuard().keep({"x": nested, "y": torch.ones(2)})
+        assert not kept.has_changed
+        kept.batch["y"].zero_()
+        assert kept.has_changed
+
+
+def test_what_finds_no_memory_to_be_compared_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(HostCopy, "is_in", fail)
+    with torch.inference_mode():
+        guard, batch = BatchGuard(), {"y": torch.ones(2)}
+        kept = guard.keep(batch)
+        batch["y"].zero_()
+        assert kept.has_changed
+        assert guard.restored(kept)["y"].tolist() == [1, 1]
