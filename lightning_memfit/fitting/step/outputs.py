@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memfit.fitting.step.log_rules import LogCall, LogRules
+from lightning_memfit.fitting.step.split import is_batched
 
 _RETURNED = "training_step returns"
 """Stands for the hook that logged."""
@@ -64,7 +65,7 @@ def merge(
             rows = [row for row in zip(values, weights, sizes, strict=True) if key in row[0]]
             mine, of_loss, of_samples = ([*column] for column in zip(*rows, strict=True))
             merged[key] = merge([value[key] for value in mine], of_loss, of_samples, known, f"{path}[{key!r}]")
-        return _of_kind(first, merged)
+        return merged if is_batched(first, sizes[0]) else _of_kind(first, merged)
     if isinstance(first, tuple):
         columns = [
             merge(list(column), weights, sizes, known, f"{path}[{index}]")
@@ -89,12 +90,18 @@ def _merge_tensors(values: list[Tensor], weights: list[float], sizes: list[int])
 
 
 def _of_kind(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return items in a mapping like another, such as a `ModelOutput`, of which hooks read attributes."""
+    """Return items in a mapping like another, such as a `ModelOutput`, of which hooks read attributes.
+
+    They stay in a dict where a copy of the other one can't take them.
+    """
     if type(value) is dict or not isinstance(value, MutableMapping):
         return items
-    found = copy(value)
-    for key, item in items.items():
-        found[key] = item
+    try:
+        found = copy(value)
+        for key, item in items.items():
+            found[key] = item
+    except Exception:  # it refuses what is not as its own items are, such as other numbers of rows
+        return items
     return found
 
 
