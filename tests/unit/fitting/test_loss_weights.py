@@ -231,6 +231,14 @@ def test_a_hook_that_does_not_add_up_is_refused() -> None:
         local.weights_of([{}, {}], [2, 2])
 
 
+def test_equal_weights_are_found_equal_at_once() -> None:
+    class Unread(list):
+        def __iter__(self) -> Any:
+            raise AssertionError("was added up")
+
+    assert not LocalBatch(3, 3.0, Unread([1.0, 1.0, 1.0]), [Unread([1.0, 1.0, 1.0]), None]).is_disputed_by_sample
+
+
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
