@@ -285,12 +285,16 @@ def _sums(rows: list[float], sizes: list[int]) -> list[float]:
 
 
 def _proportional(one: list[float], other: list[float]) -> bool:
-    if one == other:  # as most are; it is much faster
+    if one == other or (_are_alike(one) and _are_alike(other)):  # as most are; it is much faster
         return True
     one_total, other_total = sum(one), sum(other)
     if not one_total or not other_total:
         return one_total == other_total
     return all(abs(a / one_total - b / other_total) <= _EQUAL for a, b in zip(one, other, strict=True))
+
+
+def _are_alike(weights: list[float]) -> bool:
+    return weights[0] != 0.0 and weights.count(weights[0]) == len(weights)
 
 
 def _weighable(value: Any, num_samples: int, path: Path = ()) -> list[tuple[Path, Tensor]]:

@@ -236,7 +236,10 @@ def test_equal_weights_are_found_equal_at_once() -> None:
         def __iter__(self) -> Any:
             raise AssertionError("was added up")
 
-    assert not LocalBatch(3, 3.0, Unread([1.0, 1.0, 1.0]), [Unread([1.0, 1.0, 1.0]), None]).is_disputed_by_sample
+    assert not LocalBatch(3, 3.0, Unread([1.0, 1.0, 1.0]), [Unread([7.0, 7.0, 7.0]), None]).is_disputed_by_sample
+    assert LocalBatch(3, 3.0, [1.0, 1.0, 1.0], [[7.0, 7.0, 6.0]]).is_disputed_by_sample
+    assert LocalBatch(3, 3.0, [1.0, 1.0, 1.0], [[0.0, 0.0, 0.0]]).is_disputed_by_sample
+    assert not LocalBatch(2, 2.0, Unread([1.0, 2.0]), [Unread([1.0, 2.0])]).is_disputed_by_sample
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
