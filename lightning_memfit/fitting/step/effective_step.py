@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_memfit.device.host import probe_host
 from lightning_memfit.fitting.recovery.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
 from lightning_memfit.fitting.recovery.ladder import Ladder
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
@@ -89,6 +90,7 @@ _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
 _MAX_CHECKS = 3
 _MAX_WEIGHINGS = 3
+_HOST_SHARE = 0.5  # of free memory: runs that split nothing need none of it otherwise
 _LET_OTHERS_SPEAK = 2.0  # seconds
 _EQUAL = 1e-9
 _ALWAYS_RISKY = 2
@@ -400,7 +402,17 @@ class EffectiveStep:
             return False
         sizes = {past.local_batch.num_samples for past in self._past} | {local_batch.num_samples}
         is_ragged = len(sizes) > 1 and not (self._is_mean or self._check.is_done)  # a sum weighs as it is
-        return local_batch.num_samples > 1 and (is_ragged or local_batch.is_disputed_by_sample)
+        if local_batch.num_samples < 2 or not (is_ragged or local_batch.is_disputed_by_sample):
+            return False
+        if not self._has_room_to_compare():
+            self._num_weighings = 0
+        return self._num_weighings > 0
+
+    def _has_room_to_compare(self) -> bool:
+        """Whether host memory has room for what a comparison saves: each rank's weights, and their gradients."""
+        num_sharing = -(-self._num_ranks // max(1, self._loop.trainer.num_nodes))
+        saved_bytes = 2 * sum(parameter.nbytes for parameter in self._loop.module.parameters())
+        return num_sharing * saved_bytes <= _HOST_SHARE * probe_host().available_bytes
 
     def _settle_weights(
         self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int

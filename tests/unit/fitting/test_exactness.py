@@ -1393,6 +1393,25 @@ def test_whole_batches_of_a_window_need_not_be_such_as_can_be_compared(kind: typ
     assert difference(plain, ours) < 1e-12
 
 
+@pytest.mark.parametrize(("available", "expected"), [(1 << 40, 1), (1000, 0)])
+def test_whole_batches_are_compared_where_host_memory_has_room(
+    available: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[ExactnessCheck] = []
+    of_weights = ExactnessCheck.of_weights
+
+    def noted(check: ExactnessCheck) -> ExactnessCheck:
+        compared.append(check)
+        return of_weights(check)
+
+    monkeypatch.setattr(ExactnessCheck, "of_weights", noted)
+    monkeypatch.setattr(
+        "lightning_memfit.fitting.step.effective_step.probe_host", lambda: SimpleNamespace(available_bytes=available)
+    )
+    fit(OverSamples(), MicroBatching(micro_batch_size=BATCH), max_epochs=1, accumulate_grad_batches=2)
+    assert min(1, len(compared)) == expected
+
+
 def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batches_alike() -> None:
     counts: list[int] = []
 
