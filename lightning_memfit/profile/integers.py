@@ -478,6 +478,9 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         number = self.counted.of(tensor)
         if number is not None:  # `int(counter)`: what becomes of it can't be followed
             number.asked.in_arithmetic = True
+        of_draw = _DRAW in self._basis_of(tensor) or self._is_drawn(tensor)
+        if of_draw and running_while() is not None:  # it may go on until another number is drawn
+            value, of_draw = None, False
         if value is not None and self._decide([tensor]):
             with _disable_current_modes():
                 known = value.item()
@@ -486,7 +489,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         try:
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
-            if self._is_drawn(tensor):
+            if of_draw:
                 self.draws.decided = True
                 return self.draws.share
             answer = self._answer(tensor.dtype)
