@@ -27,7 +27,14 @@ from lightning_memfit.estimate.deepspeed import (
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.placement import torch_placement
 from lightning_memfit.estimate.stage3_gathered import gathered_levels, left_gathered
-from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels, second_step
+from lightning_memfit.estimate.steady_state import (
+    HELD,
+    LASTING,
+    SteadyState,
+    later_phases,
+    released_levels,
+    second_step,
+)
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
 from lightning_memfit.profile.record import ModelProfile, trained
@@ -37,7 +44,6 @@ if TYPE_CHECKING:
 
     from lightning_memfit.device.runtime import RuntimeMemory
 
-_LASTING = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 _SIZES = (
     "reduce_bucket_size",
     "allgather_bucket_size",
@@ -360,7 +366,7 @@ def _largest(profile: ModelProfile, count: int) -> tuple[LargeTensor, ...]:
     spans = [span for name in ("forward", "backward") for span in later_phases(profile.events, name)]
     peak = max((first + int(moving[first:stop].argmax()) for first, stop in spans), key=lambda at: int(moving[at]))
     found = profile.events.largest_at(peak, len(profile.events.sizes))
-    kept = [LargeTensor(*item) for item in found if item[1] not in _LASTING]
+    kept = [LargeTensor(*item) for item in found if item[1] not in LASTING]
     return tuple(kept[:count])
 
 
@@ -479,7 +485,7 @@ def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
 def _moving(profile: ModelProfile) -> Integers:
     """Live bytes, after every event, of what comes and goes in a micro-batch."""
     events, rounding = profile.events, profile.device_kind.rounding_bytes
-    moves = ~np.isin(events.categories, [CATEGORIES.index(category) for category in _LASTING])
+    moves = ~np.isin(events.categories, [CATEGORIES.index(category) for category in LASTING])
     sizes = np.where(moves, events.rounded_sizes(rounding), 0)
     return np.cumsum(np.sign(events.events) * sizes[events.storages])
 

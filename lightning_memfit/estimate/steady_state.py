@@ -29,7 +29,8 @@ _NEGLIGIBLE = 4096
 
 _PRODUCT = "aten.mm.default"
 _GRADIENT = CATEGORIES.index(Category.GRADIENT)
-_LASTING = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+LASTING = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+"""What is a module's or an optimizer's, whatever a step makes."""
 
 
 def released_gradients_of(levels: Integers) -> ReleasedGradients:
@@ -164,7 +165,7 @@ class SteadyState:
             parameter_bytes=alive.get(Category.PARAMETER),
             buffer_bytes=alive.get(Category.BUFFER),
             gradient_bytes=alive.get(Category.GRADIENT),
-            other_bytes=alive.total() - sum(alive.get(category) for category in _LASTING),
+            other_bytes=alive.total() - sum(alive.get(category) for category in LASTING),
             released_gradients=() if keeps else released_gradients_of(live[first - 1 : stop]),
         )
 

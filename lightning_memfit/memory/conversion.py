@@ -1,11 +1,27 @@
-"""Values that stay in float32 when the module around them is converted to a half precision."""
+"""Types of weights: that in which modules are built, and values that stay in float32 when they are converted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Set torch's default dtype for a while, as Lightning's `*-true` precisions do while a module builds itself.
+
+    Args:
+        dtype: The dtype; None leaves it as it is.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class StaysFloat32(nn.Module):

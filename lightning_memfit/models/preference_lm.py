@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_memfit.adapters.layer import adapters_off
 from lightning_memfit.adapters.lora import adapter_parameters
+from lightning_memfit.memory.conversion import default_dtype
 from lightning_memfit.models.architecture import without_dropout
 from lightning_memfit.models.causal_lm import CausalLM
 from lightning_memfit.models.metrics import WeightedMean
@@ -118,12 +119,9 @@ class PreferenceLM(CausalLM):
 
     def _make_reference(self) -> Any:
         """Return the model once more, in its own type of weights; one that is pretrained is read again."""
-        before, wanted = torch.get_default_dtype(), self.hparams["reference_dtype"]
-        torch.set_default_dtype(before if wanted is None else getattr(torch, wanted))
-        try:
+        wanted = self.hparams["reference_dtype"]
+        with default_dtype(None if wanted is None else getattr(torch, wanted)):
             made = self.make_network()
-        finally:
-            torch.set_default_dtype(before)
         if self.hparams["pretrained"] is None:
             made.load_state_dict(self.network.state_dict())
         return made

@@ -5,6 +5,7 @@ import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -108,13 +109,9 @@ class Trial:
     def __init__(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
         self._options = {**options, "lr": TRIAL_RATE}
-        generator = torch.Generator().manual_seed(0)
-        kind: dict[str, Any] = {
-            "generator": generator,
-            "dtype": torch.float32,
-            "device": "cpu",
-        }  # whatever defaults are
-        draw = [[torch.randn(shape, **kind) for shape in ((3, 5), (4,))] for _ in range(4)]
+        # Whatever torch's defaults are.
+        normal = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+        draw = [[normal(shape) for shape in ((3, 5), (4,))] for _ in range(4)]
         self.start, self.gradients = draw[0], draw[1:]
 
     def stepped(self, apart: bool = False) -> list[Tensor] | None:

@@ -338,9 +338,7 @@ def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
 
     alike = copy.copy(module)
     trainer = getattr(module, "_trainer", None)
-    if (
-        trainer is not None
-    ):  # copies lose it, and with it the callbacks that keep something, such as averages of weights
+    if trainer is not None:  # a copy loses it, and with it callbacks that keep something, such as averages of weights
         alike.trainer = trainer
     changed = {"training_step": _sum_of_parameters, "configure_model": configure_model}
     alike.__class__ = type(f"Stepping{base.__name__}", (base,), changed)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memfit.memory.conversion import not_converted
+from lightning_memfit.memory.conversion import default_dtype, not_converted
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.replaced import replaced
 
@@ -289,14 +289,10 @@ def _build_of_diffusers(cls: Any, name: Any, dtype: Any, kwargs: dict[str, Any])
     """Build what `ModelMixin.from_pretrained` would fill with weights, of the default dtype unless told otherwise."""
     place = {key: kwargs[key] for key in (*_HUB, "subfolder") if key in kwargs}
     of_model = {key: value for key, value in kwargs.items() if key not in _OF_LOADING}
-    config, before = cls.load_config(name, **place), torch.get_default_dtype()
     if not isinstance(dtype, torch.dtype):  # diffusers takes float32 for what it doesn't know ("auto")
-        dtype = before if dtype is None else torch.float32
-    torch.set_default_dtype(before if dtype.itemsize == 1 else dtype)  # float8 is no default
-    try:
-        model = cls.from_config(config, **of_model)
-    finally:
-        torch.set_default_dtype(before)
+        dtype = torch.get_default_dtype() if dtype is None else torch.float32
+    with default_dtype(None if dtype.itemsize == 1 else dtype):  # float8 is no default
+        model = cls.from_config(cls.load_config(name, **place), **of_model)
     kept = frozenset(cls._keep_in_fp32_modules or ())
     for path, module in model.named_modules():
         for own, parameter in module._parameters.items():

@@ -15,11 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 

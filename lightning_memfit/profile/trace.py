@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
+from lightning_memfit.memory.conversion import default_dtype
 from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.copying import UncopiedError
@@ -437,7 +438,7 @@ def _trace(
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
             if builds_itself:
-                with _default_dtype(true_dtype), _building(module):
+                with default_dtype(true_dtype), _building(module):
                     clone.configure_model()  # type: ignore[operator]
             table = parameter_table(clone) if builds_itself else parameter_table(module, true_dtype)
             if find_groups is not None:
@@ -576,17 +577,6 @@ def _builds_itself(module: torch.nn.Module) -> bool:
 def _unrolled(total: dict[str, int], per_block: dict[str, int], extra: int) -> dict[str, int]:
     """Counts by phase with `extra` more blocks."""
     return {phase: count + extra * per_block.get(phase, 0) for phase, count in total.items()}
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Set the default dtype, as Lightning's `*-true` precisions do while a module builds itself."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _enter_modes(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_memfit.memory.conversion import default_dtype
 from lightning_memfit.memory.kind import device_of
 
 _READ = {"devices", "accelerator", "precision", "max_steps", "accumulate_grad_batches"}
@@ -127,7 +128,7 @@ class Task:
     def _build(self) -> Any:
         module = _instantiate("model", self.settings["model"])
         torch.manual_seed(self.seed)
-        with _default_dtype(self.dtype):
+        with default_dtype(self.dtype):
             module.configure_model()
         return module.model
 
@@ -182,13 +183,3 @@ def named(argument: str, path: str) -> Any:
 
 def _instantiate(argument: str, entry: Mapping[str, Any]) -> Any:
     return named(f"{argument}.class_path", entry["class_path"])(**entry.get("init_args", {}))
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
