@@ -97,10 +97,12 @@ class RankConsensus:
     Attributes:
         meets_inside: Whether ranks communicate inside the actions that are done together.
         stops_together: Whether such an action ends on all of them if it fails on one.
+        can_repeat: Whether a training step in which memory ran out can be repeated.
     """
 
     meets_inside = False
     stops_together = False
+    can_repeat = True
 
     def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.world_size = world_size

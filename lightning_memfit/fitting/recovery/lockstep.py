@@ -121,6 +121,8 @@ class Unrepeatable(Apart):
     Nobody waits for the other ranks then: a `RankWatch` tells them.
     """
 
+    can_repeat = False
+
     @override
     def together(
         self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True

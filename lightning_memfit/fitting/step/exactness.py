@@ -163,7 +163,8 @@ class ExactnessCheck:
         # Together and in parts: where memory is limited, no more samples than the batch has.
         count = num_samples
         if self._memory is not None or has_failed:
-            count = max(2, min(size, num_samples // 2))
+            # A comparison holds more than a step: what it compares, and on ranks that share one batch a copy of it.
+            count = max(2, min(size if self._consensus.can_repeat else size // 2, num_samples // 2))
         self._divisor, larger = _DIVISORS[0], iter(_DIVISORS[1:])
         while True:
             status, failure = self._attempt(request, batch, num_samples, min(count, num_samples), size)
