@@ -64,8 +64,9 @@ def resolve(name: str) -> str:
     key = name.removeprefix("recipes/").removesuffix(".yaml")
     if key in recipes:
         return str(recipes[key])
-    closest = get_close_matches(key, recipes, n=3) or list(recipes)
-    raise ValueError(f"`--config {name}` is neither a file nor a recipe. Closest recipes: {', '.join(closest)}.")
+    closest = get_close_matches(key, recipes, n=3)
+    known = f"Closest recipes: {', '.join(closest)}." if closest else "`memfit recipes` lists all."
+    raise ValueError(f"`--config {name}` is neither a file nor a recipe. {known}")
 
 
 def resolve_arguments(arguments: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.units import in_json
 
 SCHEMA = 1
 
@@ -161,8 +162,8 @@ class Result:
         return self.predicted.allocated_bytes / self.measured.allocated_bytes - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return asdict(self)
+        """Plain data, ready for JSON; a loss that is no number or infinite is a string."""
+        return in_json(asdict(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Result":
@@ -175,7 +176,8 @@ class Result:
             raise ValueError(f"`schema={data.get('schema')}` is not {SCHEMA}: made by another version. Measure anew.")
         nested = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
         made = {name: kind(**data[name]) for name, kind in nested.items() if data.get(name) is not None}
-        return cls(**{**data, **made})
+        losses = {name: float(data[name]) for name in ("loss_first", "loss_last") if data.get(name) is not None}
+        return cls(**{**data, **made, **losses})
 
     def write(self, path: Path) -> None:
         """Write JSON atomically: a reader sees either the old file or the new one."""

@@ -415,8 +415,8 @@ class BatchedSamples(pl.LightningDataModule):
 
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the validation samples."""
-        return self.val_dataloader()
+        """Return the validation samples in their own order, which is that of the predictions."""
+        return self._in_order(_ready(self._val))
 
     def _in_order(self, samples: Dataset[Any]) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(self.seed)  # starting workers must not touch the run's random state

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes, format_percent
+from lightning_memfit.memory.units import in_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,12 +93,15 @@ class RunReport:
         return predicted / measured - 1 if predicted is not None and measured else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, bytes as integers; `docs/guides/monitors.md` describes every field."""
+        """Plain data for JSON, bytes as integers; `docs/guides/monitors.md` describes every field.
+
+        A loss that is no number or infinite is a string: JSON has no such numbers.
+        """
         data = asdict(self)
         for name in ("predicted", "measured"):
             breakdown = getattr(self, name)
             data[name] = None if breakdown is None else breakdown.to_dict()
-        return {**data, "prediction_error": self.prediction_error}
+        return in_json({**data, "prediction_error": self.prediction_error})
 
     def write(self, path: str | Path) -> Path:
         """Write JSON to `path`, or to `path` with the next free number if the file exists.

@@ -1,11 +1,13 @@
 """Parse and format bytes as people write and read them. The package computes in integers.
 
-It prints binary units that suit the size, in a column of a table one for all.
+It prints binary units that suit the size, in a column of a table one for all. And numbers as JSON has them.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from decimal import Decimal, DecimalException
+from typing import Any
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -88,3 +90,23 @@ def format_seconds(seconds: float) -> str:
 def unit_of_seconds(times: Iterable[float]) -> tuple[str, float]:
     """Return name and seconds of one unit for a column of times: seconds if one of them is that long, or ms."""
     return ("s", 1.0) if max(map(abs, times), default=0.0) >= 1.0 else ("ms", 1e-3)
+
+
+def in_json(data: dict[str, Any]) -> dict[str, Any]:
+    """Return plain data with floats that JSON doesn't have as the strings `NaN`, `Infinity` and `-Infinity`.
+
+    Python would write them bare, which other readers refuse. `float` takes the strings back.
+
+    Args:
+        data: Dictionaries, lists, tuples, strings and numbers.
+    """
+    written: dict[str, Any] = _in_json(data)
+    return written
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _in_json(item) for key, item in value.items()}
+    return [_in_json(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -131,7 +131,7 @@ class CausalLM(NetworkModule):
     def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         """Log loss and perplexity, weighted by predicted tokens."""
         mean, perplexity = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_perplexity")
-        loss = self._loss(batch)
+        loss = self._loss({**batch, **self._tokens_alone})
         predicted = self._num_predicted(batch["labels"])
         loss = torch.where(predicted > 0, loss, 0.0)  # the mean over no tokens is NaN, and would stay in the metrics
         mean.update(loss, predicted)
@@ -139,6 +139,12 @@ class CausalLM(NetworkModule):
         size = len(batch["labels"])
         self.log(f"{stage}_loss", mean, prog_bar=True, batch_size=size)
         self.log(f"{stage}_perplexity", perplexity, batch_size=size)
+
+    @property
+    def _tokens_alone(self) -> dict[str, bool]:
+        """What asks a mixture of experts for its loss in nats per token, without what balances its experts."""
+        balances = getattr(self.architecture.get_text_config(), "output_router_logits", False)
+        return {"output_router_logits": False} if balances else {}
 
     def _num_predicted(self, labels: torch.Tensor) -> torch.Tensor:
         return (labels[:, 1:] != -100).sum()

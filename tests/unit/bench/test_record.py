@@ -1,6 +1,9 @@
 """Records survive the way to disk and back, and every field is documented."""
 
+import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,14 @@ def test_to_disk_and_back(tmp_path):
     before.write(path)
     assert read_result(path) == before
     assert [file.name for file in path.parent.iterdir()] == ["row.json"]
+
+
+def test_losses_that_diverged_are_json_for_every_reader(tmp_path):
+    path = tmp_path / "row.json"
+    replace(result(), loss_first=2.5, loss_last=math.inf).write(path)
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+    row = read_result(path)
+    assert (row.loss_first, row.loss_last) == (2.5, math.inf)
 
 
 def test_another_schema_is_refused():

@@ -41,6 +41,11 @@ def test_user_mistake_is_one_message(capsys, monkeypatch):
     assert "Traceback" not in error
 
 
+def test_where_no_recipe_is_close_the_command_that_lists_them_is_named(capsys):
+    assert main(["recipes", "copy", "xyzzy"]) == 2
+    assert capsys.readouterr().err.endswith("is neither a file nor a recipe. `memfit recipes` lists all.\n")
+
+
 def test_debug_variable_keeps_the_traceback(monkeypatch):
     monkeypatch.setenv("MEMFIT_DEBUG", "1")
     with pytest.raises(ValueError, match="neither a file nor a recipe"):

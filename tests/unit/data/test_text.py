@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_memfit.data import TextData
 from lightning_memfit.data import text as text_module
@@ -79,6 +80,16 @@ def test_loaders(tmp_path, cache):
     data.setup("fit")
     assert next(iter(data.train_dataloader()))["input_ids"].shape == (2, 16)
     assert next(iter(data.val_dataloader()))["input_ids"].shape == (2, 16)
+
+
+def test_predictions_come_in_the_order_of_the_samples(tmp_path, cache):
+    folder = write_folder(tmp_path / "txt", "txt")
+    data = TextData(folder, "bytes", sequence_length=8, batch_size=2, cache_dir=cache, val_fraction=0.5)
+    data.setup("predict")
+    samples = data.val_dataloader().dataset.dataset
+    assert len(samples) > 3
+    predicted = torch.cat([batch["input_ids"] for batch in data.predict_dataloader()])
+    torch.testing.assert_close(predicted, torch.stack([samples[i]["input_ids"] for i in range(len(samples))]))
 
 
 def test_missing_folder(cache):

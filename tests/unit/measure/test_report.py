@@ -1,5 +1,6 @@
 import io
 import json
+import math
 
 import pytest
 from rich.console import Console
@@ -80,3 +81,9 @@ def test_json_holds_integers_and_overwrites_nothing(tmp_path):
 def test_small_errors_are_within_the_contract(tolerated):
     report = RunReport("cpu", 1, predicted=breakdown(int(tolerated * GIB)), measured=breakdown())
     assert "more than" not in printed(report, width=200)
+
+
+def test_a_report_of_a_loss_that_diverged_is_json_for_every_reader(tmp_path):
+    file = RunReport("cpu", 1, loss_name="val_loss", first_loss=2.5, last_loss=math.nan).write(tmp_path / "report.json")
+    data = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert (data["first_loss"], data["last_loss"]) == (2.5, "NaN")

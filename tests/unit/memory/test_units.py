@@ -1,5 +1,6 @@
 """Sizes as people write them: what is written is read back, whatever the unit."""
 
+import json
 import math
 from fractions import Fraction
 
@@ -15,6 +16,7 @@ from lightning_memfit.memory.units import (
     format_bytes,
     format_percent,
     format_seconds,
+    in_json,
     parse_bytes,
     unit_of_column,
     unit_of_seconds,
@@ -96,3 +98,12 @@ def test_short_times_are_in_milliseconds():
     assert [format_seconds(seconds) for seconds in (1.254, 0.0312, 0.0)] == ["1.25 s", "31.20 ms", "0.00 ms"]
     assert unit_of_seconds([-2.0, 0.1]) == ("s", 1.0)
     assert unit_of_seconds([]) == ("ms", 1e-3)
+
+
+def test_numbers_that_json_lacks_are_strings_which_float_takes_back():
+    data = {"loss": math.nan, "nested": {"of": [-math.inf, (math.inf, 1.5)], "none": None}, "name": "NaN", "n": 3}
+    written = json.dumps(in_json(data), allow_nan=False)
+    plain = {"of": ["-Infinity", ["Infinity", 1.5]], "none": None}
+    assert json.loads(written) == {"loss": "NaN", "nested": plain, "name": "NaN", "n": 3}
+    assert math.isnan(float("NaN"))
+    assert [float(text) for text in ("Infinity", "-Infinity")] == [math.inf, -math.inf]

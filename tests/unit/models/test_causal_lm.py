@@ -253,3 +253,24 @@ def test_equals_torchmetrics_over_batches_of_different_size():
         ours.update(cross_entropy(logits.flatten(0, 1), labels.flatten()), (labels != -100).sum())
         reference.update(logits, labels)
     torch.testing.assert_close(ours.compute(), reference.compute())
+
+
+def test_what_balances_experts_is_trained_but_no_part_of_the_perplexity():
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    module = CausalLM(config={"model_type": "mixtral", **sizes, **heads, "output_router_logits": True})
+    module.configure_model()
+    with torch.no_grad():
+        for weights in module.network.parameters():
+            weights.mul_(20)  # so that experts are far from balanced
+    tokens = torch.randint(64, (4, 8))
+    module.on_validation_epoch_start()
+    module.log = lambda *arguments, **options: None
+    with torch.no_grad():
+        module._evaluate("val", {"input_ids": tokens, "labels": tokens}, 0)
+        outputs = module(input_ids=tokens)
+        trained = module._loss({"input_ids": tokens, "labels": tokens})
+    expected = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert float(trained) > float(expected) + 1e-3
+    torch.testing.assert_close(module.val_loss.compute(), expected)
+    torch.testing.assert_close(module.val_perplexity.compute(), expected.exp())
