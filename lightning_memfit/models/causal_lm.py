@@ -141,7 +141,7 @@ class CausalLM(NetworkModule):
         self.log(f"{stage}_perplexity", perplexity, batch_size=size)
 
     @property
-    def _tokens_alone(self) -> dict[str, bool]:
+    def _tokens_alone(self) -> dict[str, Any]:
         """What asks a mixture of experts for its loss in nats per token, without what balances its experts."""
         balances = getattr(self.architecture.get_text_config(), "output_router_logits", False)
         return {"output_router_logits": False} if balances else {}
