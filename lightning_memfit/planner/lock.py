@@ -279,9 +279,9 @@ def imported_user_modules() -> dict[str, Path]:
         # Modules that torch makes without a file (`torch.ops`) have a relative path that leads nowhere.
         if not isinstance(name, str) or not os.path.isabs(name):
             continue
-        if name.endswith(".py") and module_name not in _NOT_IMPORTED_BY_NAME:
+        if name.endswith(".py") and module_name not in _NOT_IMPORTED_BY_NAME and owner_of(name) == "user":
             path = Path(name).resolve()
-            if all(owner_of(one) == "user" for one in (name, str(path))):
+            if owner_of(str(path)) == "user":
                 found[module_name] = path
     return dict(sorted(found.items()))
 

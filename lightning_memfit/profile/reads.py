@@ -154,6 +154,7 @@ def is_opaque(kind: type) -> bool:
 # --- environment variables, by the source of a module -----------------------------------------------------------------
 
 
+@lru_cache(4096)
 def variables_in(source: str) -> frozenset[str] | None:
     """Names of the environment variables that a module's source asks for; None if it may ask for any.
 
@@ -161,8 +162,11 @@ def variables_in(source: str) -> frozenset[str] | None:
     set are none.
 
     Args:
-        source: Python code. None is returned for what isn't.
+        source: Python code. None is returned for what isn't, if it has a word that asks for them.
     """
+    # Most files don't have one. Python takes other letters in a name for those of ASCII that they look like.
+    if source.isascii() and not any(word in source for word in (*_MAPPINGS, *_GETTERS)):
+        return frozenset()
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):

@@ -21,7 +21,9 @@ from lightning_memfit.profile.reads import variables_in
         ("{**os.environ}", None),
         ("read = os.getenv", None),
         ("from os import environ as variables\nvariables['A']", None),
-        ("no Python", None),
+        ("no Python, os.environ", None),
+        ("no words of that, and no Python", set()),
+        ("os.\N{MATHEMATICAL BOLD SCRIPT SMALL E}nviron['A']", {"A"}),
     ],
 )
 def test_variables_of_a_source(code, names):
