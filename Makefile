@@ -5,23 +5,28 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart fast test test-versions faults fuzz lint types unit exhaustive aio format gpu gpu-wheels docs release-check clean
+.PHONY: quickstart fast test test-versions faults fuzz lint types audit unit exhaustive aio format gpu gpu-wheels docs release-check clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
 
-test: lint types unit
+# What takes one core or waits for a network goes side by side.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 3 lint types audit
+	$(MAKE) --no-print-directory unit
 
-# What pip-audit finds is printed, and is no failure: it changes from day to day, and needs a network.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml lightning_memfit cli
+
+# What pip-audit finds is printed, and is no failure: it changes from day to day, and needs a network.
+audit: $(STAMP)
 	@$(BIN)/pip-audit --progress-spinner off --timeout 10 2>/dev/null | grep -E "(PYSEC|GHSA|CVE)-" \
 		|| echo "pip-audit: no known vulnerability, as far as it could ask"
 
 types: $(STAMP)
-	$(BIN)/mypy lightning_memfit cli
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy lightning_memfit cli
 
 # Hundreds of processes of the tests would each compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
