@@ -303,7 +303,7 @@ class MicroBatching(KeepsRandomNumbers):
         )
 
     def _weights(self, module: LightningModule) -> LossWeights:
-        return LossWeights(self._hooks[0] or getattr(module, "loss_weight", None), module)
+        return LossWeights(self._hooks[0] or _method(module, "loss_weight"), module)
 
     def _undo(self, trainer: Trainer) -> None:
         if self._session is not None:
