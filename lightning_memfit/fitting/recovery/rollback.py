@@ -27,6 +27,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     content_of,
     copies_of,
     hidden_metrics,
+    metric_collections,
     with_content,
     with_notes,
 )
@@ -140,7 +141,8 @@ class TrainingSnapshot:
         self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in parameters if id(p) not in stepped]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
-        children = [*module.modules(), *(metric for _, metric in hidden_metrics(module))]
+        hidden = (metric for _, metric in hidden_metrics(module))
+        children = dict.fromkeys([*module.modules(), *hidden, *metric_collections(module)])
         self._modules = [(child, _Values(dict(child._buffers)), _attributes(child)) for child in children]
         self._of_callbacks = copies_of(list(callback_slots(module)))
         self._others = [(vars(other), _Values(dict(vars(other)))) for other in others]
