@@ -342,7 +342,7 @@ class Rollback:
         self._metrics = MetricStates(module)
         self._device = device
         self.state = StepState(module)
-        self._kept_zeros: list[nn.Parameter] = []
+        self._left: list[tuple[nn.Parameter, HostCopy | None]] = []
 
     def save(self) -> RollbackPoint:
         """Save the state before a loader batch. Gradients need no copy: an effective batch starts without any."""
@@ -356,15 +356,27 @@ class Rollback:
         self._metrics.load(point.metrics)
         self.state.load(point.state)
 
-    def remember_zeros(self) -> None:
-        """Remember which gradients `zero_grad` left as zeros instead of None."""
-        self._kept_zeros = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
+    def remember_zeros(self, may_hold: bool = False) -> None:
+        """Remember which gradients `zero_grad` left instead of None: zeros, unless the user's own decides.
+
+        Args:
+            may_hold: Whether gradients may be left that are no zeros, of which copies are made in host memory: a module
+                may add up those of several batches itself.
+        """
+        left = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
+        self._left = [(p, HostCopy(p.grad) if may_hold and _holds_values(p.grad) else None) for p in left]
 
     def clear_gradients(self) -> None:
         """Set the gradients to what `zero_grad` made of them."""
-        kept = {id(parameter) for parameter in self._kept_zeros}
+        left = {id(parameter): copy for parameter, copy in self._left}
         for parameter in self._module.parameters():
-            if parameter.grad is not None and id(parameter) in kept:
+            if parameter.grad is None or id(parameter) not in left:
+                parameter.grad = None
+            elif (copy := left[id(parameter)]) is None:
                 parameter.grad.zero_()
             else:
-                parameter.grad = None
+                copy.restore(parameter.grad)
+
+
+def _holds_values(gradient: Tensor) -> bool:
+    return gradient.layout is not torch.strided or bool(gradient.any())

@@ -633,7 +633,7 @@ class EffectiveStep:
             slots = find_slots(self._loop.module)
             self._written_once |= {name: slots[name] for name in self._rollback.state.written() - before}
         self._cleared = copies_of(self._written_once.values()) if self._written_once else {}
-        self._rollback.remember_zeros()
+        self._rollback.remember_zeros(may_hold=self._loop.has_zero_grad_hooks)
         self._is_cleared = True
 
     def _load(self, start: RollbackPoint, is_first: bool) -> None:
@@ -762,7 +762,8 @@ class EffectiveStep:
             release(error)
         else:
             message = "on another rank"
-        self._rollback.clear_gradients()
+        if self._is_cleared or not self._loop.has_zero_grad_hooks:  # else the user's own decides what is cleared
+            self._rollback.clear_gradients()
         if self._engine is not None:
             self._engine.discard_gradients()
         self._load(start, is_first=request.zero_grad is not None)

@@ -1110,6 +1110,30 @@ def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
     assert_exact(kind, BATCH)
 
 
+class OwnWindow(Toy):
+    """Adds up the gradients of two batches itself, and logs what has to be compared again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("worst", (self.net(batch[0]) - batch[1]).abs().max())
+        return loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:  # type: ignore[override]
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("fails_at", [(), (4,), (5,), (6,), (10,)])
+def test_gradients_that_a_module_adds_up_itself_survive_a_repeated_batch(fails_at: tuple[int, ...]) -> None:
+    assert_exact(OwnWindow, 2, fails_at)
+
+
 class PaddedWithAToken(Toy):
     """Padding is a token like any other, rows that are full end in two equal tokens, and no part names its index."""
 
