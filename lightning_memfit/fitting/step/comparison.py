@@ -275,6 +275,8 @@ class Comparison:
                 loss, numbers = output.closure_loss, returned(output.extra)
                 del output
                 if loss is not None:
+                if self._request.zero_grad is not None and loop.engine is None:
+                    sketches.clear()  # of passes that the step itself runs
                     loop.backward(self._request, loss, announce=False)
         finally:
             sketches.remove()
@@ -341,6 +343,12 @@ class _Sketches:
     def remove(self) -> None:
         """Read gradients no more."""
         for handle in self._handles:
+    def clear(self) -> None:
+        """Clear gradients and projections, as a step does between forward and backward."""
+        self._rows.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
             handle.remove()
 
     def matrix(self, loss: float) -> Tensor:

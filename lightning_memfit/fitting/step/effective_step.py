@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -86,6 +86,12 @@ _OTHER_WEIGHTS = (
     "all ranks alike."
 )
 _NO_CHECK, _OF_WEIGHTS, _WHOLE_CHECK = 0, 1, 2
+_OWN_GRADIENTS = (
+    "`training_step` runs a backward pass of its own, which leaves gradients on weights. They are cleared at the first "
+    "batch of a window of `accumulate_grad_batches`, and added to those of the loss at later ones, where micro-batches "
+    "would add others. Take `torch.autograd.grad(loss, inputs)` for gradients of inputs, or leave "
+    "`accumulate_grad_batches` at 1."
+)
 _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
 _MAX_CHECKS = 3
@@ -110,6 +116,14 @@ def _do_nothing() -> None:
 
 
 class _Open(Exception):
+def _are_written(before: list[tuple[Tensor, Tensor | None]], versions: list[int | None]) -> bool:
+    """Whether gradients of some weights are others than before, or have been written to."""
+    return any(
+        parameter.grad is not grad or (grad is not None and grad._version != version)
+        for (parameter, grad), version in zip(before, versions, strict=True)
+    )
+
+
     """What a check on this batch can settle: new values on the module, or ways to combine values that differ here."""
 
 
@@ -216,6 +230,7 @@ class EffectiveStep:
         self._is_risky = False
         self._checked_rank = 0
 
+        self._hides_gradients = False
     @property
     def _weighs_whole(self) -> bool:
         """Whether batches that aren't split are weighed; alone and not accumulating, their weight cancels out."""
@@ -573,7 +588,7 @@ class EffectiveStep:
                 part, batches[index] = batches[index], None
                 if states is not None and index:
                     states.before_next()
-                output = loop.forward(request, part, self._divisor(weight))
+                output = self._forward(request, part, weight, is_first=not index)
                 skips.add(output.closure_loss is None)
                 if len(skips) > 1 and self._check is not None:
                     raise MisconfigurationException(_SKIPS)
@@ -630,6 +645,40 @@ class EffectiveStep:
         before = self._rollback.state.written() if looks else set()
         zero_grad()
         if looks:
+    @staticmethod
+    def _stepped(request: StepRequest) -> Iterator[Tensor]:
+        return (weight for group in request.optimizer.param_groups for weight in group["params"])
+
+    def _forward(self, request: StepRequest, part: Any, weight: float, is_first: bool) -> ClosureResult:
+        """Run forward of one micro-batch of several, of which the gradients so far are none of its business.
+
+        A step may run a backward pass of its own, to move its inputs against the loss, say. What that adds to gradients
+        of weights is cleared, in a run without micro-batches, before the backward pass of the batch.
+        """
+        divisor = self._divisor(weight)
+        if self._is_sharded:  # whose backward passes communicate
+            return self._loop.forward(request, part, divisor)
+        before = [(weight, weight.grad) for weight in self._stepped(request)]
+        is_cleared_next = is_first and request.zero_grad is not None
+        if is_cleared_next or not self._hides_gradients:
+            versions = [None if grad is None else grad._version for _, grad in before]
+            output = self._loop.forward(request, part, divisor)
+            if _are_written(before, versions):
+                self._hides_gradients = True
+                if not is_cleared_next:
+                    raise _Open
+            return output
+        try:
+            for parameter, _ in before:
+                parameter.grad = None
+            output = self._loop.forward(request, part, divisor)
+            if request.zero_grad is None and any(parameter.grad is not None for parameter, _ in before):
+                raise MisconfigurationException(_OWN_GRADIENTS)
+        finally:
+            for parameter, grad in before:
+                parameter.grad = grad
+        return output
+
             slots = find_slots(self._loop.module)
             self._written_once |= {name: slots[name] for name in self._rollback.state.written() - before}
         self._cleared = copies_of(self._written_once.values()) if self._written_once else {}

@@ -1110,6 +1110,46 @@ def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
     assert_exact(kind, BATCH)
 
 
+class MovedInputs(Toy):
+    """Moves inputs against the loss, by a backward pass that leaves gradients on the weights, too."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        functional.mse_loss(self.net(inputs), batch[1]).backward()
+        assert inputs.grad is not None
+        return functional.mse_loss(self.net((inputs + 0.1 * inputs.grad.sign()).detach()), batch[1])
+
+
+class SomeMovedInputs(Toy):
+    """Does so with some of the inputs: not every micro-batch has any."""
+
+    def loss(self, batch: Any) -> Tensor:
+        chosen = batch[0][:, 0] > 1.0
+        if not chosen.any():
+            return super().loss(batch)
+        inputs = batch[0][chosen].clone().requires_grad_()
+        functional.mse_loss(self.net(inputs), batch[1][chosen]).backward()
+        assert inputs.grad is not None
+        moved = batch[0].clone()
+        moved[chosen] += 0.1 * inputs.grad.sign()
+        return functional.mse_loss(self.net(moved), batch[1])
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(1, ()), (2, ()), (4, (1, 6))])
+@pytest.mark.parametrize("kind", [MovedInputs, SomeMovedInputs])
+def test_gradients_of_passes_that_the_step_itself_runs_are_cleared(
+    kind: type[Toy], size: int, fails_at: tuple[int, ...]
+) -> None:
+    assert_exact(kind, size, fails_at)
+
+
+def test_passes_that_the_step_itself_runs_are_refused_within_windows() -> None:
+    module = MovedInputs()
+    with pytest.raises(MisconfigurationException, match="runs a backward pass of its own"):
+        fit(module, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(module, MovedInputs()) == 0.0
+
+
 class OwnWindow(Toy):
     """Adds up the gradients of two batches itself, and logs what has to be compared again."""
 
