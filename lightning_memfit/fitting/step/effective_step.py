@@ -41,6 +41,7 @@ from lightning_memfit.fitting.size.device_memory import allocation_retries
 from lightning_memfit.fitting.size.shapes import ProvenShapes, ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.exactness import ExactnessCheck
+from lightning_memfit.fitting.step.gradient_hooks import HooksOfBatch
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
@@ -85,13 +86,13 @@ _OTHER_WEIGHTS = (
     "The ranks' modules have {} parameters: gradients of one rank alone can't be averaged. Add and remove layers on "
     "all ranks alike."
 )
-_NO_CHECK, _OF_WEIGHTS, _WHOLE_CHECK = 0, 1, 2
 _OWN_GRADIENTS = (
     "`training_step` runs a backward pass of its own, which leaves gradients on weights. They are cleared at the first "
     "batch of a window of `accumulate_grad_batches`, and added to those of the loss at later ones, where micro-batches "
     "would add others. Take `torch.autograd.grad(loss, inputs)` for gradients of inputs, or leave "
     "`accumulate_grad_batches` at 1."
 )
+_NO_CHECK, _OF_WEIGHTS, _WHOLE_CHECK = 0, 1, 2
 _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
 _MAX_CHECKS = 3
@@ -115,7 +116,6 @@ def _do_nothing() -> None:
     """Run nothing."""
 
 
-class _Open(Exception):
 def _are_written(before: list[tuple[Tensor, Tensor | None]], versions: list[int | None]) -> bool:
     """Whether gradients of some weights are others than before, or have been written to."""
     return any(
@@ -124,6 +124,7 @@ def _are_written(before: list[tuple[Tensor, Tensor | None]], versions: list[int 
     )
 
 
+class _Open(Exception):
     """What a check on this batch can settle: new values on the module, or ways to combine values that differ here."""
 
 
@@ -229,8 +230,8 @@ class EffectiveStep:
         self._is_again = False
         self._is_risky = False
         self._checked_rank = 0
-
         self._hides_gradients = False
+
     @property
     def _weighs_whole(self) -> bool:
         """Whether batches that aren't split are weighed; alone and not accumulating, their weight cancels out."""
@@ -581,6 +582,7 @@ class EffectiveStep:
         last_counted = len(weights) - 1
         while last_counted and not weights[last_counted]:
             last_counted -= 1
+        hooks = HooksOfBatch(self._stepped(request) if self._is_alone and self._engine is None else ())
         outputs.begin(len(sizes))
         try:
             for index, weight in enumerate(weights):
@@ -597,14 +599,18 @@ class EffectiveStep:
                 if self._looks and index == last and not self._stops_alone:
                     self._stop_if_written()
                 is_final = request.is_last and index == last
-                self._backward(request, output, weight, announce and index == last_counted, is_final, is_part=True)
+                hooks.begin()
+                with hooks.aside():
+                    self._backward(request, output, weight, announce and index == last_counted, is_final, is_part=True)
                 outputs.add(output, weight, sizes[index])
                 if states is not None:
                     states.add(sizes[index], weight)
                 if self._looks and index == (last if self._stops_alone else 0):
                     self._stop_if_written()
                 del part, output  # before the next forward
+            hooks.finish()
         finally:
+            hooks.give_up()
             outputs.end()
         if states is not None and (disputed := states.finish(merge_kept)):
             assert self._check is not None
@@ -639,12 +645,6 @@ class EffectiveStep:
             result.loss = result.loss * factor
         return result
 
-    def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """Clear the gradients, once for all micro-batches: what hooks write to the module then is no part of a step."""
-        looks = self._looks and self._loop.has_zero_grad_hooks
-        before = self._rollback.state.written() if looks else set()
-        zero_grad()
-        if looks:
     @staticmethod
     def _stepped(request: StepRequest) -> Iterator[Tensor]:
         return (weight for group in request.optimizer.param_groups for weight in group["params"])
@@ -679,6 +679,12 @@ class EffectiveStep:
                 parameter.grad = grad
         return output
 
+    def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
+        """Clear the gradients, once for all micro-batches: what hooks write to the module then is no part of a step."""
+        looks = self._looks and self._loop.has_zero_grad_hooks
+        before = self._rollback.state.written() if looks else set()
+        zero_grad()
+        if looks:
             slots = find_slots(self._loop.module)
             self._written_once |= {name: slots[name] for name in self._rollback.state.written() - before}
         self._cleared = copies_of(self._written_once.values()) if self._written_once else {}

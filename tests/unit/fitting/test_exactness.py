@@ -1110,6 +1110,57 @@ def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
     assert_exact(kind, BATCH)
 
 
+class Clamped(Toy):
+    """Clamps gradients, which now and then are larger than what it clamps to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = _Record()
+        for parameter in self.net.parameters():
+            parameter.register_hook(self.hook)
+
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient.clamp(-0.05, 0.05)
+
+
+class Normed(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient / gradient.norm()
+
+
+class Masked(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient * (torch.arange(len(gradient)) % 2).view(-1, *[1] * (gradient.ndim - 1))
+
+
+class OnlyLooks(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return None
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (4, (1, 6))])
+@pytest.mark.parametrize("kind", [Clamped, Normed, Masked, OnlyLooks])
+def test_hooks_of_weights_get_the_gradient_of_the_batch(
+    kind: type[Clamped], size: int, fails_at: tuple[int, ...]
+) -> None:
+    plain, ours = assert_exact(kind, size, fails_at)
+    assert len(plain.calls) == len(ours.calls)
+    for parameter in ours.net.parameters():
+        assert list((parameter._backward_hooks or {}).values()) == [ours.hook]
+
+
+def test_hooks_of_weights_get_the_gradient_of_each_batch_of_a_window() -> None:
+    plain, ours = Clamped(), Clamped()
+    fit(plain, accumulate_grad_batches=2)
+    fit(ours, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-9
+    assert len(plain.calls) == len(ours.calls)
+
+
 class MovedInputs(Toy):
     """Moves inputs against the loss, by a backward pass that leaves gradients on the weights, too."""
 
