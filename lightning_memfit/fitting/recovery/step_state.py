@@ -540,10 +540,16 @@ class StepState:
         names = {slot.name for slot, old in plain if (now := slot.read()) is not old and now != old}
         return names | _changed({name: self._watched[name] for name in self._before}, self._before)
 
+    def written_weights(self) -> set[str]:
+        """Return the names of parameters in training that have changed since `save`, if everything is compared."""
+        now = sampled_weights(self._module) if self._weights else {}
+        return {
+            name for name, old in self._weights.items() if name in now and not alike(old, reading_of(now[name]), 0.0)
+        }
+
     def look_at_weights(self) -> None:
         """Find out, in a step in which everything is compared, whether it has written to parameters in training."""
-        now = sampled_weights(self._module)
-        if any(name in now and not alike(old, reading_of(now[name]), 0.0) for name, old in self._weights.items()):
+        if self.written_weights():
             self.writes_weights = True
         self._weights = {}
 

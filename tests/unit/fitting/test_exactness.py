@@ -1110,6 +1110,52 @@ def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
     assert_exact(kind, BATCH)
 
 
+class Cleared(Toy):
+    """A teacher and a number, which the step reads, follow between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.share = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        found = self.net(batch[0])
+        return functional.mse_loss(found, self.teacher(batch[0]) + batch[1]) + self.share * found.abs().mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.share += 0.1
+        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            theirs.data.mul_(0.8).add_(mine.data, alpha=0.2)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (2, (5,)), (4, (4, 7)), (BATCH, (2, 4))])
+def test_what_a_zero_grad_hook_writes_is_seen_from_the_next_batch_on(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(Cleared, size, fails_at)
+    assert plain.share == ours.share
+
+
+@pytest.mark.parametrize("fails_at", [(), (5,), (8,)])
+def test_what_a_zero_grad_hook_writes_is_seen_so_in_windows(fails_at: tuple[int, ...]) -> None:
+    plain, ours = Cleared(), Cleared()
+    fit(plain, accumulate_grad_batches=2)
+    ours.fails_at = fails_at
+    fit(ours, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-9
+    assert plain.share == ours.share
+
+
+class ShrinksWhenCleared(Toy):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.9)
+
+
+def test_a_zero_grad_hook_that_writes_to_weights_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`on_before_zero_grad` .* changes `net\.0\.weight`"):
+        fit(ShrinksWhenCleared(), MicroBatching(micro_batch_size=2))
+    assert_exact(ShrinksWhenCleared, BATCH)
+
+
 class Clamped(Toy):
     """Clamps gradients, which now and then are larger than what it clamps to."""
 
