@@ -1110,6 +1110,26 @@ def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
     assert_exact(kind, BATCH)
 
 
+class Shrinks(Toy):
+    """Writes to its weights, from a step on."""
+
+    start = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step >= self.start:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("start", "ends_at"), [(0, 0), (3, 3), (11, 15)])
+def test_steps_that_begin_to_write_to_weights_are_refused(start: int, ends_at: int) -> None:
+    module = type("Shrinks", (Shrinks,), {"start": start})()
+    with pytest.raises(MisconfigurationException, match=r"`training_step` changes `net\.0\.weight` of the module"):
+        fit(module, MicroBatching(micro_batch_size=2), max_epochs=8)
+    assert module.trainer.global_step == ends_at
+
+
 class Cleared(Toy):
     """A teacher and a number, which the step reads, follow between forward and backward."""
 
