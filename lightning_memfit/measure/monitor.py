@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_memfit.measure.report import RunReport, versions
@@ -197,6 +198,7 @@ class MemoryMonitor(Callback):
         self._steps_of: dict[int, int] = {}
         self._handles: list[Any] = []
         self._is_warm = False
+        self._is_made_later = False
         self._losses: tuple[str, float, float] | None = None
 
     def reset_peak(self) -> None:
@@ -259,6 +261,9 @@ class MemoryMonitor(Callback):
         self._throughput.add(batch, stepped)
         if not stepped:
             return
+        if self._is_made_later and self._attachment is not None:
+            self._is_made_later = False
+            self._attachment.ledger.track_module(pl_module)
         self._num_steps += 1
         warmed_up = not self._is_warm and self._num_steps >= (self.tracked_steps or 1) and self._warms_up()
         if not warmed_up and self._num_steps % self._every:
@@ -332,6 +337,7 @@ class MemoryMonitor(Callback):
     def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ledger = StorageLedger(DeviceKind.of(self._device).rounding_bytes, device_type=self._device.type)
         ledger.track_module(pl_module)
+        self._is_made_later = any(map(is_lazy, (*pl_module.parameters(), *pl_module.buffers())))
         its_own = {id(parameter) for parameter in pl_module.parameters()}
         for optimizer in trainer.optimizers:
             ledger.track_optimizer(optimizer)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from typing_extensions import override
 
@@ -111,8 +112,11 @@ class StorageLedger(TorchDispatchMode):
         """Enter a tensor's storage, or re-label it if it is entered already.
 
         For a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered. One in
-        oneDNN's layout, which shows no storage, is entered by its elements.
+        oneDNN's layout, which shows no storage, is entered by its elements. One of a lazy module, which the first
+        forward makes, has none yet.
         """
+        if is_lazy(tensor):
+            return
         if tensor.layout in SPARSE:
             for inner in sparse_parts(tensor):
                 self.track(inner, category, name)
@@ -146,6 +150,8 @@ class StorageLedger(TorchDispatchMode):
     def track_module(self, module: torch.nn.Module) -> None:
         """Enter parameters, buffers and gradients of a module and label its later gradients."""
         for name, parameter in module.named_parameters():
+            if is_lazy(parameter):
+                continue
             self.track(parameter, Category.PARAMETER, name)
             self._parameter_keys.add(parameter.untyped_storage()._cdata)
             if parameter.grad is not None:
@@ -160,6 +166,7 @@ class StorageLedger(TorchDispatchMode):
             # Its hooks tell: torch can't swap a parameter that has weak references, as `Module.to` may do.
             if (
                 parameter.requires_grad
+                and not is_lazy(parameter)
                 and self._label_gradient not in (parameter._post_accumulate_grad_hooks or {}).values()
             ):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._label_gradient))
@@ -332,7 +339,12 @@ def memory_key(tensor: torch.Tensor) -> int:
 
 
 def held_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The strided tensors that hold a tensor's memory: itself, or the parts of a sparse tensor or a wrapper."""
+    """The strided tensors that hold a tensor's memory: itself, or the parts of a sparse tensor or a wrapper.
+
+    One that a lazy module has yet to make has none.
+    """
+    if is_lazy(tensor):
+        return
     if tensor.layout in SPARSE:
         yield from sparse_parts(tensor)
     elif is_traceable_wrapper_subclass(tensor):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -101,6 +102,11 @@ class GradientRelease:
         for parameter in [parameter for parameter in self._handles if parameter not in self._places]:
             self._handles.pop(parameter).remove()
         new = [parameter for parameter in self._places if parameter.requires_grad and parameter not in self._handles]
+        if any(is_lazy(parameter) for parameter in new):
+            raise ValueError(
+                "A parameter of the optimizer is one of a lazy module, which the first forward makes. Run one before "
+                "training, as in `setup`, or do not release gradients."
+            )
         if new:
             _refuse_shared_versions([*self._handles, *new])
         for parameter in new:

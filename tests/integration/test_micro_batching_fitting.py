@@ -266,6 +266,10 @@ def test_what_is_not_supported_says_so() -> None:
 
     with pytest.raises(MisconfigurationException, match="automatic optimization"):
         fit(Manual(), MicroBatching())
+    lazy = Tagger()
+    lazy.net.append(nn.LazyLinear(11))
+    with pytest.raises(MisconfigurationException, match=r"`net\.5\.weight` is one of a lazy module"):
+        fit(lazy, MicroBatching(micro_batch_size=4))
     with pytest.raises(ValueError, match="`micro_batch_size=0`"):
         MicroBatching(micro_batch_size=0)
     with pytest.raises(ValueError, match="`global_batch_size=-1`"):

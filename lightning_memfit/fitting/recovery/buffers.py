@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _LARGE_BYTES = 1 << 20
 """Larger buffers (tables, codes of quantized weights) are copied only once they have been seen to change."""
@@ -56,7 +57,7 @@ class BufferCopies:
         for path, child in self._module.named_modules():
             kept = self._kept.get(child) or _Kept({}, {})
             for key, now in child._buffers.items():
-                if now is None or not _has_values(now):
+                if now is None or is_lazy(now) or not _has_values(now):
                     continue
                 if key in kept.copies:
                     is_broken |= _is_newly_broken(now, kept.copies[key])
@@ -100,7 +101,7 @@ class _Kept:
 
 
 def _seen(child: nn.Module) -> dict[str, _Seen]:
-    return {key: _identity(buffer) for key, buffer in child._buffers.items()}
+    return {key: _identity(buffer) for key, buffer in child._buffers.items() if buffer is None or not is_lazy(buffer)}
 
 
 def _identity(buffer: Tensor | None) -> _Seen:
@@ -131,7 +132,7 @@ def _copies(child: nn.Module, limit: int | None, into: dict[str, Tensor] | None 
 
 
 def _given(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((key, buffer) for key, buffer in child._buffers.items() if buffer is not None)
+    return ((key, buffer) for key, buffer in child._buffers.items() if buffer is not None and not is_lazy(buffer))
 
 
 def _local(tensor: Tensor) -> Tensor:

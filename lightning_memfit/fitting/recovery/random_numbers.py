@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_memfit.fitting.upstream.lightning import repeats_validation
+from lightning_memfit.fitting.upstream.lightning import begins_an_epoch, repeats_validation
 from lightning_memfit.memory.collectives import of_every_rank
 from lightning_memfit.memory.generators import random_state, set_random_state
 from lightning_memfit.memory.wrapping import wrap_method
@@ -74,7 +74,7 @@ class KeepsRandomNumbers(Callback):
 
     def _go_on(self, trainer: Trainer, within: bool, inner: Callable[[], None]) -> None:
         """Set the generators where the run left them: within an epoch after its data are there, else before."""
-        if self._random is not None and within == trainer.fit_loop.restarting:
+        if self._random is not None and (within or begins_an_epoch(trainer)):
             set_random_state(self._random, trainer.strategy.root_device)
             self._random = None
         inner()

@@ -27,6 +27,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     content_of,
     copies_of,
     hidden_metrics,
+    metric_collections,
     with_content,
     with_notes,
 )
@@ -140,7 +141,8 @@ class TrainingSnapshot:
         self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in parameters if id(p) not in stepped]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
-        children = [*module.modules(), *(metric for _, metric in hidden_metrics(module))]
+        hidden = (metric for _, metric in hidden_metrics(module))
+        children = dict.fromkeys([*module.modules(), *hidden, *metric_collections(module)])
         self._modules = [(child, _Values(dict(child._buffers)), _attributes(child)) for child in children]
         self._of_callbacks = copies_of(list(callback_slots(module)))
         self._others = [(vars(other), _Values(dict(vars(other)))) for other in others]
@@ -340,7 +342,7 @@ class Rollback:
         self._metrics = MetricStates(module)
         self._device = device
         self.state = StepState(module)
-        self._kept_zeros: list[nn.Parameter] = []
+        self._left: list[tuple[nn.Parameter, HostCopy | None]] = []
 
     def save(self) -> RollbackPoint:
         """Save the state before a loader batch. Gradients need no copy: an effective batch starts without any."""
@@ -354,15 +356,27 @@ class Rollback:
         self._metrics.load(point.metrics)
         self.state.load(point.state)
 
-    def remember_zeros(self) -> None:
-        """Remember which gradients `zero_grad` left as zeros instead of None."""
-        self._kept_zeros = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
+    def remember_zeros(self, may_hold: bool = False) -> None:
+        """Remember which gradients `zero_grad` left instead of None: zeros, unless the user's own decides.
+
+        Args:
+            may_hold: Whether gradients may be left that are no zeros, of which copies are made in host memory: a module
+                may add up those of several batches itself.
+        """
+        left = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
+        self._left = [(p, HostCopy(p.grad) if may_hold and _holds_values(p.grad) else None) for p in left]
 
     def clear_gradients(self) -> None:
         """Set the gradients to what `zero_grad` made of them."""
-        kept = {id(parameter) for parameter in self._kept_zeros}
+        left = {id(parameter): copy for parameter, copy in self._left}
         for parameter in self._module.parameters():
-            if parameter.grad is not None and id(parameter) in kept:
+            if parameter.grad is None or id(parameter) not in left:
+                parameter.grad = None
+            elif (copy := left[id(parameter)]) is None:
                 parameter.grad.zero_()
             else:
-                parameter.grad = None
+                copy.restore(parameter.grad)
+
+
+def _holds_values(gradient: Tensor) -> bool:
+    return gradient.layout is not torch.strided or bool(gradient.any())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_memfit.checkpointing.state import (
     is_random_source,
@@ -147,7 +147,8 @@ def find_slots(module: nn.Module) -> dict[str, Slot]:
     """Return every place of a module that a step might change, by its name; metrics and trained parameters apart."""
     found: dict[str, Slot] = {}
     seen: set[int] = set()
-    own = {id(child) for metric in module.modules() if isinstance(metric, Metric) for child in metric.modules()}
+    metrics = (child for child in module.modules() if isinstance(child, (Metric, MetricCollection)))
+    own = {id(child) for metric in metrics for child in metric.modules()}
     for path, child in module.named_modules():
         if id(child) in own:
             continue
@@ -181,26 +182,36 @@ def callback_slots(module: nn.Module) -> Iterator[Slot]:
 
 def hidden_metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     """Metrics in lists, dicts and plain objects that a module holds, which are no parts of it, with where they are."""
+    return ((name, child) for name, child in _hidden_modules(module) if isinstance(child, Metric))
+
+
+def metric_collections(module: nn.Module) -> list[MetricCollection]:
+    """Collections of metrics that a module holds, as parts of it or hidden like `hidden_metrics`."""
+    hidden = (child for _, child in _hidden_modules(module))
+    return [child for child in (*module.modules(), *hidden) if isinstance(child, MetricCollection)]
+
+
+def _hidden_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     seen = {id(child) for child in module.modules()}
     for path, child in module.named_modules():
         for key, value in vars(child).items():
             if key not in MODULE_INTERNALS and key not in _NOT_STATE and not isinstance(child, Metric):
-                yield from _metrics_in(value, f"{path}.{key}".lstrip("."), seen)
+                yield from _modules_in(value, f"{path}.{key}".lstrip("."), seen)
 
 
-def _metrics_in(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Metric]]:
+def _modules_in(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, nn.Module]]:
     if id(value) in seen or depth >= MAX_DEPTH:
         return
     if isinstance(value, nn.Module):
         seen.update(id(child) for child in value.modules())
-        yield from ((f"{name}.{path}".rstrip("."), m) for path, m in value.named_modules() if isinstance(m, Metric))
+        yield from ((f"{name}.{path}".rstrip("."), child) for path, child in value.named_modules())
         return
     held = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value if isinstance(value, dict) else None
     held = _inside(value) if held is None else held
     if held is not None and len(held) <= MAX_ITEMS:
         seen.add(id(value))
         for key, item in held.items():
-            yield from _metrics_in(item, f"{name}.{key}", seen, depth + 1)
+            yield from _modules_in(item, f"{name}.{key}", seen, depth + 1)
 
 
 def _add(found: dict[str, Slot], seen: set[int], slot: Slot, value: Any) -> None:
@@ -529,10 +540,16 @@ class StepState:
         names = {slot.name for slot, old in plain if (now := slot.read()) is not old and now != old}
         return names | _changed({name: self._watched[name] for name in self._before}, self._before)
 
+    def written_weights(self) -> set[str]:
+        """Return the names of parameters in training that have changed since `save`, if everything is compared."""
+        now = sampled_weights(self._module) if self._weights else {}
+        return {
+            name for name, old in self._weights.items() if name in now and not alike(old, reading_of(now[name]), 0.0)
+        }
+
     def look_at_weights(self) -> None:
         """Find out, in a step in which everything is compared, whether it has written to parameters in training."""
-        now = sampled_weights(self._module)
-        if any(name in now and not alike(old, reading_of(now[name]), 0.0) for name, old in self._weights.items()):
+        if self.written_weights():
             self.writes_weights = True
         self._weights = {}
 

@@ -33,6 +33,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     reading_of,
     sampled_weights,
 )
+from lightning_memfit.fitting.step.gradient_hooks import HooksOfBatch
 from lightning_memfit.fitting.step.log_rules import LogCall, metric_values
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import RecordedNoise, SlicedNoise, without_recurrent_dropout
@@ -175,6 +176,8 @@ class Comparison:
         self.loggers = self._stack.enter_context(silenced(trainer))
         self._stack.enter_context(without_recurrent_dropout(module))
         self._stack.enter_context(_exact_products())
+        if trainer.world_size == 1:  # else they are called for every micro-batch
+            self._stack.enter_context(HooksOfBatch(module.parameters()).aside())
         if isinstance(trainer.precision_plugin, MixedPrecision) and not self._autocast:
             self._stack.enter_context(_without_autocast(trainer))
         optimizers = trainer.optimizers if steps_in_backward else ()
@@ -272,6 +275,8 @@ class Comparison:
         try:
             with noise, logs.capture(loop.results):
                 output = loop.forward(self._request, with_own_tensors(batch), divisor)
+                if self._request.zero_grad is not None and loop.engine is None:
+                    sketches.clear()  # of passes that the step itself runs
                 loss, numbers = output.closure_loss, returned(output.extra)
                 del output
                 if loss is not None:
@@ -337,6 +342,12 @@ class _Sketches:
             self._rows[index] = self._rows[index] + found if index in self._rows else found
 
         return add
+
+    def clear(self) -> None:
+        """Clear gradients and projections, as a step does between forward and backward."""
+        self._rows.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def remove(self) -> None:
         """Read gradients no more."""

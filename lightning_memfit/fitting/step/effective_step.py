@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import (
+    MISSING,
     MicroBatchStates,
     Saved,
     Slot,
@@ -41,6 +42,7 @@ from lightning_memfit.fitting.size.device_memory import allocation_retries
 from lightning_memfit.fitting.size.shapes import ProvenShapes, ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.exactness import ExactnessCheck
+from lightning_memfit.fitting.step.gradient_hooks import HooksOfBatch
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
@@ -85,6 +87,17 @@ _OTHER_WEIGHTS = (
     "The ranks' modules have {} parameters: gradients of one rank alone can't be averaged. Add and remove layers on "
     "all ranks alike."
 )
+_OWN_GRADIENTS = (
+    "`training_step` runs a backward pass of its own, which leaves gradients on weights. They are cleared at the first "
+    "batch of a window of `accumulate_grad_batches`, and added to those of the loss at later ones, where micro-batches "
+    "would add others. Take `torch.autograd.grad(loss, inputs)` for gradients of inputs, or leave "
+    "`accumulate_grad_batches` at 1."
+)
+_WRITTEN_WHEN_CLEARED = (
+    "`on_before_zero_grad` or `optimizer_zero_grad` changes {} of the module between forward and backward of a batch, "
+    "and the batch is split: forward of the next micro-batches would see the new values. Change it in "
+    "`on_train_batch_end`, which is called once per batch, or keep the whole share in one micro-batch."
+)
 _NO_CHECK, _OF_WEIGHTS, _WHOLE_CHECK = 0, 1, 2
 _STEPS_BETWEEN_CHECKS = 16
 _MANY_RETRIES = 4
@@ -107,6 +120,14 @@ def _on_host(batch: Any) -> Any:
 
 def _do_nothing() -> None:
     """Run nothing."""
+
+
+def _are_written(before: list[tuple[Tensor, Tensor | None]], versions: list[int | None]) -> bool:
+    """Whether gradients of some weights are others than before, or have been written to."""
+    return any(
+        parameter.grad is not grad or (grad is not None and grad._version != version)
+        for (parameter, grad), version in zip(before, versions, strict=True)
+    )
 
 
 class _Open(Exception):
@@ -200,6 +221,7 @@ class EffectiveStep:
         self._looks = False
         self._written_once: dict[str, Slot] = {}
         self._cleared: Saved = {}
+        self._uncleared: Saved = {}
         self._is_open = False
         self._whole = LocalBatch(0, 0.0)
         self._past: list[_Past] = []
@@ -215,6 +237,8 @@ class EffectiveStep:
         self._is_again = False
         self._is_risky = False
         self._checked_rank = 0
+        self._hides_gradients = False
+        self._written_weights: set[str] = set()
 
     @property
     def _weighs_whole(self) -> bool:
@@ -511,7 +535,7 @@ class EffectiveStep:
             if is_repeated and self._past:
                 self._repeat_past(request, start, size)
             try:
-                result = self._run_micro_batches(request, local_batch, size, start)
+                result = self._run_micro_batches(request, local_batch, size, start, request.zero_grad is not None)
                 if self._reducer is not None:
                     self._reducer.prepare(is_first=request.zero_grad is not None)
                 return result
@@ -544,15 +568,21 @@ class EffectiveStep:
             arguments = OrderedDict(past.arguments, batch=batch)
             again = replace(request, arguments=arguments, zero_grad=None, is_last=False)
             size_of_past = min(size, past.local_batch.num_samples)
-            self._run_micro_batches(again, past.local_batch, size_of_past, past.start, announce=False)
+            self._run_micro_batches(again, past.local_batch, size_of_past, past.start, not index, announce=False)
             self._outputs.clear()
         self._rollback.load(start)
 
     def _run_micro_batches(
-        self, request: StepRequest, local_batch: LocalBatch, size: int, start: RollbackPoint, announce: bool = True
+        self,
+        request: StepRequest,
+        local_batch: LocalBatch,
+        size: int,
+        start: RollbackPoint,
+        is_first_of_window: bool,
+        announce: bool = True,
     ) -> ClosureResult:
         if local_batch.num_samples <= size:
-            return self._run_whole(request, local_batch, announce)
+            return self._run_whole(request, local_batch, start, is_first_of_window, announce)
         loop, outputs = self._loop, self._outputs
         sizes = sizes_of(local_batch.num_samples, size)
         batches = self._splitter.split(request.arguments["batch"], sizes)
@@ -566,6 +596,9 @@ class EffectiveStep:
         last_counted = len(weights) - 1
         while last_counted and not weights[last_counted]:
             last_counted -= 1
+        if is_first_of_window and self._is_cleared:
+            self._hide_cleared()
+        hooks = HooksOfBatch(self._stepped(request) if self._is_alone and self._engine is None else ())
         outputs.begin(len(sizes))
         try:
             for index, weight in enumerate(weights):
@@ -573,23 +606,30 @@ class EffectiveStep:
                 part, batches[index] = batches[index], None
                 if states is not None and index:
                     states.before_next()
-                output = loop.forward(request, part, self._divisor(weight))
+                output = self._forward(request, part, weight, is_first=not index)
                 skips.add(output.closure_loss is None)
                 if len(skips) > 1 and self._check is not None:
                     raise MisconfigurationException(_SKIPS)
                 if request.zero_grad is not None and not self._is_cleared:
-                    self._zero_grad(request.zero_grad)
+                    self._zero_grad(request.zero_grad, start)
+                    self._hide_cleared()
+                if is_first_of_window and index == last:
+                    StepState.load(self._cleared)
                 if self._looks and index == last and not self._stops_alone:
                     self._stop_if_written()
                 is_final = request.is_last and index == last
-                self._backward(request, output, weight, announce and index == last_counted, is_final, is_part=True)
+                hooks.begin()
+                with hooks.aside():
+                    self._backward(request, output, weight, announce and index == last_counted, is_final, is_part=True)
                 outputs.add(output, weight, sizes[index])
                 if states is not None:
                     states.add(sizes[index], weight)
                 if self._looks and index == (last if self._stops_alone else 0):
                     self._stop_if_written()
                 del part, output  # before the next forward
+            hooks.finish()
         finally:
+            hooks.give_up()
             outputs.end()
         if states is not None and (disputed := states.finish(merge_kept)):
             assert self._check is not None
@@ -599,7 +639,14 @@ class EffectiveStep:
         self._stop_if(bool(self._rules.unsettled) and self._check is not None and self._check.is_worth_more)
         return result
 
-    def _run_whole(self, request: StepRequest, local_batch: LocalBatch, announce: bool) -> ClosureResult:
+    def _run_whole(
+        self,
+        request: StepRequest,
+        local_batch: LocalBatch,
+        start: RollbackPoint,
+        is_first_of_window: bool,
+        announce: bool,
+    ) -> ClosureResult:
         """Run a batch that fits at once: nothing is merged, and most steps of most runs are such."""
         num_samples = local_batch.num_samples
         (batch,) = self._splitter.split(request.arguments["batch"], [num_samples])
@@ -607,13 +654,17 @@ class EffectiveStep:
         if self._weighs_whole:
             (weight,) = local_batch.weights_of([batch], [num_samples])
         divisor = self._divisor(weight)
+        if is_first_of_window and self._is_cleared:
+            self._hide_cleared()
         outputs = self._outputs
         outputs.begin(1)
         try:
             outputs.logs.begin_part(weight, num_samples)
             result = self._loop.forward(request, batch, divisor)
             if request.zero_grad is not None and not self._is_cleared:
-                self._zero_grad(request.zero_grad)
+                self._zero_grad(request.zero_grad, start)
+            elif is_first_of_window:
+                StepState.load(self._cleared)
             self._backward(request, result, weight, announce, request.is_last)
         finally:
             outputs.end()
@@ -624,17 +675,75 @@ class EffectiveStep:
             result.loss = result.loss * factor
         return result
 
-    def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """Clear the gradients, once for all micro-batches: what hooks write to the module then is no part of a step."""
-        looks = self._looks and self._loop.has_zero_grad_hooks
-        before = self._rollback.state.written() if looks else set()
+    @staticmethod
+    def _stepped(request: StepRequest) -> Iterator[Tensor]:
+        return (weight for group in request.optimizer.param_groups for weight in group["params"])
+
+    def _forward(self, request: StepRequest, part: Any, weight: float, is_first: bool) -> ClosureResult:
+        """Run forward of one micro-batch of several, of which the gradients so far are none of its business.
+
+        A step may run a backward pass of its own, to move its inputs against the loss, say. What that adds to gradients
+        of weights is cleared, in a run without micro-batches, before the backward pass of the batch.
+        """
+        divisor = self._divisor(weight)
+        if self._is_sharded:  # whose backward passes communicate
+            return self._loop.forward(request, part, divisor)
+        before = [(weight, weight.grad) for weight in self._stepped(request)]
+        is_cleared_next = is_first and request.zero_grad is not None
+        if is_cleared_next or not self._hides_gradients:
+            versions = [None if grad is None else grad._version for _, grad in before]
+            output = self._loop.forward(request, part, divisor)
+            if _are_written(before, versions):
+                self._hides_gradients = True
+                if not is_cleared_next:
+                    raise _Open
+            return output
+        try:
+            for parameter, _ in before:
+                parameter.grad = None
+            output = self._loop.forward(request, part, divisor)
+            if request.zero_grad is None and any(parameter.grad is not None for parameter, _ in before):
+                raise MisconfigurationException(_OWN_GRADIENTS)
+        finally:
+            for parameter, grad in before:
+                parameter.grad = grad
+        return output
+
+    def _zero_grad(self, zero_grad: Callable[[], None], start: RollbackPoint) -> None:
+        """Clear the gradients, once for all micro-batches: what hooks write to the module then is no part of a step.
+
+        In a run without micro-batches they write it between forward and backward of the whole batch.
+        """
+        state = self._rollback.state
+        looks = (self._looks or state.is_looking) and self._loop.has_zero_grad_hooks
+        before = state.written() if looks else set()
+        weights = state.written_weights() if looks else set()
+        self._uncleared = copies_of(self._written_once.values()) if self._written_once else {}
         zero_grad()
         if looks:
+            self._written_weights = state.written_weights() - weights
             slots = find_slots(self._loop.module)
-            self._written_once |= {name: slots[name] for name in self._rollback.state.written() - before}
+            for name in state.written() - before - self._written_once.keys():
+                slot = self._written_once[name] = slots[name]
+                self._uncleared[name] = start.state.get(name, (slot.saved(), MISSING, None))
         self._cleared = copies_of(self._written_once.values()) if self._written_once else {}
-        self._rollback.remember_zeros()
+        self._rollback.remember_zeros(may_hold=self._loop.has_zero_grad_hooks)
         self._is_cleared = True
+
+    def _hide_cleared(self) -> None:
+        """Let forward find what hooks of `zero_grad` have written since as it was before.
+
+        Raises:
+            MisconfigurationException: If they have written to weights in training, or to more than there are copies of.
+        """
+        lost = {
+            name
+            for name, (_, old, _) in self._uncleared.items()
+            if old is MISSING and isinstance(self._cleared[name][1], torch.nn.Parameter)
+        }
+        if names := self._written_weights | lost:
+            raise MisconfigurationException(_WRITTEN_WHEN_CLEARED.format(", ".join(f"`{n}`" for n in sorted(names))))
+        StepState.load(self._uncleared)
 
     def _load(self, start: RollbackPoint, is_first: bool) -> None:
         """Go back to the start of a loader batch; gradients of a window are cleared once, at its first one."""
@@ -645,7 +754,10 @@ class EffectiveStep:
     def _stop_if_written(self) -> None:
         """End the attempt if micro-batches have changed something on the module that no check has seen."""
         assert self._check is not None
-        names = self._rollback.state.written() - self._known()
+        state = self._rollback.state
+        names = state.written() - self._known()
+        if state.is_looking:
+            names |= state.written_weights() - self._written_weights
         self._check.look_for(names)
         self._stop_if(bool(names))
 
@@ -762,7 +874,8 @@ class EffectiveStep:
             release(error)
         else:
             message = "on another rank"
-        self._rollback.clear_gradients()
+        if self._is_cleared or not self._loop.has_zero_grad_hooks:  # else the user's own decides what is cleared
+            self._rollback.clear_gradients()
         if self._engine is not None:
             self._engine.discard_gradients()
         self._load(start, is_first=request.zero_grad is not None)

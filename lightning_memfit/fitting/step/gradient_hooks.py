@@ -1,7 +1,11 @@
-"""`refusing_early_changes`: hooks for accumulated gradients may look at those of a part of a batch only.
+"""Hooks of weights, where a batch is run in micro-batches.
+
+`HooksOfBatch` calls those of `register_hook`, which get and may change the gradient of a backward pass, once for the
+batch: what a clamp makes of the parts is not what it makes of the whole.
 
 A backward pass calls `register_post_accumulate_grad_hook` on the sum so far: with micro-batches that is not the batch's
-gradient until the last of them, and what a hook has done to the sum of the first is done to them again.
+gradient until the last of them, and what a hook has done to the sum of the first is done to them again. So
+`refusing_early_changes` lets them look only.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,6 +25,63 @@ _CHANGED_EARLY = (
     "is split: the hook would run once per micro-batch, on gradients that are not those of the batch yet. Change them "
     "in `on_before_optimizer_step`, which is called when they are complete, or keep the whole share in one micro-batch."
 )
+
+
+class HooksOfBatch:
+    """Calls the hooks of weights (`register_hook`) once, with the gradient of all micro-batches of a batch.
+
+    Args:
+        weights: The weights; each may come more than once. FSDP2 calls no such hooks of what it divides.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        found = {id(one): one for one in weights if one._backward_hooks and not isinstance(one, DTensor)}
+        self._hooked: list[tuple[Tensor, Any]] = [(one, one._backward_hooks) for one in found.values()]
+        self._before: list[Tensor | None] | None = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run backward passes that don't call them."""
+        taken = [(hooks, list(hooks.items())) for _, hooks in self._hooked]
+        for hooks, _ in taken:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, items in taken:
+                hooks.update([*items, *hooks.items()])
+
+    def begin(self) -> None:
+        """Put aside the gradients of what came before the batch, once those are cleared that are to be."""
+        if self._before is None:
+            self._before = [weight.grad for weight, _ in self._hooked]
+            for weight, _ in self._hooked:
+                weight.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Call them, and add what they make of the gradients to what was put aside."""
+        gradients = [weight.grad for weight, _ in self._hooked]
+        self.give_up()
+        for (weight, hooks), gradient in zip(self._hooked, gradients, strict=True):
+            if gradient is None:
+                continue
+            for hook in list(hooks.values()):
+                changed = hook(gradient)
+                if changed is not None:
+                    gradient = changed.clone()  # which a hook may keep
+            if weight.grad is None:
+                weight.grad = gradient
+            elif gradient.layout is weight.grad.layout is torch.strided:
+                weight.grad.add_(gradient)
+            else:
+                weight.grad = weight.grad + gradient
+
+    def give_up(self) -> None:
+        """Put the gradients back that came before the batch."""
+        before, self._before = self._before or [], None
+        for (weight, _), gradient in zip(self._hooked, before, strict=False):
+            weight.grad = gradient
 
 
 @contextmanager

@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from lightning_memfit.fitting.recovery.step_state import metric_collections
 from lightning_memfit.fitting.step.log_rules import LogCall, LogRules
 from lightning_memfit.fitting.step.split import is_batched
 
@@ -271,12 +272,18 @@ class StepMetrics:
     which is one micro-batch. A second copy of each metric so logged sees all micro-batches of a step and supplies the
     value.
 
+    A `MetricCollection` lets metrics share one state from its first update on if theirs are equal then. Those of a few
+    samples may be so by chance, so that it compares them after the whole batch.
+
     Args:
         module: The module with the metrics.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
+        self._collections = metric_collections(module)
+        self._ungrouped: list[MetricCollection] = []
+        self._to_group: list[MetricCollection] = []
         self._shadows: dict[int, Metric] = {}
         self._handles: list[Any] = []
         self._on_step: set[int] | None = None
@@ -290,15 +297,30 @@ class StepMetrics:
             for metric in self._metrics
             if self._on_step is None or id(metric) in self._on_step
         ]
+        self._to_group = []
+        self._ungrouped = [collection for collection in self._collections if not collection._groups_checked]
+        for collection in self._ungrouped:
+            vars(collection)["_merge_compute_groups"] = _do_nothing
 
     def end(self) -> None:
         """End the step, or a failed attempt of it."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._to_group = [collection for collection in self._ungrouped if collection._groups_checked]
+        for collection in self._ungrouped:
+            del vars(collection)["_merge_compute_groups"]
+            collection._groups_checked = False
+        self._ungrouped = []
 
     def finish(self, logged_on_step: set[int]) -> None:
         """Set the step value of the metrics that are logged with `on_step=True` to that of the whole batch."""
+        for collection in self._to_group:  # as the first update does with the samples that it gets
+            collection._merge_compute_groups()
+            collection._state_is_copy = False
+            collection._compute_groups_create_state_ref()
+            collection._groups_checked = True
+        self._to_group = []
         if logged_on_step or self._on_step is not None:
             self._on_step = logged_on_step | (self._on_step or set())
             self._shadows = {key: shadow for key, shadow in self._shadows.items() if key in self._on_step}
@@ -335,6 +357,10 @@ class StepMetrics:
                 child._to_sync = child.dist_sync_on_step
         copy.reset()
         return copy
+
+
+def _do_nothing() -> None:
+    """Replace the comparison of metrics."""
 
 
 class _DetachedCopies(TorchFunctionMode):

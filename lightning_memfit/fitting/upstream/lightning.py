@@ -28,6 +28,17 @@ def ends_epoch(trainer: Trainer) -> bool:
     return bool(loop.batch_progress.is_last_batch) and loop.batch_progress.current.ready > 1
 
 
+def begins_an_epoch(trainer: Trainer) -> bool:
+    """Whether a run that goes on, and has just loaded its counters, begins with the data of a new epoch.
+
+    So it does after an epoch's end, and after `on_train_batch_end` of an epoch's last batch, which Lightning calls a
+    restart.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    is_behind_last = progress.is_last_batch and progress.total.completed == progress.total.processed - 1
+    return not trainer.fit_loop.restarting or bool(is_behind_last)
+
+
 @contextmanager
 def before_validation(trainer: Trainer) -> Iterator[None]:
     """Let a checkpoint that is saved inside say that validation has begun, and no batch of it is done."""

@@ -131,3 +131,18 @@ def test_a_large_one_that_was_never_copied_is_named():
     copies.take()
     module.large.queue *= torch.nan
     assert copies.put_back() == (False, ["large.queue"])
+
+
+def test_buffers_that_the_first_forward_makes_are_none_yet():
+    module = nn.LazyBatchNorm1d()
+    copies = BufferCopies(module)
+    copies.take()
+    assert copies.put_back() == (False, [])
+    module(torch.full((2, 3), torch.nan))
+    is_broken, lost = copies.put_back()
+    assert (is_broken, lost) == (False, ["running_mean", "running_var"])
+    module.reset_running_stats()
+    copies.take()
+    module(torch.full((2, 3), torch.nan))
+    assert copies.put_back() == (True, [])
+    assert torch.equal(module.running_mean, torch.zeros(3))

@@ -1110,6 +1110,187 @@ def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
     assert_exact(kind, BATCH)
 
 
+class Shrinks(Toy):
+    """Writes to its weights, from a step on."""
+
+    start = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step >= self.start:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("start", "ends_at"), [(0, 0), (3, 3), (11, 15)])
+def test_steps_that_begin_to_write_to_weights_are_refused(start: int, ends_at: int) -> None:
+    module = type("Shrinks", (Shrinks,), {"start": start})()
+    with pytest.raises(MisconfigurationException, match=r"`training_step` changes `net\.0\.weight` of the module"):
+        fit(module, MicroBatching(micro_batch_size=2), max_epochs=8)
+    assert module.trainer.global_step == ends_at
+
+
+class Cleared(Toy):
+    """A teacher and a number, which the step reads, follow between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.share = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        found = self.net(batch[0])
+        return functional.mse_loss(found, self.teacher(batch[0]) + batch[1]) + self.share * found.abs().mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.share += 0.1
+        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            theirs.data.mul_(0.8).add_(mine.data, alpha=0.2)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (2, (5,)), (4, (4, 7)), (BATCH, (2, 4))])
+def test_what_a_zero_grad_hook_writes_is_seen_from_the_next_batch_on(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(Cleared, size, fails_at)
+    assert plain.share == ours.share
+
+
+@pytest.mark.parametrize("fails_at", [(), (5,), (8,)])
+def test_what_a_zero_grad_hook_writes_is_seen_so_in_windows(fails_at: tuple[int, ...]) -> None:
+    plain, ours = Cleared(), Cleared()
+    fit(plain, accumulate_grad_batches=2)
+    ours.fails_at = fails_at
+    fit(ours, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-9
+    assert plain.share == ours.share
+
+
+class ShrinksWhenCleared(Toy):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.9)
+
+
+def test_a_zero_grad_hook_that_writes_to_weights_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`on_before_zero_grad` .* changes `net\.0\.weight`"):
+        fit(ShrinksWhenCleared(), MicroBatching(micro_batch_size=2))
+    assert_exact(ShrinksWhenCleared, BATCH)
+
+
+class Clamped(Toy):
+    """Clamps gradients, which now and then are larger than what it clamps to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = _Record()
+        for parameter in self.net.parameters():
+            parameter.register_hook(self.hook)
+
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient.clamp(-0.05, 0.05)
+
+
+class Normed(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient / gradient.norm()
+
+
+class Masked(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient * (torch.arange(len(gradient)) % 2).view(-1, *[1] * (gradient.ndim - 1))
+
+
+class OnlyLooks(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return None
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (4, (1, 6))])
+@pytest.mark.parametrize("kind", [Clamped, Normed, Masked, OnlyLooks])
+def test_hooks_of_weights_get_the_gradient_of_the_batch(
+    kind: type[Clamped], size: int, fails_at: tuple[int, ...]
+) -> None:
+    plain, ours = assert_exact(kind, size, fails_at)
+    assert len(plain.calls) == len(ours.calls)
+    for parameter in ours.net.parameters():
+        assert list((parameter._backward_hooks or {}).values()) == [ours.hook]
+
+
+def test_hooks_of_weights_get_the_gradient_of_each_batch_of_a_window() -> None:
+    plain, ours = Clamped(), Clamped()
+    fit(plain, accumulate_grad_batches=2)
+    fit(ours, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-9
+    assert len(plain.calls) == len(ours.calls)
+
+
+class MovedInputs(Toy):
+    """Moves inputs against the loss, by a backward pass that leaves gradients on the weights, too."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        functional.mse_loss(self.net(inputs), batch[1]).backward()
+        assert inputs.grad is not None
+        return functional.mse_loss(self.net((inputs + 0.1 * inputs.grad.sign()).detach()), batch[1])
+
+
+class SomeMovedInputs(Toy):
+    """Does so with some of the inputs: not every micro-batch has any."""
+
+    def loss(self, batch: Any) -> Tensor:
+        chosen = batch[0][:, 0] > 1.0
+        if not chosen.any():
+            return super().loss(batch)
+        inputs = batch[0][chosen].clone().requires_grad_()
+        functional.mse_loss(self.net(inputs), batch[1][chosen]).backward()
+        assert inputs.grad is not None
+        moved = batch[0].clone()
+        moved[chosen] += 0.1 * inputs.grad.sign()
+        return functional.mse_loss(self.net(moved), batch[1])
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(1, ()), (2, ()), (4, (1, 6))])
+@pytest.mark.parametrize("kind", [MovedInputs, SomeMovedInputs])
+def test_gradients_of_passes_that_the_step_itself_runs_are_cleared(
+    kind: type[Toy], size: int, fails_at: tuple[int, ...]
+) -> None:
+    assert_exact(kind, size, fails_at)
+
+
+def test_passes_that_the_step_itself_runs_are_refused_within_windows() -> None:
+    module = MovedInputs()
+    with pytest.raises(MisconfigurationException, match="runs a backward pass of its own"):
+        fit(module, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(module, MovedInputs()) == 0.0
+
+
+class OwnWindow(Toy):
+    """Adds up the gradients of two batches itself, and logs what has to be compared again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("worst", (self.net(batch[0]) - batch[1]).abs().max())
+        return loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:  # type: ignore[override]
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("fails_at", [(), (4,), (5,), (6,), (10,)])
+def test_gradients_that_a_module_adds_up_itself_survive_a_repeated_batch(fails_at: tuple[int, ...]) -> None:
+    assert_exact(OwnWindow, 2, fails_at)
+
+
 class PaddedWithAToken(Toy):
     """Padding is a token like any other, rows that are full end in two equal tokens, and no part names its index."""
 

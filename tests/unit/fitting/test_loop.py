@@ -134,12 +134,15 @@ def test_counters_and_hooks_of_zero_grad_are_lightnings(kind: type[Tagger], prof
 
 @pytest.mark.slow
 def test_what_the_zero_grad_hook_writes_survives_a_repeated_batch() -> None:
-    failed: list[int] = []  # not on the module, where it would be rolled back
+    failed: list[int] = []  # calls in the third step; not on the module, where they would be rolled back
 
     class Failing(ZeroGradCounter):
         def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
-            if self.trainer.global_step == 2 and self.calls == 3 and not failed:
+            if self.trainer.global_step == 2:
+                failed.append(batch_idx)
+            if len(failed) == 2:  # gradients are cleared by then; the hook's work shows in the next batch's forward
+                assert self.calls == 2
                 failed.append(batch_idx)
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return loss

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, SumMetric
-from torchmetrics.classification import BinaryAUROC
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_memfit.fitting import MicroBatching
@@ -238,6 +238,45 @@ def test_collections_of_metrics() -> None:
         return Logging(MetricCollection({"mse": MeanSquaredError(), "own": Attributed(), "area": Area()}))
 
     assert_as_plain(make)
+
+
+class Ranks(pl.LightningModule):
+    """Counts two kinds of hits, which are equal in the first samples, and two metrics with one kind of state."""
+
+    def __init__(self, is_hidden: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 5)
+        hits = {f"top{k}": MulticlassAccuracy(5, top_k=k, average="micro") for k in (1, 4)}
+        made = MetricCollection({**hits, "one": MulticlassConfusionMatrix(5), "other": MulticlassConfusionMatrix(5)})
+        self.kept = [made] if is_hidden else nn.ModuleList([made])
+        self.seen: list[dict[str, Any]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        scores = self.net(batch[0])
+        self.kept[0].update(scores, batch[1])
+        return nn.functional.cross_entropy(scores, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        assert len(self.kept[0].compute_groups) == 3
+        self.seen.append({name: value.tolist() for name, value in self.kept[0].compute().items()})
+        self.kept[0].reset()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader:
+        inputs = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(inputs, torch.arange(24) % 5), 12)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_collections_group_their_metrics_by_the_whole_batch(is_hidden: bool, size: int) -> None:
+    plain, ours = Ranks(is_hidden), Ranks(is_hidden)
+    fit(plain)
+    fit(ours, MicroBatching(micro_batch_size=size))
+    assert ours.seen == plain.seen
 
 
 @pytest.mark.parametrize("kind", METRICS)

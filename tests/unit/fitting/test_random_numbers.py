@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -33,10 +34,10 @@ class Noisy(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def losses(callbacks, max_steps, folder, seed, path=None):
+def losses(callbacks, max_steps, folder, seed, path=None, **options):
     seed_everything(seed, verbose=False)
     module = Noisy()
-    trainer = quiet_trainer(*callbacks, max_steps=max_steps, default_root_dir=folder)
+    trainer = quiet_trainer(*callbacks, max_steps=max_steps, default_root_dir=folder, **options)
     trainer.fit(module, DataLoader(torch.ones(24, 4), batch_size=4), ckpt_path=path)
     return trainer, module.seen
 
@@ -58,6 +59,17 @@ def test_noise_goes_on_as_if_nothing_had_ended(tmp_path, name):
     assert len(states) == 1
     _, resumed = losses(CASES[name](), 4, tmp_path, 7, tmp_path / "two.ckpt")
     assert resumed == whole[2:]
+
+
+@pytest.mark.parametrize("step", [2, 3, 6])
+def test_noise_goes_on_in_the_next_epoch(tmp_path, step):
+    """From checkpoints of an epoch's last batch, too; a loader takes a number when an epoch begins."""
+    saves = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    options = {"limit_train_batches": 3, "enable_checkpointing": True}
+    _, whole = losses([MicroBatching(micro_batch_size=4), saves], 8, tmp_path, 0, **options)
+    path = tmp_path / f"step={step}.ckpt"
+    _, resumed = losses([MicroBatching(micro_batch_size=4)], 8, tmp_path, 7, path, **options)
+    assert resumed == whole[step:]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -41,6 +41,9 @@ def test_a_plain_attribute_named_like_a_hook_is_not_one(name: str, value: object
     fit(plain, max_steps=2, max_epochs=-1)
     fit(module, MicroBatching(micro_batch_size=16), max_steps=2, max_epochs=-1)
     assert difference([*plain.net.parameters()], [*module.net.parameters()]) == 0.0
+    for one in (plain, module):  # which is asked where batches are cut
+        fit(one, MicroBatching(micro_batch_size=4), max_steps=2, max_epochs=-1)
+    assert difference([*plain.net.parameters()], [*module.net.parameters()]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["function", "method", "static"])

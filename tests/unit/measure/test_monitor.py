@@ -93,6 +93,30 @@ def test_categories_are_exact_and_the_ledger_leaves(tmp_path):
     assert monitor.report.measured_over == "the first 3 optimizer steps"
 
 
+class Lazy(Language):
+    """Its weights are made by the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Sequential(torch.nn.LazyLinear(64, bias=False), torch.nn.LazyBatchNorm1d(affine=False))
+
+    def training_step(self, batch, batch_idx):
+        tokens = batch["input_ids"].flatten()
+        return torch.nn.functional.cross_entropy(self.head(self.table(tokens)), tokens)
+
+
+@pytest.mark.parametrize("callbacks", [[], [MemoryLimit("1GiB")]], ids=["alone", "under a limit"])
+def test_weights_that_the_first_forward_makes_are_measured(tmp_path, callbacks):
+    monitor = MemoryMonitor(tracked_steps=3)
+    train(tmp_path, *callbacks, monitor, module=Lazy())
+    measured = monitor.report.measured
+    assert measured.total() > 4 * 2 * WEIGHTS
+    if not callbacks:
+        assert measured.get(Category.PARAMETER) == 2 * WEIGHTS
+        assert measured.get(Category.BUFFER) == 2 * 64 * 4 + 8
+        assert measured.get(Category.OPTIMIZER_STATE) == 2 * (2 * WEIGHTS + 4)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_optimizer_steps_are_counted(tmp_path, accumulate):
     steps = []

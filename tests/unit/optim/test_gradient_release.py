@@ -251,3 +251,9 @@ def test_optimizers_that_couple_parameters_are_refused():
         GradientRelease(torch.optim.LBFGS(parameters))
     with pytest.raises(ValueError, match="Unknown"):
         GradientRelease(Unknown(parameters))
+
+
+def test_weights_that_the_first_forward_makes_are_refused():
+    weights = nn.LazyLinear(3).parameters()
+    with pytest.raises(ValueError, match="lazy module, which the first forward makes"):
+        GradientRelease(torch.optim.SGD(weights, lr=0.1))
