@@ -585,6 +585,24 @@ class Recomputed(Scaled):
         return values.mean()
 
 
+class Slopes(Scaled):
+    def __init__(self):
+        super().__init__(None)
+        self.net = nn.Linear(256, 256)
+
+    def training_step(self, batch, batch_idx):
+        values, slopes = torch.func.jvp(self.net, (batch,), (torch.ones_like(batch),))
+        return values.mean() + slopes.square().mean()
+
+
+def test_zeros_of_forward_mode_differentiation_take_no_memory(one_thread):
+    batch = torch.rand(8, 256)
+    traced = trace_cpu(Slopes(), batch)
+    truth = true_peak(Slopes, batch.clone, 2)
+    assert peak(traced.events) == pytest.approx(truth, rel=1e-3)
+    assert traced.remarks == ()
+
+
 def test_states_of_random_numbers_that_checkpoints_keep_are_counted(one_thread):
     """Five kilobytes each."""
     batch = torch.rand(8, 256)
