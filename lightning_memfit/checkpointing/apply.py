@@ -174,6 +174,7 @@ _LIMITS = {
     "called. It reads something that has changed since its forward, and that its modules, their hooks and the globals "
     "that its code names don't show.",
     "TorchScript interpreter": "it ends with TorchScript, which torch can't leave when it ends a recomputation early.",
+    "NestedTensorImpl": "it saves nested tensors for backward, which torch's recomputation doesn't take.",
     "saved tensor hooks": "its forward uses `torch.func.grad`, `vjp`, `jacrev` or `hessian`, which torch doesn't run "
     "in what is recomputed.",
 }

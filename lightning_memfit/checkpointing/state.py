@@ -769,7 +769,9 @@ def in_function_transform() -> bool:
 def _reading(func: Any, result: Any) -> float:
     """A number that tells a result from others; 0 where there is none to compare."""
     value = result[0] if isinstance(result, (list, tuple)) and result else result
-    if type(value) not in (Tensor, nn.Parameter) or not value.numel() or value.layout is not torch.strided:
+    if type(value) not in (Tensor, nn.Parameter) or value.is_nested:
+        return 0.0
+    if not value.numel() or value.layout is not torch.strided:
         return 0.0
     if value.device.type == "meta" or value.is_quantized or in_function_transform():
         return 0.0

@@ -211,6 +211,8 @@ class StorageLedger(TorchDispatchMode):
         return result
 
     def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
+        if is_without_memory(tensor):
+            return
         if tensor.layout in SPARSE:
             for inner in sparse_parts(tensor):
                 self._see(func, args, inner)
@@ -331,6 +333,11 @@ class StorageLedger(TorchDispatchMode):
     def _close_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._step_open = False
         self._label_states(optimizer)
+
+
+def is_without_memory(tensor: torch.Tensor) -> bool:
+    """Whether a storage has a size and no memory: of a shape alone, or of forward-mode differentiation's zeros."""
+    return tensor.is_meta or tensor._is_zerotensor()
 
 
 def memory_key(tensor: torch.Tensor) -> int:

@@ -1,14 +1,15 @@
 """Make a `ModelProfile` from a module and one real batch: `profile_module` traces the step, `measure_step` runs it.
 
-Traces at two batch sizes (three for a batch of one that differs in structure) give every other size by arithmetic. A
-measurement needs real memory and knows one size only; it is for steps that can't be traced.
+Traces at two batch sizes (three for a batch of one that differs in structure, more where samples are compared with each
+other) give every other size by arithmetic. A measurement needs real memory and knows one size only; it is for steps
+that can't be traced.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
 from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.course import Course, RunLength
 from lightning_memfit.profile.culprit import runs_steps
-from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_slopes
+from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_sizes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.fingerprint import describe_processor
@@ -198,7 +199,9 @@ class _Sizes:
 def _every_size(
     first: Trace, batch: Any, traced: Callable[[int, bool], Trace], ahead: Sequence[Callable[[], Trace]]
 ) -> _Sizes:
-    """Trace the step with one more sample; if a batch of one differs in structure from two, also with three.
+    """Trace the step with one more sample, and with further ones where sizes don't follow from two (`fit_sizes`).
+
+    A batch of one may differ in structure from two, from which sizes follow then.
 
     Args:
         first: Trace at the size of the batch.
@@ -215,18 +218,19 @@ def _every_size(
             return ahead[samples - 1]()
         return traced(samples, not usual)
 
+    further = cache(with_more)
     try:
-        second = with_more(1)
         try:
-            events, slopes = fit_slopes(first.events, second.events, size, size + 1)
-            return _Sizes(events, slopes, None, _growth(first, second), _growth_slope(first, second))
+            events, slopes = fit_sizes(first.events, lambda more: further(more).events, size)
+            known = first, further(1)
+            return _Sizes(events, slopes, None, _growth(*known), _growth_slope(*known))
         except AlignmentError:
             if size > 1:
                 raise
-        third = with_more(2)
-        events, slopes = fit_slopes(second.events, third.events, size + 1, size + 2)
+        known = further(1), further(2)
+        events, slopes = fit_sizes(known[0].events, lambda more: further(1 + more).events, size + 1)
         larger = LargerSizes(events, size + 1, slopes)
-        return _Sizes(first.events, None, larger, _growth(second, third), _growth_slope(second, third))
+        return _Sizes(first.events, None, larger, _growth(*known), _growth_slope(*known))
     except (AlignmentError, TraceError, ValueError) as error:
         return _Sizes(first.events, reason=str(error))
 

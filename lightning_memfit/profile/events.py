@@ -1,6 +1,6 @@
 """`EventList`: every allocation and free of a traced step, and the arithmetic on it (numpy only)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -340,13 +340,79 @@ def fit_slopes(first: EventList, second: EventList, first_size: int, second_size
     return replace(first, sizes=sizes), np.where(bounded, 0, slopes)
 
 
+_MOST_DEGREE = 3
+"""A loss over all triplets of a batch."""
+
+_MORE_TRACES = _MOST_DEGREE + 2
+"""Traces that show a polynomial of that degree: one more than it needs proves it."""
+
+
+def fit_sizes(first: EventList, traced: Callable[[int], EventList], first_size: int) -> tuple[EventList, Floats]:
+    """Fit every storage's size from as few traces as show it, at micro-batch sizes one after the other.
+
+    Two are enough where storages grow in proportion. One that compares samples with each other grows with the square
+    of the micro-batch or its cube. The line through two of its sizes then says that no samples take less than nothing,
+    and further traces follow, until one more changes nothing.
+
+    Args:
+        first: The trace at `first_size`.
+        traced: Traces the step with so many more samples.
+        first_size: Samples in the first trace.
+
+    Returns:
+        The first trace in canonical order, and its slopes as `at_size` takes them.
+
+    Raises:
+        AlignmentError: If the traces differ in structure, or sizes follow no such curve.
+    """
+    events, slopes = fit_slopes(first, traced(1), first_size, first_size + 1)
+    below_nothing = events.sizes - slopes * float(first_size) < 0
+    if not np.any(below_nothing & ~is_scratch(events)):
+        return events, slopes
+    sizes: list[Floats] = [events.sizes.astype(np.float64), events.sizes + slopes]
+    for more in range(2, _MORE_TRACES):
+        aligned, further = fit_slopes(first, traced(more), first_size, first_size + more)
+        if not np.array_equal(aligned.events, events.events):
+            raise AlignmentError(f"the step takes other scratch memory at micro-batch size {first_size + more}")
+        sizes.append(aligned.sizes + further * more)
+        found = _differences(sizes)
+        jumps = is_scratch(events) & (found[-1] != 0)  # kernels work in tiles
+        found[1:, jumps] = 0
+        if not np.any(found[-1]):
+            return events, (found[0] if more == 2 else found[:-1])
+    raise AlignmentError(
+        f"tensors grow faster than the micro-batch, and by no rule that the sizes {first_size} to "
+        f"{first_size + _MORE_TRACES - 1} show"
+    )
+
+
+def _differences(sizes: Sequence[Floats]) -> Floats:
+    """Differences of first and higher order at the first of equally spaced sizes; shape (orders, storages)."""
+    rows, found = np.stack(sizes), []
+    while len(rows) > 1:
+        rows = np.diff(rows, axis=0)
+        found.append(rows[0])
+    return np.stack(found)
+
+
 def at_size(events: EventList, slopes: Floats, traced_size: int, micro_batch_size: int) -> EventList:
     """Events with the sizes of another micro-batch size.
+
+    Args:
+        events: The step at `traced_size`.
+        slopes: Shape (storages,): bytes per sample. Or shape (orders, storages): differences of first and higher order
+            between the sizes at `traced_size` and at those after it, for storages that grow with a power of the size.
+        traced_size: Samples in the traced step.
+        micro_batch_size: Samples in the step asked for.
 
     Raises:
         ValueError: If their bytes can't be counted in 64 bits.
     """
-    sizes = np.maximum(events.sizes + slopes * float(micro_batch_size - traced_size), 0)
+    sizes, weight, more = events.sizes.astype(np.float64), 1.0, float(micro_batch_size - traced_size)
+    for order, differences in enumerate(np.atleast_2d(slopes)):
+        weight *= (more - order) / (order + 1)
+        sizes = sizes + weight * differences
+    sizes = np.maximum(sizes, 0)
     if not sizes.sum() < _MOST_BYTES:
         raise ValueError(
             f"`micro_batch_size={micro_batch_size}`: the tensors of a step would take more than 4 EiB. Choose a "

@@ -5,6 +5,7 @@ Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -145,13 +146,20 @@ def _generators(value: Any) -> Iterator[torch.Generator]:
 
 
 class _Unchanged:
-    """Stands for a module's `_apply`, and in a copy of the module for that of the copy."""
+    """Stands for a module's `_apply`, and in a copy of the module for that of the copy.
+
+    It doesn't hold the module: a copy that a step makes goes with its last user, as no collector runs in a trace.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
 
-    def __call__(self, function: Any, recurse: bool = True) -> torch.nn.Module:
-        return self.module
+    def __call__(self, function: Any, recurse: bool = True) -> torch.nn.Module | None:
+        return self._module()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Unchanged":
+        module = self._module()
+        return self if module is None else _Unchanged(memo.get(id(module), module))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lightning_memfit.memory.cache_files import checksum, default_cache_folder, 
 from lightning_memfit.memory.float32_products import precisions_on_host
 from lightning_memfit.profile.fingerprint import describe_processor
 
-_FORMAT = 4
+_FORMAT = 5
 """Number of the rules by which kernels are learned; with another one, everything is learned anew."""
 
 
@@ -34,6 +34,8 @@ class Kernel:
     """Bytes of each result's storage beyond those of its elements; empty if there are none."""
     dtypes: tuple[str, ...] = ()
     """Types of the results, where they are others than those of fake results; else empty."""
+    orders: tuple[tuple[int, ...], ...] = ()
+    """Dimensions of each result in memory, outermost first, where fake results lie otherwise; else empty."""
     is_known: bool = True
     """False if the operator could not be run; `peaks` is then an estimate, or empty."""
 
@@ -85,7 +87,7 @@ class KernelRecords:
         key = _digest(text)
         self._known[key] = kernel
         if kernel is None or kernel.is_known:
-            value = None if kernel is None else [kernel.peaks, kernel.extra, kernel.dtypes]
+            value = None if kernel is None else [kernel.peaks, kernel.extra, kernel.dtypes, kernel.orders]
             self._new.append(json.dumps([key, value, _seal(key, value)], separators=(",", ":")))
 
     def path(self, folder: Path) -> Path:
@@ -111,8 +113,8 @@ class KernelRecords:
                     continue
                 kernel = None
                 if value is not None:
-                    peaks, extra, dtypes = value
-                    kernel = Kernel(_sizes(peaks), _sizes(extra), tuple(map(str, dtypes)))
+                    peaks, extra, dtypes, orders = value
+                    kernel = Kernel(_sizes(peaks), _sizes(extra), tuple(map(str, dtypes)), tuple(map(_sizes, orders)))
                 self._known.setdefault(str(key), kernel)
 
     def write(self) -> None:

@@ -92,7 +92,8 @@ class KernelMemory:
         if short is not None and short in self._free:
             return None
         try:
-            key = (number, torch.is_grad_enabled(), _key(args), _key(kwargs.items()) if kwargs else ())
+            in_trace = _is_fake(result)
+            key = (number, in_trace, torch.is_grad_enabled(), _key(args), _key(kwargs.items()) if kwargs else ())
             found = self._calls.get(key, _MISSING)
         except (TypeError, RuntimeError):  # not hashable, or a layout without strides
             return self._note(func, Kernel(is_known=False))
@@ -128,7 +129,7 @@ class KernelMemory:
     def _learn(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
         if not _may_run(func, args, kwargs):
             return _estimated(func, args, result)
-        call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs))
+        call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs), in_trace=_is_fake(result))
         text = repr(call)
         if text in self._records:
             return self._records[text]
@@ -150,7 +151,7 @@ class KernelMemory:
 
     def _is_free(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether an operator on tensors of such types and layouts takes nothing, by two small sizes."""
-        call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs))
+        call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs), in_trace=_is_fake(result))
         if not call.small_ones_tell():
             return False
         text = call.pattern()
@@ -197,6 +198,10 @@ def _kind(func: Any) -> str:
         return _NOTHING
     is_pointwise = torch.Tag.pointwise in func.tags and func._opname not in _LAYOUTS_MATTER
     return _POINTWISE if is_pointwise else _OTHER
+
+
+def _is_fake(result: Any) -> bool:
+    return isinstance(next(tensors_among((result,)), None), FakeTensor)
 
 
 def _dtypes(values: Any) -> tuple[Any, ...]:
@@ -330,6 +335,8 @@ class _Call:
     kwargs: Any
     grad: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients are enabled: recurrent layers then keep what backward needs."""
+    in_trace: bool = False
+    """Whether what a run shows is compared with fake results, which may be of other types and layouts."""
 
     @property
     def operands(self) -> list[_Operand]:
@@ -345,7 +352,7 @@ class _Call:
         """What is the same for all shapes of a layout."""
         leaves, shape = _flattened((self.args, self.kwargs))
         described = [leaf.layout() if isinstance(leaf, _Operand) else leaf for leaf in leaves]
-        return repr((self.func, self.grad, described, shape))
+        return repr((self.func, self.grad, self.in_trace, described, shape))
 
     def small_ones_tell(self) -> bool:
         """Whether what small sizes take shows what others take.
@@ -452,6 +459,8 @@ class _Run:
     """Bytes of each result's storage beyond those of its elements."""
     dtypes: tuple[str, ...]
     """Types of the results."""
+    orders: tuple[tuple[int, ...], ...]
+    """Dimensions of each result in memory (`_order`); none for those that lie in an operand."""
 
 
 def _kernel(run: _Run | None, result: Any) -> Kernel | None:
@@ -471,9 +480,44 @@ def _kernel(run: _Run | None, result: Any) -> Kernel | None:
     peaks = (*peaks[: _NUM_PEAKS - 1], max(peaks[_NUM_PEAKS - 1 :])) if len(peaks) >= _NUM_PEAKS else peaks
     extra = run.extra if any(run.extra) else ()
     dtypes = run.dtypes if run.dtypes != _types(_strided(result)) else ()
-    if max(peaks, default=0) <= _SCALAR_BYTES and not extra and not dtypes:
+    orders = run.orders if _lie_otherwise(run.orders, result) else ()
+    if max(peaks, default=0) <= _SCALAR_BYTES and not extra and not dtypes and not orders:
         return None
-    return Kernel(peaks, extra, dtypes)
+    return Kernel(peaks, extra, dtypes, orders)
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions in memory, outermost first, without those of size one; empty for gaps and for what is no float."""
+    if not tensor.is_floating_point() or 0 in tensor.shape:
+        return ()
+    dims = sorted((dim for dim, size in enumerate(tensor.shape) if size > 1), key=tensor.stride, reverse=True)
+    dense = 1
+    for dim in reversed(dims):
+        if tensor.stride(dim) != dense:
+            return ()
+        dense *= tensor.size(dim)
+    return tuple(dims)
+
+
+def _lie_otherwise(orders: tuple[tuple[int, ...], ...], result: Any) -> bool:
+    """Whether a result lies in memory otherwise than what the trace took it to be, as batch norm's of turned input."""
+    supposed = tuple(map(_order, _strided(result)))
+    pairs = zip(orders, supposed, strict=False)
+    return len(orders) == len(supposed) and any(real and fake and real != fake for real, fake in pairs)
+
+
+def laid_out(tensor: torch.Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor.
+
+    Args:
+        tensor: Tells the shape.
+        order: Its dimensions, outermost first; those of size one may be missing.
+    """
+    strides, dense = [1] * tensor.dim(), 1
+    for dim in reversed(order):
+        strides[dim] = dense
+        dense *= tensor.size(dim)
+    return tuple(strides)
 
 
 def _types(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
@@ -509,7 +553,7 @@ def _extrapolated(low: _Run | None, high: _Run | None, few: int, more: int, samp
         return tuple(a + (b - a) * (samples - few) // (more - few) for a, b in pairs)
 
     changes, results = at_samples(low.changes, high.changes), at_samples(low.results, high.results)
-    return _Run(changes, results, at_samples(low.extra, high.extra), high.dtypes)
+    return _Run(changes, results, at_samples(low.extra, high.extra), high.dtypes, high.orders)
 
 
 _FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
@@ -533,14 +577,15 @@ def _observed(call: _Call) -> _Run:
         held = {tensor.untyped_storage()._cdata for tensor in _strided((args, kwargs))}
         with allocation_events() as changes:
             result = call.func(*args, **kwargs)
-        results, extra = [], []
+        results, extra, orders = [], [], []
         for tensor in _strided(result):
             storage = tensor.untyped_storage()
             is_new = storage._cdata not in held
             held.add(storage._cdata)
             results.append(storage.nbytes() if is_new else 0)
             extra.append(max(0, storage.nbytes() - tensor.nbytes) if is_new else 0)
-    return _Run(tuple(_of_operator(changes)), tuple(results), tuple(extra), _types(_strided(result)))
+            orders.append(_order(tensor) if is_new else ())
+    return _Run(tuple(_of_operator(changes)), tuple(results), tuple(extra), _types(_strided(result)), tuple(orders))
 
 
 def _of_operator(changes: list[int]) -> Iterator[int]:

@@ -13,7 +13,7 @@ from lightning_memfit.memory.cache_files import checksum
 from lightning_memfit.memory.kind import CUDA, DeviceKind
 from lightning_memfit.profile.events import EventList, Floats, at_size, is_scratch, with_kept
 
-FORMAT = 5
+FORMAT = 6
 
 
 class OtherFormatError(ValueError):
@@ -67,8 +67,8 @@ class LargerSizes:
 class ModelProfile:
     """One traced training step of a module, for any micro-batch size.
 
-    `events` holds the sizes at `micro_batch_size`; `slopes` the bytes every storage grows by per sample, where two
-    traces agreed in structure.
+    `events` holds the sizes at `micro_batch_size`; `slopes` what every storage grows by with more samples
+    (`events.at_size`), where traces at several sizes agreed in structure.
     """
 
     name: str
@@ -193,13 +193,13 @@ class ModelProfile:
         per_batch = -(-growth.bytes_per_batch // unit) * unit
         slopes, larger = self.slopes, self.larger
         if slopes is not None:
-            slopes = np.concatenate(([more * growth.bytes_per_sample], slopes))
+            slopes = _with_first(slopes, more * growth.bytes_per_sample)
         if larger is not None:
             size = more * (per_batch + growth.bytes_per_sample * (larger.micro_batch_size - self.micro_batch_size))
             larger = LargerSizes(
                 with_kept(larger.events, round(size), site),
                 larger.micro_batch_size,
-                np.concatenate(([more * growth.bytes_per_sample], larger.slopes)),
+                _with_first(larger.slopes, more * growth.bytes_per_sample),
             )
         events = with_kept(self.events, more * per_batch, site)
         return replace(self, events=events, slopes=slopes, larger=larger, growth=replace(growth, batches=batches))
@@ -277,6 +277,13 @@ def _unpacked(prefix: str, described: dict[str, Any], data: Any) -> tuple[EventL
         phases=tuple((at, name) for at, name in described["phases"]),
     )
     return events, data[f"{prefix}slopes"] if f"{prefix}slopes" in data.files else None
+
+
+def _with_first(slopes: Floats, per_sample: float) -> Floats:
+    """Slopes with that of one more storage before them, which grows in proportion."""
+    column = np.zeros((*slopes.shape[:-1], 1))
+    column.flat[0] = per_sample
+    return np.concatenate((column, slopes), axis=-1)
 
 
 def _without_scratch(events: EventList, slopes: Floats | None) -> tuple[EventList, Floats | None]:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, E
 from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
 from lightning_memfit.profile.kernel_records import Kernel
-from lightning_memfit.profile.kernels import KernelMemory
+from lightning_memfit.profile.kernels import KernelMemory, laid_out
 from lightning_memfit.profile.replaced import replaced
 
 _ZEROS = {id(getattr(torch.ops.aten, name).default) for name in ("zeros", "new_zeros", "zeros_like")}
@@ -321,9 +321,13 @@ class EventRecorder(Uncompiled, StorageLedger):
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
         self._zeros = result.untyped_storage()._cdata if id(func) in _ZEROS else None
+        if isinstance(result, torch.Tensor) and result.is_meta:
+            return result  # a shape, for which no kernel ran
         taken = None if self.kernels is None else self.kernels.of(func, args, kwargs or {}, result)
         if taken is not None and taken.dtypes:
             result = _retyped(result, taken.dtypes)
+        if taken is not None and taken.orders:
+            result = _rearranged(result, taken.orders)
         as_cuda = CUDA_RESULTS.get(id(func)) if self._cuda is not None else None
         if as_cuda is not None and args[0].dtype in _HALF:
             result = _retyped(result, as_cuda.dtypes(result))
@@ -615,14 +619,35 @@ def _retyped(result: Any, dtypes: tuple[str, ...]) -> Any:
         dtype = getattr(torch, name)
         if not isinstance(tensor, FakeTensor) or tensor.dtype == dtype:
             return tensor
-        with _disable_current_modes(), tensor.fake_mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+        return _made_anew(tensor, tensor.stride(), dtype)
 
+    return _each(retype, result, dtypes)
+
+
+def _rearranged(result: Any, orders: tuple[tuple[int, ...], ...]) -> Any:
+    """Fake results that lie in memory as real ones do: whether a view of one or a copy comes next depends on that."""
+
+    def rearrange(tensor: Any, order: tuple[int, ...]) -> Any:
+        if not isinstance(tensor, FakeTensor) or not order:
+            return tensor
+        strides = laid_out(tensor, order)
+        return tensor if strides == tensor.stride() else _made_anew(tensor, strides, tensor.dtype)
+
+    return _each(rearrange, result, orders)
+
+
+def _made_anew(tensor: FakeTensor, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with _disable_current_modes(), tensor.fake_mode:
+        return torch.empty_strided(tensor.size(), strides, dtype=dtype, device="cpu")
+
+
+def _each(change: Callable[[Any, Any], Any], result: Any, facts: Sequence[Any]) -> Any:
+    """Change every result by the fact at its place."""
     if isinstance(result, torch.Tensor):
-        return retype(result, dtypes[0])
-    if not isinstance(result, tuple) or len(result) != len(dtypes):
+        return change(result, facts[0])
+    if not isinstance(result, tuple) or len(result) != len(facts):
         return result
-    return tuple(map(retype, result, dtypes))
+    return tuple(map(change, result, facts))
 
 
 def _bytes_of(values: Any) -> int:

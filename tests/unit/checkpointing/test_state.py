@@ -931,6 +931,25 @@ def test_kept_products_that_are_changed_in_place_are_refused_in_words(kind):
     assert late_gradients(kind, plainly_called, checkpointed("full")) == plain
 
 
+class Ragged(Block):
+    """Keeps sequences of several lengths in one nested tensor, which it pads at the end."""
+
+    def forward(self, x):
+        y = self.inner(x)
+        return x + torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([y[:3], y[3:]]), 0.0)[:, 0].mean(0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("choice", ["full", "keep_matmul", "offload"])
+def test_nested_tensors_are_refused_in_words_where_they_would_be_recomputed(choice):
+    plain = late_gradients(Ragged, plainly_called, lambda net: None)
+    if choice == "offload":
+        assert late_gradients(Ragged, plainly_called, checkpointed(choice)) == plain
+        return
+    with pytest.raises(InexactRecomputationError, match="Ragged would not be exact: it saves nested tensors"):
+        late_gradients(Ragged, plainly_called, checkpointed(choice))
+
+
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 

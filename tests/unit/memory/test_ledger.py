@@ -72,6 +72,18 @@ def test_peak_equals_the_profilers_allocation_events(gpt2):
     assert peak > 0
 
 
+def test_tensors_without_memory_do_not_count():
+    """Zeros of forward-mode differentiation hold none, and results are worked out on `meta` tensors."""
+    layer, x = torch.nn.Linear(256, 256), torch.ones(2, 256)
+    ledger = StorageLedger()
+    ledger.track_module(layer)
+    with ledger:
+        _, slope = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+        shape = torch.ones(1 << 20, device="meta") * 2
+    assert shape.is_meta
+    assert slope.nbytes <= ledger.peak_bytes - parameter_bytes(layer) <= 10 * x.nbytes
+
+
 def test_autocast_copies_of_weights_are_temporaries():
     layer = torch.nn.Linear(64, 64)
     ledger = StorageLedger()

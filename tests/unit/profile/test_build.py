@@ -5,6 +5,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_memfit.estimate.estimate import estimate_step
@@ -13,7 +14,7 @@ from lightning_memfit.memory.cache_files import write_file
 from lightning_memfit.profile import step
 from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch, sequence_length
-from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.record import Growth, ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
@@ -137,6 +138,30 @@ def test_from_a_batch_of_one_every_size_is_had_exactly(tmp_path, overlap):
         for count in (1, 2, 7):
             traced = trace_cpu(OneIsAnother(), samples(count)).events
             assert same_events(known.events_at(count), traced)
+
+
+class Contrastive(Classifier):
+    """Compares all samples with each other, and all triplets of them."""
+
+    def training_step(self, batch, batch_idx):
+        distances = torch.cdist(*2 * [self.net(batch["x"])])
+        triplets = distances.unsqueeze(2) - distances.unsqueeze(1)
+        return F.cross_entropy(-distances, torch.arange(len(distances))) + triplets.relu().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_memory_that_grows_faster_than_the_batch_is_followed(count, tmp_path):
+    """The line through two sizes gave a hundredth of what a batch of 128 takes."""
+    profile = profile_module(Contrastive(), samples(count), emulation=Emulation("cpu"))
+    write_file(tmp_path / "profile.npz", profile.write)
+    for known in (profile, ModelProfile.load(tmp_path / "profile.npz")):
+        predicted = without_scratch(known.events_at(128))
+        assert peak(predicted) == peak(without_scratch(trace_cpu(Contrastive(), samples(128)).events))
+    grown = replace(profile, growth=Growth(100, 2, bytes_per_sample=8.0)).after(12)
+    assert peak(grown.events_at(count + 4)) == peak(profile.events_at(count + 4)) + 10 * (100 + 4 * 8)
 
 
 def test_where_two_and_three_differ_a_batch_of_one_says_nothing_of_them():

@@ -13,6 +13,7 @@ from lightning_memfit.profile.events import (
     EventList,
     at_size,
     canonical,
+    fit_sizes,
     fit_slopes,
     without_small,
 )
@@ -99,6 +100,34 @@ def test_slopes_give_every_size_from_two():
     assert slopes.tolist() == [0, 8]
     for batch in (1, 2, 7, 32):
         assert at_size(events, slopes, 2, batch).sizes.tolist() == at(batch).sizes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("size_of", "traces"),
+    [
+        (lambda batch: 50 + 3 * batch, 2),
+        (lambda batch: 8 * (batch - 1), 3),
+        (lambda batch: 4 * batch**2, 4),
+        (lambda batch: 2 * batch * (batch - 1), 4),
+        (lambda batch: 4 * batch**3 + batch**2, 5),
+    ],
+)
+def test_storages_that_grow_with_a_power_of_the_batch_are_followed(size_of, traces):
+    asked = {2}
+
+    def at(batch):
+        asked.add(batch)
+        return events_of([1, 2, -2, -1], [50 + batch, size_of(batch)])
+
+    events, slopes = fit_sizes(at(2), lambda more: at(2 + more), 2)
+    assert asked == set(range(2, 2 + traces))
+    for batch in (1, 2, 7, 512):
+        assert at_size(events, slopes, 2, batch).sizes.tolist() == at(batch).sizes.tolist()
+
+
+def test_what_grows_by_no_rule_is_refused():
+    with pytest.raises(AlignmentError, match="grow faster than the micro-batch.*sizes 2 to 6"):
+        fit_sizes(events_of([1, -1], [2**2]), lambda more: events_of([1, -1], [2 ** (2 + 4 * more)]), 2)
 
 
 def test_the_replayed_peak_need_not_be_affine():

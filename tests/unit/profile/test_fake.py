@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,31 @@ def test_moving_a_clone_changes_nothing():
     clone = fake_clone(Rich(), FakeTensorMode())
     weight = clone.first.weight
     assert clone.to("cpu").half().float().first.weight is weight
+
+
+class Snapshots(Classifier):
+    """Trains towards a copy of its weights, made anew in every step."""
+
+    def training_step(self, batch, batch_idx):
+        before = copy.deepcopy(self.net).requires_grad_(False).to("cpu")
+        return (self.net(batch["x"]) - before(batch["x"])).square().mean()
+
+
+def test_copies_of_a_clone_go_with_their_last_user():
+    mode = FakeTensorMode()
+    module = fake_clone(nn.Sequential(nn.Linear(3, 3)), mode)
+    with mode, copyable_fakes():
+        made = copy.deepcopy(module)
+        assert made.half() is made
+    alive = weakref.ref(made)
+    gc.disable()
+    try:
+        del made
+        assert alive() is None
+    finally:
+        gc.enable()
+    trace = trace_cpu(Snapshots(), batch())
+    assert (trace.growth, trace.batches, trace.remarks) == (None, 2, ())
 
 
 def test_fakes_can_be_copied_while_it_is_wanted():

@@ -498,9 +498,18 @@ def test_lines_that_say_nothing_are_left_out(forgotten, tmp_path):
     def line(key, value, written=None):
         return json.dumps([key, value, kernel_records._seal(key, value if written is None else written)])
 
-    lines = ["[1", "null", "5", line("b", 3), line("c", [[-1], [], []]), line("d", [["x"], [], []]), '["e", [[1]', "\0"]
-    changed = [line("f", [[3000], [], []], written=[[3], [], []]), '["g", [[3], [], []]]']
-    path.write_text("\n".join([*lines, *changed, line("a" * 32, [[3, 4], [], []])]))
+    lines = [
+        "[1",
+        "null",
+        "5",
+        line("b", 3),
+        line("c", [[-1], [], [], []]),
+        line("d", [["x"], [], [], []]),
+        '["e", [[1]',
+        "\0",
+    ]
+    changed = [line("f", [[3000], [], [], []], written=[[3], [], [], []]), '["g", [[3], [], [], []]]']
+    path.write_text("\n".join([*lines, *changed, line("a" * 32, [[3, 4], [], [], []])]))
     KernelRecords.forget()
     assert KernelRecords.of_settings()._known == {"a" * 32: kernel_records.Kernel((3, 4))}
 
@@ -577,12 +586,55 @@ def test_formulas_of_autograd_write_in_place_and_those_of_users_as_they_say(one_
     assert peak(traced.events) == pytest.approx(true_peak(lambda: kind(None), batch.clone, 2), rel=1e-3)
 
 
+class Turned(Scaled):
+    """Batch norm of turned input lies in memory as its shape says, so that each of the layers behind it copies it."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.net = nn.ModuleList([nn.BatchNorm1d(64), *(nn.Linear(64, 64) for _ in range(3))])
+
+    def training_step(self, batch, batch_idx):
+        norm, *layers = self.net
+        for _ in range(4):
+            values = norm(batch.mT).mT
+            batch = sum(layer(values).sin() for layer in layers)
+        return batch.mean()
+
+
+def test_results_lie_in_memory_as_real_ones_do(one_thread, forgotten):
+    batch = torch.rand(16, 32, 64)
+    measure_step(Turned(), batch)  # whose results lie as real ones do, so that it learns nothing of this
+    KernelRecords.forget()
+    traced = trace_cpu(Turned(), batch)
+    assert peak(traced.events) == pytest.approx(true_peak(Turned, batch.clone, 2), rel=1e-3)
+    KernelRecords.forget()
+    assert peak(trace_cpu(Turned(), batch).events) == peak(traced.events)  # from what is on disk
+
+
 class Recomputed(Scaled):
     def training_step(self, batch, batch_idx):
         values = batch * self.net.weight
         for _ in range(6):
             values = torch.utils.checkpoint.checkpoint(torch.sigmoid, values, use_reentrant=False)
         return values.mean()
+
+
+class Slopes(Scaled):
+    def __init__(self):
+        super().__init__(None)
+        self.net = nn.Linear(256, 256)
+
+    def training_step(self, batch, batch_idx):
+        values, slopes = torch.func.jvp(self.net, (batch,), (torch.ones_like(batch),))
+        return values.mean() + slopes.square().mean()
+
+
+def test_zeros_of_forward_mode_differentiation_take_no_memory(one_thread):
+    batch = torch.rand(8, 256)
+    traced = trace_cpu(Slopes(), batch)
+    truth = true_peak(Slopes, batch.clone, 2)
+    assert peak(traced.events) == pytest.approx(truth, rel=1e-3)
+    assert traced.remarks == ()
 
 
 def test_states_of_random_numbers_that_checkpoints_keep_are_counted(one_thread):
