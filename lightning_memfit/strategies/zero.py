@@ -72,7 +72,7 @@ from lightning_memfit.strategies.upstream.deepspeed import (
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, check_names_of_options, with_raw_options
-from lightning_memfit.strategies.zero_hooks import HooksUnderZero, Passes
+from lightning_memfit.strategies.zero_hooks import HooksUnderZero, Passes, WholeInBuilds
 from lightning_memfit.strategies.zero_steps import StepsUnderZero
 
 
@@ -284,7 +284,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             if not self.zero_stage_3:
                 yield
                 return
-            with partitioned_builds(self.config), copying_whole_weights():
+            with partitioned_builds(self.config), copying_whole_weights(), WholeInBuilds():
                 yield
 
     @override

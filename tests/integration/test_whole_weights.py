@@ -42,6 +42,51 @@ class Copied(LightningModule):
         return torch.optim.SGD(self.net.parameters(), 0.1)
 
 
+class Initialized(LightningModule):
+    """Writes into layers that are made, in every way that modules do."""
+
+    def configure_model(self):
+        if hasattr(self, "layers"):
+            return
+        self.layers = nn.ModuleList(nn.Linear(4, 6) for _ in range(6))
+        by_init, by_data, by_copy, by_views, replaced, scaled = self.layers
+        nn.init.orthogonal_(by_init.weight)
+        nn.init.zeros_(by_init.bias)
+        by_data.weight.data.normal_(0, 0.1)
+        replaced.weight.data = torch.eye(6, 4)
+        with torch.no_grad():
+            by_copy.weight.copy_(torch.eye(6, 4))
+            by_views.weight[0] = 2.0
+            by_views.bias.detach().fill_(1.0)
+            fan_out, fan_in = scaled.weight.shape
+            scaled.weight.mul_(fan_in / (fan_out * scaled.weight.std()))
+
+    def on_train_start(self):
+        self.seen = whole_state_dict(self) if torch.distributed.is_initialized() else deepcopy(dict(self.state_dict()))
+
+    def training_step(self, batch, batch_idx):
+        return sum(layer(batch).sum() for layer in self.layers)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def initialized_under(strategy, **options):
+    torch.manual_seed(1)
+    module = Initialized()
+    quiet_trainer(strategy=strategy, max_steps=1, **options).fit(module, torch.utils.data.DataLoader(torch.ones(4, 4)))
+    return module.seen
+
+
+def test_what_a_module_writes_into_layers_it_has_made_is_kept(tmp_path):
+    """`nn.init.zeros_` of a weight that is put away succeeded and did nothing."""
+    pytest.importorskip("deepspeed")
+    (plain,) = run_ranks(initialized_under, 1, tmp_path / "plain", "auto")
+    first, _ = run_ranks(lambda: initialized_under("memfit_zero_3", devices=2), 2, tmp_path / "ranks")
+    assert not first.error, first.output
+    torch.testing.assert_close(first.result, plain.result, rtol=0, atol=0)
+
+
 class Preferring(PreferenceLM):
     """Keeps its losses."""
 
