@@ -59,7 +59,7 @@ class ImageFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.classes = sorted(child.name for child in folder.iterdir() if child.is_dir())
+        self.classes = sorted(child.name for child in _children(folder) if child.is_dir())
         self.files = files_below(folder, _ENDINGS)
         beside = next((file for file in self.files if file.parent == folder), None)
         if beside is not None:
@@ -450,9 +450,9 @@ def _splits_in(folder: Path) -> tuple[Path | None, Path | None]:
     Raises:
         ValueError: If there are folders beside that of training of which it isn't known what they are.
     """
-    names = {child.name: child.name.lower() for child in sorted(folder.iterdir()) if child.is_dir()}
+    names = {child.name: child.name.lower() for child in _children(folder) if child.is_dir()}
     train, val, test = ([name for name in names if names[name] in kind] for kind in (_TRAIN, _VAL, _TEST))
-    others = [name for name in names if name not in (*train, *val, *test) and not name.startswith(".")]
+    others = [name for name in names if name not in (*train, *val, *test)]
     # A class may be called so as well. Then its images lie in its folder.
     if not train or (others and not _is_folder_of_folders(folder / train[0])):
         return None, None
@@ -468,6 +468,11 @@ def _splits_in(folder: Path) -> tuple[Path | None, Path | None]:
 
 
 def _is_folder_of_folders(folder: Path) -> bool:
-    children = list(folder.iterdir())
+    children = _children(folder)
     has_images = any(child.suffix.lower() in _ENDINGS for child in children)
     return not has_images and any(child.is_dir() for child in children)
+
+
+def _children(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted, without what is hidden, which `files_below` leaves out, too."""
+    return sorted(child for child in folder.iterdir() if not child.name.startswith("."))

@@ -82,6 +82,19 @@ def test_what_lies_beside_splits_is_asked_for_and_a_class_may_be_called_train(tm
     assert made(fill(tmp_path / "vehicles", {"train": 5, "car": 5, "test": 5})).num_classes == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*of its files only")
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_what_is_hidden_is_no_class_and_no_image(split, tmp_path):
+    """Jupyter's copies were a class of their own, or trained on twice; those of macOS can't be read."""
+    fill(tmp_path, {f"{split}a": 6, f"{split}b": 6, f"{split}.ipynb_checkpoints": 2, f"{split}b/.thumbnails": 2})
+    for name in (f"{split}a/._1.png", f"{split}._a.png"):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7")
+    data = made(str(tmp_path), val_fraction=0.5)
+    assert data.classes == ["a", "b"]
+    assert len(data._train) + len(data._val) == 12
+    assert all(data._train[index] for index in range(len(data._train)))
+
+
 def test_a_linked_folder_of_a_class_is_read(tmp_path):
     fill(tmp_path, {"data/cat": 6, "elsewhere": 6})
     (tmp_path / "data" / "ant").symlink_to(tmp_path / "elsewhere")
