@@ -40,6 +40,7 @@ from lightning_memfit.strategies.divided_use import (
 )
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
 from lightning_memfit.strategies.launched import (
+    EqualBatches,
     check_num_nodes,
     refuse_averages,
     refuse_remote_folders,
@@ -70,7 +71,7 @@ def _configured(module: LightningModule) -> Iterator[None]:
         del vars(module)["configure_model"]
 
 
-class FullyShardedStrategy(ModelParallelStrategy):
+class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
     """Shard parameters, gradients and optimizer states with torch's FSDP2; a block is gathered while it computes.
 
     Lightning's strategy leaves the sharding to the module's `configure_model`. This one shards by itself, after
@@ -245,6 +246,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if isinstance(module, FSDPModule) and all(own is not gathering for gathering, _ in steps):
             register_fsdp_forward_method(module, name)
             steps[1:] = [(vars(module)[name], own)]  # a callback may put another in its place in each batch
+
+    @override
+    def waiting_ranks(self, evaluates: bool) -> int | None:
+        """Copies of the model are trained together, and each evaluates by itself."""
+        return self.sharding_size if evaluates else None
 
     @override
     def on_train_end(self) -> None:

@@ -34,6 +34,7 @@ from lightning_memfit.strategies.checkpoints import ZERO_MARK, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes
 from lightning_memfit.strategies.launched import (
+    EqualBatches,
     check_num_nodes,
     refuse_averages,
     refuse_lr_finder,
@@ -93,7 +94,7 @@ def prefer_fused(optimizer: Optimizer) -> bool:
     return bool(groups)
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
     """Shard optimizer states, gradients and parameters over ranks with DeepSpeed ZeRO, and offload them to the host.
 
     It runs on CUDA devices and, to try a recipe out, on the CPU over gloo. Precision is DeepSpeed's: `bf16-mixed` and
@@ -427,6 +428,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self._passes is not None:
             self._passes.end(is_last=not self._accumulates)
         return loss
+
+    @override
+    def waiting_ranks(self, evaluates: bool) -> int | None:
+        """Ranks that have whole weights evaluate by themselves."""
+        return 1 if evaluates and not self.zero_stage_3 else None
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
