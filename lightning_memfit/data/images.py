@@ -6,7 +6,8 @@ resumed run sees the same images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -95,13 +96,10 @@ class ImageFiles:
         """
         from PIL import Image as PillowImage
 
-        try:
-            with PillowImage.open(self.files[index]) as image:
-                image.load()
-                return in_rgb(image, repr(str(self.files[index])))
-        except (OSError, SyntaxError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(f"`dataset`: the image {str(self.files[index])!r} can't be read: {reason}.") from error
+        name = repr(str(self.files[index]))
+        with _readable(name), PillowImage.open(self.files[index]) as image:
+            image.load()
+            return in_rgb(image, name)
 
 
 class ImageRows:
@@ -135,7 +133,13 @@ class ImageRows:
         """`(images,)` classes, int64."""
         if self.label_column is None:
             return np.zeros(len(self.rows), np.int64)
-        return np.array(self.rows[self.label_column], np.int64)
+        labels = [-1 if label is None else label for label in self.rows[self.label_column]]
+        if -1 in labels:  # as `datasets` marks images whose class isn't known
+            raise ValueError(
+                f"`label_column={self.label_column!r}`: {labels.count(-1):,} of {len(labels):,} images have no class, "
+                f"row {labels.index(-1):,} the first of them. Choose another split, or set `labels: false`."
+            )
+        return np.array(labels, np.int64)
 
     def name(self, index: int) -> str:
         """Number of an image."""
@@ -145,9 +149,33 @@ class ImageRows:
         """Read an image; see `in_rgb`.
 
         Raises:
-            ValueError: If it is not of 8 or 16 bits.
+            ValueError: If it is missing, damaged, or not of 8 or 16 bits.
         """
-        return in_rgb(self.rows[index][self.image_column], f"in row {index:,} of {self.image_column!r}")
+        name = f"in row {index:,} of {self.image_column!r}"
+        with _readable(name):
+            image = self.rows[index][self.image_column]
+            if image is None:
+                raise OSError("there is none")
+            return in_rgb(image, name)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Say which image can't be read.
+
+    Args:
+        name: Its name, for messages.
+
+    Raises:
+        ValueError: If Pillow finds it damaged, or larger than what it takes for an attack on memory.
+    """
+    from PIL.Image import DecompressionBombError
+
+    try:
+        yield
+    except (OSError, SyntaxError, DecompressionBombError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"`dataset`: the image {name} can't be read: {reason}.") from error
 
 
 _TURNS: dict[Any, str] = dict(

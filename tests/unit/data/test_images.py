@@ -230,6 +230,32 @@ def test_a_damaged_image_is_named(tmp_path):
         made(folder)._val[0]
 
 
+def test_an_image_as_large_as_an_attack_is_named(tmp_path, monkeypatch):
+    """Pillow's error is none of its others', and named no file."""
+    fill(tmp_path, {"a": 1})
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"the image '.*0.png' can't be read: Image size \(480 pixels\) exceeds"):
+        ImageFiles(tmp_path).open(0)
+
+
+def test_rows_without_a_class_or_an_image_are_named():
+    """A class of -1, as `datasets` marks images of a test, ended training in the loss, and on CUDA the process."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+
+    def rows(images, labels):
+        return ImageRows(datasets.Dataset.from_dict({"image": images, "label": labels}, features), "image", "label")
+
+    for missing in (-1, None):
+        with pytest.raises(ValueError, match="`label_column='label'`: 1 of 3 images have no class, row 2 the first"):
+            _ = rows([None] * 3, [0, 1, missing]).labels
+    damaged = rows([None, {"bytes": b"none", "path": None}], [0, 1])
+    assert damaged.labels.tolist() == [0, 1]
+    for index, reason in enumerate(("there is none", "cannot identify image file")):
+        with pytest.raises(ValueError, match=f"the image in row {index} of 'image' can't be read: {reason}"):
+            damaged.open(index)
+
+
 @pytest.mark.parametrize("options", [{"split": "test"}, {"val_split": "validation"}, {"dataset_config": "full"}])
 def test_what_names_rows_of_the_hub_is_refused_of_a_folder(options, tmp_path):
     """It went unheard: what is held out was chosen by `val_fraction`."""
