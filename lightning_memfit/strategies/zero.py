@@ -61,6 +61,7 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     copying_whole_weights,
     disable_shared_memory_collectives,
     failing_together,
+    gather_before_hooks,
     keep_adagrad,
     known_options,
     remove_engine_hooks,
@@ -348,6 +349,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         remove_engine_hooks(model)  # of one that evaluated
         super()._initialize_deepspeed_train(model)
         self._train_engine = self.model
+        gather_before_hooks(model)
         assert self.lightning_module is not None
         save_what_is_not_stepped(self.model)
         trainer = self.lightning_module.trainer
@@ -379,6 +381,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         self._fill_sizes(model)
         with removing_engine_hooks_only():
             super()._initialize_deepspeed_inference(model)
+        gather_before_hooks(model)
 
     @override
     def teardown(self) -> None:
