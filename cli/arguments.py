@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 _NEGATIVE = re.compile(r"-[0-9.]+")
@@ -72,6 +75,45 @@ def positive(text: str) -> int:
     if number > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{shown} must be at most {LARGEST_COUNT:,}")
     return number
+
+
+def check_new_file(option: str, path: Path) -> None:
+    """Refuse a file that can't be written, before the work whose result it is to hold.
+
+    Args:
+        option: The option that names it.
+        path: The file, which is made and removed again.
+
+    Raises:
+        ValueError: If it exists, its folder does not, or nothing can be written there.
+    """
+    if os.path.lexists(path):
+        raise ValueError(f"`{option} {path}` exists already. Name another file: none is overwritten.")
+    if not path.parent.is_dir():
+        raise ValueError(f"`{option} {path}`: there is no folder {str(path.parent)!r}. Make it, or name another.")
+    try:
+        path.touch(exist_ok=False)
+        path.unlink()
+    except OSError as error:
+        raise ValueError(f"`{option} {path}` can't be written: {error.strerror}. Name another file.") from error
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Make a folder for results, and refuse one in which nothing can be written, before they are measured.
+
+    Args:
+        option: The option that names it, or one above it.
+        folder: The folder.
+
+    Raises:
+        ValueError: If it can't be made, or no file in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"`{option}`: {str(folder)!r} can't be written to: {error.strerror}. Name another.") from error
 
 
 def split_device(name: str | None) -> tuple[int | None, str | None]:

@@ -15,6 +15,7 @@ from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.runner import Runner
 from lightning_memfit.memory.kind import CPU, MODELLED, DeviceKind
 
+from .arguments import check_folder
 from .recipe_files import resolve
 
 _EPILOG = """\
@@ -68,6 +69,7 @@ def main(argv: list[str]) -> int:
         lambda row: _command(arguments, row),
         arguments.note,
     )
+    check_folder("--folder", runner.folder)
     try:
         results = runner.run(rows, arguments.repeat, show_progress)
     except KeyboardInterrupt:

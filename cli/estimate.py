@@ -31,6 +31,7 @@ from .arguments import (
     LARGEST_COUNT,
     NAMED_OPTIONS,
     add_batch_options,
+    check_new_file,
     next_line,
     of_batch,
     positive,
@@ -63,8 +64,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(ours)
     if arguments.config is None and arguments.model is None:
         parser.error("give `--config RECIPE`, or `--model NAME` for a model that is only named")
-    if arguments.timeline is not None and Path(arguments.timeline).exists():
-        raise ValueError(f"`--timeline {arguments.timeline}` exists already. Name another file: none is overwritten.")
+    if arguments.timeline is not None:
+        check_new_file("--timeline", Path(arguments.timeline))
     if arguments.config is None and overrides:
         parser.error(f"`{overrides[0]}` needs `--config`: a model that is only named takes the options above")
     atexit.register(gc.freeze)  # walking torch's and transformers' objects once more takes over a second at exit

@@ -21,7 +21,7 @@ from rich.text import Text
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
 
-from .arguments import add_batch_options, next_line, of_batch, split_arguments
+from .arguments import add_batch_options, check_new_file, next_line, of_batch, split_arguments
 from .recipe_files import overlay_text, resolve
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def write_overlay(path: Path, plan: dict[str, Any]) -> None:
     Raises:
         ValueError: If the file exists, or its folder does not.
     """
-    _check_out(path)
+    check_new_file("--out", path)
     with path.open("x", encoding="utf-8") as file:
         file.write(overlay_text(plan["summary"], plan["overlay"]))
 
@@ -155,19 +155,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
         other = taken.setdefault(Path(name).resolve(), option)
         if other != option:
             raise ValueError(f"`{option} {name}` is the file of `{other}`. Name another one.")
-        _check_out(Path(name), option)
-
-
-def _check_out(path: Path, option: str = "--out") -> None:
-    """Refuse a file that can't be written, before planning.
-
-    Raises:
-        ValueError: If the file exists, or its folder does not.
-    """
-    if path.exists():
-        raise ValueError(f"`{option} {path}` exists already. Name another file: none is overwritten.")
-    if not path.parent.is_dir():
-        raise ValueError(f"`{option} {path}`: there is no folder {str(path.parent)!r}. Make it, or name another.")
+        check_new_file(option, Path(name))
 
 
 def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from lightning_memfit.bench.sweep import Sweep, load_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 from lightning_memfit.memory.kind import CPU, MODELLED
 
+from .arguments import check_folder
 from .bench import FOLDER, INTERRUPTED, check_device, read_recipe, show_progress, worker_command
 
 if TYPE_CHECKING:
@@ -80,9 +81,11 @@ def main(argv: list[str]) -> int:
     if arguments.report_only:
         results = [result for row in sweep.rows if (result := runner.finished(row)) is not None]
     else:
+        points = sweep.only(arguments.only)
         check_device(arguments.device)
+        check_folder("--folder", folder)
         try:
-            results = runner.run(sweep.only(arguments.only), arguments.repeat, show_progress)
+            results = runner.run(points, arguments.repeat, show_progress)
         except KeyboardInterrupt:
             print(f"memfit: interrupted; finished points are kept in {folder}", file=sys.stderr)
             return INTERRUPTED

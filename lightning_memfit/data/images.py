@@ -6,7 +6,8 @@ resumed run sees the same images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,7 +60,7 @@ class ImageFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.classes = sorted(child.name for child in folder.iterdir() if child.is_dir())
+        self.classes = sorted(child.name for child in _children(folder) if child.is_dir())
         self.files = files_below(folder, _ENDINGS)
         beside = next((file for file in self.files if file.parent == folder), None)
         if beside is not None:
@@ -95,13 +96,10 @@ class ImageFiles:
         """
         from PIL import Image as PillowImage
 
-        try:
-            with PillowImage.open(self.files[index]) as image:
-                image.load()
-                return in_rgb(image, repr(str(self.files[index])))
-        except (OSError, SyntaxError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(f"`dataset`: the image {str(self.files[index])!r} can't be read: {reason}.") from error
+        name = repr(str(self.files[index]))
+        with _readable(name), PillowImage.open(self.files[index]) as image:
+            image.load()
+            return in_rgb(image, name)
 
 
 class ImageRows:
@@ -135,7 +133,13 @@ class ImageRows:
         """`(images,)` classes, int64."""
         if self.label_column is None:
             return np.zeros(len(self.rows), np.int64)
-        return np.array(self.rows[self.label_column], np.int64)
+        labels = [-1 if label is None else label for label in self.rows[self.label_column]]
+        if -1 in labels:  # as `datasets` marks images whose class isn't known
+            raise ValueError(
+                f"`label_column={self.label_column!r}`: {labels.count(-1):,} of {len(labels):,} images have no class, "
+                f"row {labels.index(-1):,} the first of them. Choose another split, or set `labels: false`."
+            )
+        return np.array(labels, np.int64)
 
     def name(self, index: int) -> str:
         """Number of an image."""
@@ -145,9 +149,33 @@ class ImageRows:
         """Read an image; see `in_rgb`.
 
         Raises:
-            ValueError: If it is not of 8 or 16 bits.
+            ValueError: If it is missing, damaged, or not of 8 or 16 bits.
         """
-        return in_rgb(self.rows[index][self.image_column], f"in row {index:,} of {self.image_column!r}")
+        name = f"in row {index:,} of {self.image_column!r}"
+        with _readable(name):
+            image = self.rows[index][self.image_column]
+            if image is None:
+                raise OSError("there is none")
+            return in_rgb(image, name)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Say which image can't be read.
+
+    Args:
+        name: Its name, for messages.
+
+    Raises:
+        ValueError: If Pillow finds it damaged, or larger than what it takes for an attack on memory.
+    """
+    from PIL.Image import DecompressionBombError
+
+    try:
+        yield
+    except (OSError, SyntaxError, DecompressionBombError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"`dataset`: the image {name} can't be read: {reason}.") from error
 
 
 _TURNS: dict[Any, str] = dict(
@@ -450,9 +478,9 @@ def _splits_in(folder: Path) -> tuple[Path | None, Path | None]:
     Raises:
         ValueError: If there are folders beside that of training of which it isn't known what they are.
     """
-    names = {child.name: child.name.lower() for child in sorted(folder.iterdir()) if child.is_dir()}
+    names = {child.name: child.name.lower() for child in _children(folder) if child.is_dir()}
     train, val, test = ([name for name in names if names[name] in kind] for kind in (_TRAIN, _VAL, _TEST))
-    others = [name for name in names if name not in (*train, *val, *test) and not name.startswith(".")]
+    others = [name for name in names if name not in (*train, *val, *test)]
     # A class may be called so as well. Then its images lie in its folder.
     if not train or (others and not _is_folder_of_folders(folder / train[0])):
         return None, None
@@ -468,6 +496,11 @@ def _splits_in(folder: Path) -> tuple[Path | None, Path | None]:
 
 
 def _is_folder_of_folders(folder: Path) -> bool:
-    children = list(folder.iterdir())
+    children = _children(folder)
     has_images = any(child.suffix.lower() in _ENDINGS for child in children)
     return not has_images and any(child.is_dir() for child in children)
+
+
+def _children(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted, without what is hidden, which `files_below` leaves out, too."""
+    return sorted(child for child in folder.iterdir() if not child.name.startswith("."))

@@ -318,8 +318,9 @@ def local_files(path: Path) -> list[Path]:
 def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
     """Return the files below a folder with some endings, in small or capital letters, sorted.
 
-    Links to folders are followed, but for one that leads back to a folder around it. Files with other endings are named
-    in a warning, hidden ones aside.
+    Links to folders are followed, but for one that leads back to a folder around it. Hidden files, and those in hidden
+    folders, are left out, as `datasets` does: they are copies of others (`.ipynb_checkpoints`), or no data in spite of
+    their ending (macOS's `._1.jpg`). A warning names them, and files with other endings that are not hidden.
 
     Args:
         folder: The folder.
@@ -345,15 +346,18 @@ def files_below(folder: Path, endings: Collection[str]) -> list[Path]:
         for path, is_folder in children:
             if is_folder:
                 waiting.append((path, around | {own}))
-            elif _ending(path) in endings:
+                continue
+            hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+            if _ending(path) in endings and not hidden:
                 _size_of(path)
                 files.append(path)
-            elif not any(part.startswith(".") for part in path.relative_to(folder).parts):
-                others.setdefault(_ending(path), []).append(path)
+            elif _ending(path) in endings or not hidden:
+                kind = "hidden" if hidden else _ending(path)
+                others.setdefault(kind, []).append(path)
     if others:
         found = ", ".join(
-            f"{len(others[ending]):,} {ending or 'without an ending'} (such as {min(others[ending]).name!r})"
-            for ending in sorted(others)
+            f"{len(others[kind]):,} {kind or 'without an ending'} (such as {min(others[kind]).name!r})"
+            for kind in sorted(others)
         )
         rank_zero_warn(f"`dataset={str(folder)!r}`: of its files only {', '.join(endings)} are read, not {found}.")
     return sorted(files)

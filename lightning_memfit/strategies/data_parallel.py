@@ -20,7 +20,7 @@ from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.memory.replicas import is_summed_by_loop
 from lightning_memfit.optim.states import checked_states
 from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
-from lightning_memfit.strategies.launched import check_num_nodes
+from lightning_memfit.strategies.launched import EqualBatches, check_num_nodes
 from lightning_memfit.strategies.saved_run import (
     PARAMETERS,
     SavedRun,
@@ -45,7 +45,7 @@ _NOT_AVERAGED = (
 )
 
 
-class DataParallelStrategy(DDPStrategy):
+class DataParallelStrategy(EqualBatches, DDPStrategy):
     """A whole copy of the model on every device; gradients are averaged while they are computed.
 
     Gradients are views of the communication buckets, which saves one copy of all gradients over Lightning's default.
@@ -110,6 +110,11 @@ class DataParallelStrategy(DDPStrategy):
         assert self.lightning_module is not None
         names = {id(one): name for name, one in self.lightning_module.named_parameters()}
         return [names[id(one)] for one in weights if id(one) in names]
+
+    @override
+    def waiting_ranks(self, evaluates: bool) -> int | None:
+        """Ranks evaluate by themselves."""
+        return 1 if evaluates else None
 
     # --- which gradients are averaged -------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """`FullyShardedStrategy`: FSDP2 for any module and tensor parallelism, after everything that changes the blocks."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,6 +40,7 @@ from lightning_memfit.strategies.divided_use import (
 )
 from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
 from lightning_memfit.strategies.launched import (
+    EqualBatches,
     check_num_nodes,
     refuse_averages,
     refuse_remote_folders,
@@ -69,7 +71,7 @@ def _configured(module: LightningModule) -> Iterator[None]:
         del vars(module)["configure_model"]
 
 
-class FullyShardedStrategy(ModelParallelStrategy):
+class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
     """Shard parameters, gradients and optimizer states with torch's FSDP2; a block is gathered while it computes.
 
     Lightning's strategy leaves the sharding to the module's `configure_model`. This one shards by itself, after
@@ -244,6 +246,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if isinstance(module, FSDPModule) and all(own is not gathering for gathering, _ in steps):
             register_fsdp_forward_method(module, name)
             steps[1:] = [(vars(module)[name], own)]  # a callback may put another in its place in each batch
+
+    @override
+    def waiting_ranks(self, evaluates: bool) -> int | None:
+        """Copies of the model are trained together, and each evaluates by itself."""
+        return self.sharding_size if evaluates else None
 
     @override
     def on_train_end(self) -> None:
@@ -469,11 +476,20 @@ class FullyShardedStrategy(ModelParallelStrategy):
         mesh, together = self._meshes()
         divided = f" and {divide_blocks(module, together)}" if self.tensor_parallel_size > 1 else ""
         groups = find_blocks(module) if self.blocks is None else select_blocks(module, self.blocks)
-        for block in chain.from_iterable(group.modules for group in groups):
+        blocks = list(chain.from_iterable(group.modules for group in groups))
+        shared = _sharing_weights(module, blocks)
+        alone = [block for block in blocks if id(block) not in shared]
+        for block in alone:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         fully_shard(module, mesh=mesh)
-        units = ", ".join(f"{len(group.modules)} x {group.class_name}" for group in groups) or "the module as a whole"
+        counts = Counter(group.class_name for group in groups for block in group.modules if id(block) not in shared)
+        units = ", ".join(f"{count} x {name}" for name, count in counts.items()) or "the module as a whole"
         rank_zero_info(f"{type(self).__name__}: sharded {units} over mesh {tuple(mesh.shape)}{divided}.")
+        if shared:
+            rank_zero_info(
+                f"{type(self).__name__}: {len(shared)} of {len(blocks)} blocks share weights with others or with the "
+                "rest of the module, and are gathered together with it: that takes more memory."
+            )
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
         """Ranks over which FSDP2 shards, and ranks that compute together, as parts of one mesh."""
@@ -483,3 +499,22 @@ class FullyShardedStrategy(ModelParallelStrategy):
         shape = (self.world_size // self.sharding_size, self.sharding_size // together, together)
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard", "together"))
         return mesh["replicate", "shard"], mesh["together"]
+
+
+def _sharing_weights(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
+    """Blocks, by `id`, with a weight that another block has, too, or the rest of the module.
+
+    FSDP2 gathers a weight with one unit; where another one computes with it, there would be a part of it.
+    """
+    units, owners, seen = set(map(id, blocks)), defaultdict(set), set()
+    waiting = [(module, id(module))]
+    while waiting:
+        layer, owner = waiting.pop()
+        owner = id(layer) if id(layer) in units else owner
+        if (id(layer), owner) in seen:
+            continue
+        seen.add((id(layer), owner))
+        for weight in layer.parameters(recurse=False):
+            owners[id(weight)].add(owner)
+        waiting += [(child, owner) for child in layer.children()]
+    return {owner for found in owners.values() if len(found) > 1 for owner in found if owner in units}

@@ -20,6 +20,8 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_memfit.strategies.integrity import gathered
+
 
 def check_num_nodes(environment: ClusterEnvironment | None, devices: int, num_nodes: int) -> None:
     """Refuse a Trainer that knows of other processes than torchrun, SLURM or another launcher has started.
@@ -169,6 +171,77 @@ def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) 
                 )
             )
     layer_sync.apply(module)
+
+
+class EqualBatches:
+    """Base of strategies that refuse loaders with more batches on some ranks than on others.
+
+    Those would wait for these without end. Lightning divides samples to be predicted without repeating any. Loaders
+    whose length isn't known can't be compared.
+
+    Raises:
+        MisconfigurationException: When a stage begins, on all ranks alike.
+    """
+
+    def waiting_ranks(self, evaluates: bool) -> int | None:
+        """How many neighbouring ranks wait for each other in a stage; None for all.
+
+        Args:
+            evaluates: Whether nothing is trained in it.
+        """
+        return None
+
+    def on_train_start(self) -> None:
+        """Compare the loaders of training."""
+        self._compare(False)
+
+    def on_validation_start(self) -> None:
+        """Compare the loaders of validation."""
+        self._compare(True)
+
+    def on_test_start(self) -> None:
+        """Compare the loaders of a test."""
+        self._compare(True)
+
+    def on_predict_start(self) -> None:
+        """Compare the loaders of a prediction."""
+        self._compare(True)
+
+    def _compare(self: Any, evaluates: bool) -> None:
+        trainer = self.lightning_module.trainer
+        if trainer.world_size == 1 or is_traced():
+            return
+        stage, argument, counts = _batches(trainer)
+        found: list[list[float]] = gathered(counts)
+        size = self.waiting_ranks(evaluates) or len(found)
+        for begin in range(0, len(found), size):
+            for of_loader in zip(*found[begin : begin + size], strict=True):
+                least, most = min(of_loader), max(of_loader)
+                if least < most < float("inf"):
+                    few, many = (begin + of_loader.index(one) for one in (least, most))
+                    elsewhere = " Or predict on one device or with `strategy=memfit_ddp`." * trainer.predicting
+                    raise MisconfigurationException(
+                        f"Rank {few} has {least} batches for {stage}, rank {many} has {most}: under `strategy="
+                        f"{self.strategy_name}` the ranks would wait for each other without end. Choose a batch size "
+                        f"with which all have equally many; `Trainer({argument}={least})` leaves out what only some "
+                        f"have.{elsewhere}"
+                    )
+
+
+def _batches(trainer: Trainer) -> tuple[str, str, list[float]]:
+    """What the Trainer does now, the argument that limits it, and the number of batches of each of its loaders."""
+    if trainer.predicting:
+        return "prediction", "limit_predict_batches", trainer.num_predict_batches
+    if trainer.testing:
+        return "the test", "limit_test_batches", trainer.num_test_batches
+    if trainer.sanity_checking:
+        return "validation", "num_sanity_val_steps", trainer.num_sanity_val_batches
+    if not trainer.training:
+        return "validation", "limit_val_batches", trainer.num_val_batches
+    batches: float = trainer.num_training_batches
+    if trainer.max_steps > 0:  # the run may end before the ranks part
+        batches = min(batches, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return "training", "limit_train_batches", [batches]
 
 
 def require_number(argument: str, value: object, or_none: bool = False) -> None:

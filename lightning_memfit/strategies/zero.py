@@ -34,6 +34,7 @@ from lightning_memfit.strategies.checkpoints import ZERO_MARK, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import stored_bytes
 from lightning_memfit.strategies.launched import (
+    EqualBatches,
     check_num_nodes,
     refuse_averages,
     refuse_lr_finder,
@@ -60,6 +61,7 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     copying_whole_weights,
     disable_shared_memory_collectives,
     failing_together,
+    gather_before_hooks,
     keep_adagrad,
     known_options,
     remove_engine_hooks,
@@ -72,7 +74,7 @@ from lightning_memfit.strategies.upstream.deepspeed import (
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, check_names_of_options, with_raw_options
-from lightning_memfit.strategies.zero_hooks import HooksUnderZero, Passes
+from lightning_memfit.strategies.zero_hooks import HooksUnderZero, Passes, WholeInBuilds
 from lightning_memfit.strategies.zero_steps import StepsUnderZero
 
 
@@ -93,7 +95,7 @@ def prefer_fused(optimizer: Optimizer) -> bool:
     return bool(groups)
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
     """Shard optimizer states, gradients and parameters over ranks with DeepSpeed ZeRO, and offload them to the host.
 
     It runs on CUDA devices and, to try a recipe out, on the CPU over gloo. Precision is DeepSpeed's: `bf16-mixed` and
@@ -284,7 +286,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             if not self.zero_stage_3:
                 yield
                 return
-            with partitioned_builds(self.config), copying_whole_weights():
+            with partitioned_builds(self.config), copying_whole_weights(), WholeInBuilds():
                 yield
 
     @override
@@ -347,6 +349,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         remove_engine_hooks(model)  # of one that evaluated
         super()._initialize_deepspeed_train(model)
         self._train_engine = self.model
+        gather_before_hooks(model)
         assert self.lightning_module is not None
         save_what_is_not_stepped(self.model)
         trainer = self.lightning_module.trainer
@@ -378,6 +381,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._fill_sizes(model)
         with removing_engine_hooks_only():
             super()._initialize_deepspeed_inference(model)
+        gather_before_hooks(model)
 
     @override
     def teardown(self) -> None:
@@ -427,6 +431,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self._passes is not None:
             self._passes.end(is_last=not self._accumulates)
         return loss
+
+    @override
+    def waiting_ranks(self, evaluates: bool) -> int | None:
+        """Ranks that have whole weights evaluate by themselves."""
+        return 1 if evaluates and not self.zero_stage_3 else None
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

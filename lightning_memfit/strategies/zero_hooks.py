@@ -1,5 +1,7 @@
 """`HooksUnderZero`: what a user's hooks do to weights and gradients takes effect under ZeRO, or is refused.
 
+`WholeInBuilds` does the same for what `configure_model` does to weights that are put away as soon as they are made.
+
 DeepSpeed steps master weights of its own and keeps gradients in buffers of its own. What a hook of the module or of a
 callback writes into a weight is overwritten by the next step; a gradient that it asks for is None; and with stage 3 a
 weight that no layer is computing with has no elements, with which every operation succeeds and does nothing.
@@ -8,7 +10,7 @@ weight that no layer is computing with has no elements, with which every operati
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_memfit.memory.collectives import gathered
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.strategies.upstream.huggingface import is_loading_pretrained
 
 _HOOKS = (
     "on_fit_start",
@@ -82,6 +86,75 @@ _OF_THE_RUN = (
     "lightning_memfit.",
 )
 """Modules that may look at weights that are put away."""
+
+
+_SIZES = {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim")} | {
+    getattr(torch.Tensor, name) for name in ("dim", "ndimension", "nelement", "numel", "size", "__len__")
+}
+"""What a weight that is put away can tell of its elements."""
+
+
+class WholeInBuilds(TorchFunctionMode):
+    """Gives code that builds a module whole weights, while ZeRO-3 puts them away as soon as their layer is made.
+
+    They look empty then: `nn.init.zeros_(layer.weight)` would succeed and do nothing. What is called with such a weight
+    runs while all ranks have it whole, and what the first rank writes counts. A view of one, such as `weight.data`,
+    keeps it whole for as long as there is the view, at most until the module is built.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._viewed: list[tuple[ExitStack, list[weakref.ref[torch.Tensor]]]] = []
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        away = {id(one): one for one in _flat((args, kwargs)) if getattr(one, "ds_status", None) is not None}
+        away = {key: one for key, one in away.items() if one.ds_status.name == "NOT_AVAILABLE"}
+        if not away or (func in _ABOUT and func not in _SIZES) or is_loading_pretrained() or not _is_of_build():
+            return func(*args, **kwargs)
+        weight = next(iter(away.values()))
+        if func in _SIZES:  # which one rank may ask for alone
+            return func(torch.empty(weight.ds_shape, dtype=weight.dtype, device="meta"), *args[1:], **kwargs)
+        self._put_away(lambda views: all(view() is None for view in views))
+        with ExitStack() as stack:
+            stack.enter_context(gathered(away.values(), modifier_rank=0))
+            if func == _SET_DATA:  # it must stay where DeepSpeed has it
+                with torch.no_grad():
+                    weight.copy_(args[1])
+                return None
+            result = func(*args, **kwargs)
+            made = [one for one in _flat(result) if isinstance(one, torch.Tensor) and id(one) not in away]
+            views = [weakref.ref(one) for one in made if any(_shares(one, whole) for whole in away.values())]
+            if views:
+                self._viewed.append((stack.pop_all(), views))
+        return result
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._put_away(lambda views: True)
+
+    def _put_away(self, is_over: "Callable[[list[weakref.ref[torch.Tensor]]], bool]") -> None:
+        """Put weights away whose views are no longer of use."""
+        viewed, self._viewed = self._viewed, []
+        for stack, views in viewed:
+            if is_over(views):
+                stack.close()
+            else:
+                self._viewed.append((stack, views))
+
+
+def _is_of_build() -> bool:
+    """Whether the code that calls an operation is neither DeepSpeed's nor this package's own work with weights."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return frame is None or not frame.f_globals.get("__name__", "").startswith(_OF_WEIGHTS)
+
+
+_OF_WEIGHTS = ("deepspeed.", "lightning_memfit.memory.", "lightning_memfit.strategies.")
+"""Modules that put weights away and gather them."""
 
 
 class Passes:

@@ -234,6 +234,19 @@ class WholePenalty(Base):
         self.seen.append(float(whole(torch.nn.utils.get_total_norm(gradients))))
 
 
+class TiedBlocks(Base):
+    """Blocks have a weight in common, one of them a layer with the rest of the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = self.net.blocks
+        second.a.weight, third.b = first.a.weight, nn.Linear(8, 4)
+        self.again = third.b
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.again(batch[0].new_ones(1, 8)).square().mean()
+
+
 class NotANumber(ByHand):
     """The loss of its second batch is no number."""
 

@@ -8,6 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -252,6 +254,53 @@ def test_they_go_on_with_equal_numbers(tmp_path: Path) -> None:
     for process in run_ranks(lambda: run_unevenly(module, max_epochs=2, **limits), 2, tmp_path, seconds=60):
         assert process.code == 0, process.output[-5000:]
         assert process.result == 4
+
+
+class Counted(BoringModel):
+    """Has as many batches on each rank as that rank's number leaves of five."""
+
+    def _loader(self) -> DataLoader:
+        return DataLoader(torch.ones(5 - self.global_rank, 32))
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def told(strategy: str) -> list[str]:
+    """What became of each stage."""
+    found = []
+    for stage, limits in (("fit", {}), ("validate", {}), ("test", {}), ("predict", {}), ("fit", {"max_steps": 4})):
+        limits = {"limit_val_batches": 0, **limits} if stage == "fit" else limits
+        shared = {"strategy": strategy, "devices": ranks.num_ranks, "use_distributed_sampler": False}
+        try:
+            getattr(quiet_trainer(**shared, **({"max_epochs": 1} | limits)), stage)(Counted())
+            found.append("")
+        except MisconfigurationException as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "refused"),
+    [
+        ("memfit_ddp", ["training"]),
+        ("memfit_fsdp2", ["training", "validation", "the test", "prediction"]),
+        ("memfit_zero_3", ["training", "validation", "the test", "prediction"]),
+    ],
+)
+def test_unequal_loaders_are_refused_where_ranks_would_wait(strategy: str, refused: list[str], tmp_path: Path) -> None:
+    """Lightning repeats no sample that is predicted: a rank without one ended, and left the others in a collective."""
+    if "zero" in strategy:
+        pytest.importorskip("deepspeed")
+    for process in run_ranks(told, 2, tmp_path, strategy, seconds=60):
+        assert not process.error, process.output[-3000:]
+        words = [f"Rank 1 has 4 batches for {stage}, rank 0 has 5: under `strategy=memfit_" for stage in refused]
+        expected = [*words, *[""] * (4 - len(words)), ""]
+        assert [message[: len(start)] for message, start in zip(process.result, expected, strict=True)] == expected
+        assert process.result[-1] == ""
+        assert bool(process.result[1]) == ("validation" in refused)
 
 
 class HookOfParts(Tagger):

@@ -32,6 +32,7 @@ SHARDED = [
     "InHooks",
     "OfOptimizer",
     "WholePenalty",
+    "TiedBlocks",
     "NotANumber",
     "StepOfInstance",
     "StepOfCallback",

@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.demos.boring_classes import BoringModel
 from safetensors.torch import load_file
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -40,6 +41,92 @@ class Copied(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), 0.1)
+
+
+class Initialized(LightningModule):
+    """Writes into layers that are made, in every way that modules do."""
+
+    def configure_model(self):
+        if hasattr(self, "layers"):
+            return
+        self.layers = nn.ModuleList(nn.Linear(4, 6) for _ in range(6))
+        by_init, by_data, by_copy, by_views, replaced, scaled = self.layers
+        nn.init.orthogonal_(by_init.weight)
+        nn.init.zeros_(by_init.bias)
+        by_data.weight.data.normal_(0, 0.1)
+        replaced.weight.data = torch.eye(6, 4)
+        with torch.no_grad():
+            by_copy.weight.copy_(torch.eye(6, 4))
+            by_views.weight[0] = 2.0
+            by_views.bias.detach().fill_(1.0)
+            fan_out, fan_in = scaled.weight.shape
+            scaled.weight.mul_(fan_in / (fan_out * scaled.weight.std()))
+
+    def on_train_start(self):
+        self.seen = whole_state_dict(self) if torch.distributed.is_initialized() else deepcopy(dict(self.state_dict()))
+
+    def training_step(self, batch, batch_idx):
+        return sum(layer(batch).sum() for layer in self.layers)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def initialized_under(strategy, **options):
+    torch.manual_seed(1)
+    module = Initialized()
+    quiet_trainer(strategy=strategy, max_steps=1, **options).fit(module, torch.utils.data.DataLoader(torch.ones(4, 4)))
+    return module.seen
+
+
+def test_what_a_module_writes_into_layers_it_has_made_is_kept(tmp_path):
+    """`nn.init.zeros_` of a weight that is put away succeeded and did nothing."""
+    pytest.importorskip("deepspeed")
+    (plain,) = run_ranks(initialized_under, 1, tmp_path / "plain", "auto")
+    first, _ = run_ranks(lambda: initialized_under("memfit_zero_3", devices=2), 2, tmp_path / "ranks")
+    assert not first.error, first.output
+    torch.testing.assert_close(first.result, plain.result, rtol=0, atol=0)
+
+
+class Normed(BoringModel):
+    """A hook computes weights from others before a layer's forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        normed = [torch.nn.utils.weight_norm(nn.Linear(32, 32)) for _ in range(3)]
+        self.layer = nn.Sequential(nn.Linear(32, 32), *normed, nn.Linear(32, 2))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def resumed_under(strategy, path, **options):
+    rows = torch.utils.data.DataLoader(torch.ones(8, 32))
+    options = {"strategy": strategy, "limit_val_batches": 0, **options}
+    trained, resumed = Normed(), Normed()
+    trainer = quiet_trainer(max_steps=2, **options)
+    trainer.fit(trained, rows)
+    trainer.save_checkpoint(path)
+    quiet_trainer(max_steps=4, **options).fit(resumed, rows, ckpt_path=path)
+    return trained.losses + resumed.losses
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_hooks_before_a_forward_find_whole_weights(tmp_path):
+    """With `torch.nn.utils.weight_norm` a run that was resumed ended in a signal (SIGFPE)."""
+    pytest.importorskip("deepspeed")
+    (plain,) = run_ranks(resumed_under, 1, tmp_path / "plain", "auto", tmp_path / "plain.ckpt")
+    zero = lambda: resumed_under("memfit_zero_3", tmp_path / "zero.ckpt", devices=2)  # noqa: E731
+    for ended in run_ranks(zero, 2, tmp_path / "ranks"):
+        assert ended.code == 0, ended.output
+        assert ended.result == pytest.approx(plain.result, abs=1e-5)
 
 
 class Preferring(PreferenceLM):

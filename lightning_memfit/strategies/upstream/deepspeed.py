@@ -386,6 +386,18 @@ def remove_engine_hooks(model: torch.nn.Module) -> None:
                     del hooks[key]
 
 
+def gather_before_hooks(model: torch.nn.Module) -> None:
+    """Let what a user's hooks do before a layer's forward find its weights whole: an engine gathers them after these.
+
+    `torch.nn.utils.weight_norm` computes the weight there; of weights without elements, torch ends the process.
+    """
+    for module in model.modules():
+        hooks: Any = module._forward_pre_hooks
+        own = [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("deepspeed.")]
+        for key in reversed(own):
+            hooks.move_to_end(key, last=False)
+
+
 # --- states on disk -------------------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,19 @@ def test_what_lies_beside_splits_is_asked_for_and_a_class_may_be_called_train(tm
     assert made(fill(tmp_path / "vehicles", {"train": 5, "car": 5, "test": 5})).num_classes == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*of its files only")
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_what_is_hidden_is_no_class_and_no_image(split, tmp_path):
+    """Jupyter's copies were a class of their own, or trained on twice; those of macOS can't be read."""
+    fill(tmp_path, {f"{split}a": 6, f"{split}b": 6, f"{split}.ipynb_checkpoints": 2, f"{split}b/.thumbnails": 2})
+    for name in (f"{split}a/._1.png", f"{split}._a.png"):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7")
+    data = made(str(tmp_path), val_fraction=0.5)
+    assert data.classes == ["a", "b"]
+    assert len(data._train) + len(data._val) == 12
+    assert all(data._train[index] for index in range(len(data._train)))
+
+
 def test_a_linked_folder_of_a_class_is_read(tmp_path):
     fill(tmp_path, {"data/cat": 6, "elsewhere": 6})
     (tmp_path / "data" / "ant").symlink_to(tmp_path / "elsewhere")
@@ -215,6 +228,32 @@ def test_a_damaged_image_is_named(tmp_path):
         file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(ValueError, match=r"the image '.*png' can't be read"):
         made(folder)._val[0]
+
+
+def test_an_image_as_large_as_an_attack_is_named(tmp_path, monkeypatch):
+    """Pillow's error is none of its others', and named no file."""
+    fill(tmp_path, {"a": 1})
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"the image '.*0.png' can't be read: Image size \(480 pixels\) exceeds"):
+        ImageFiles(tmp_path).open(0)
+
+
+def test_rows_without_a_class_or_an_image_are_named():
+    """A class of -1, as `datasets` marks images of a test, ended training in the loss, and on CUDA the process."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+
+    def rows(images, labels):
+        return ImageRows(datasets.Dataset.from_dict({"image": images, "label": labels}, features), "image", "label")
+
+    for missing in (-1, None):
+        with pytest.raises(ValueError, match="`label_column='label'`: 1 of 3 images have no class, row 2 the first"):
+            _ = rows([None] * 3, [0, 1, missing]).labels
+    damaged = rows([None, {"bytes": b"none", "path": None}], [0, 1])
+    assert damaged.labels.tolist() == [0, 1]
+    for index, reason in enumerate(("there is none", "cannot identify image file")):
+        with pytest.raises(ValueError, match=f"the image in row {index} of 'image' can't be read: {reason}"):
+            damaged.open(index)
 
 
 @pytest.mark.parametrize("options", [{"split": "test"}, {"val_split": "validation"}, {"dataset_config": "full"}])

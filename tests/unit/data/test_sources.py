@@ -257,6 +257,17 @@ def test_files_that_are_not_read_are_named(tmp_path):
         assert files_below(tmp_path, [".txt"]) == [tmp_path / "a.txt"]
 
 
+def test_hidden_files_are_no_data(tmp_path):
+    """Jupyter's copies were trained on as well."""
+    data = tmp_path / ".mine"  # which the user has named
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "b/._1.txt", "b/1.txt", ".git/index"):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_text(name)
+    (data / ".lock.txt").symlink_to("gone")
+    with pytest.warns(UserWarning, match=r"only \.txt are read, not 3 hidden \(such as 'a-checkpoint.txt'\)\."):
+        assert files_below(data, [".txt"]) == [data / "a.txt", data / "b" / "1.txt"]
+
+
 def test_a_link_whose_target_is_gone_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
