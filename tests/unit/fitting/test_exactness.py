@@ -1593,7 +1593,13 @@ def test_whole_batches_are_compared_where_host_memory_has_room(
     assert min(1, len(compared)) == expected
 
 
-def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batches_alike() -> None:
+@pytest.mark.parametrize(
+    ("can_repeat", "size", "tried"), [(True, 4, [2, 2, 2]), (True, 8, [6, 3, 2]), (False, 8, [4, 2, 2])]
+)
+def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batches_alike(
+    can_repeat: bool, size: int, tried: list[int]
+) -> None:
+    """Where a shortage ends the run, there is room for what a comparison holds beside a step."""
     counts: list[int] = []
 
     class Failing(ExactnessCheck):
@@ -1602,13 +1608,15 @@ def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batc
             return 1, out_of_memory()
 
     told = iter([8, 4, 2])  # of another rank
-    consensus: Any = SimpleNamespace(world_size=1, exchange=lambda *mine: [mine, (1, next(told))])
+    consensus: Any = SimpleNamespace(
+        world_size=1, can_repeat=can_repeat, exchange=lambda *mine: [mine, (1, next(told))]
+    )
     memory: Any = SimpleNamespace(reset_peak=lambda: None)
     anything: Any = None
     check = Failing(anything, anything, LossWeights(), consensus, LogRules(), memory)
     with pytest.warns(UserWarning, match="not even two samples"):
-        check.run(anything, anything, num_samples=4, size=4, has_failed=False)
-    assert counts == [2, 2, 2]
+        check.run(anything, anything, num_samples=2 * size - 4, size=size, has_failed=False)
+    assert counts == tried
 
 
 def test_windows_that_a_callback_makes_longer_weigh_whole_batches_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
