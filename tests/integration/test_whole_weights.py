@@ -49,6 +49,7 @@ class Initialized(LightningModule):
     def configure_model(self):
         if hasattr(self, "layers"):
             return
+        torch.manual_seed(1)
         self.layers = nn.ModuleList(nn.Linear(4, 6) for _ in range(6))
         by_init, by_data, by_copy, by_views, replaced, scaled = self.layers
         nn.init.orthogonal_(by_init.weight)
@@ -73,7 +74,6 @@ class Initialized(LightningModule):
 
 
 def initialized_under(strategy, **options):
-    torch.manual_seed(1)
     module = Initialized()
     quiet_trainer(strategy=strategy, max_steps=1, **options).fit(module, torch.utils.data.DataLoader(torch.ones(4, 4)))
     return module.seen
