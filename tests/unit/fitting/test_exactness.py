@@ -1219,6 +1219,20 @@ def test_hooks_of_weights_get_the_gradient_of_the_batch(
         assert list((parameter._backward_hooks or {}).values()) == [ours.hook]
 
 
+class Noised(Clamped):
+    def on_train_start(self) -> None:
+        torch.manual_seed(0)
+
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient + 0.1 * torch.randn_like(gradient)
+
+
+def test_hooks_of_weights_are_called_in_the_order_of_a_backward_pass() -> None:
+    """They may draw random numbers."""
+    assert_exact(Noised)
+
+
 def test_hooks_of_weights_get_the_gradient_of_each_batch_of_a_window() -> None:
     plain, ours = Clamped(), Clamped()
     fit(plain, accumulate_grad_batches=2)
