@@ -560,8 +560,7 @@ class StepState:
     def _look(self) -> Saved:
         """Find out what has changed since the last look."""
         slots, first = find_slots(self._module), self._num_saves == 1
-        if not self.writes_weights:
-            self._weights = {name: reading_of(sample) for name, sample in sampled_weights(self._module).items()}
+        self._weights = {name: reading_of(sample) for name, sample in sampled_weights(self._module).items()}
         readings = {name: reading_of(noted_value(slot)) for name, slot in slots.items()}
         if not first and self._readings is not None:
             before = self._readings

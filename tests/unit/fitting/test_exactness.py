@@ -1130,6 +1130,23 @@ def test_steps_that_begin_to_write_to_weights_are_refused(start: int, ends_at: i
     assert module.trainer.global_step == ends_at
 
 
+class Clipped(Toy):
+    """Clips its weights between forward and backward, past their versions."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for weight in self.net.parameters():
+            weight.data.clamp_(-0.3, 0.3)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_weights_written_when_gradients_are_cleared_are_noticed_in_whole_batches(fails_at: int) -> None:
+    module = Clipped()
+    module.fails_at = (fails_at,)
+    with pytest.raises(MisconfigurationException, match="`on_before_zero_grad` or `optimizer_zero_grad` changes"):
+        fit(module, MicroBatching(micro_batch_size=BATCH))
+    assert module.trainer.global_step == fails_at - 1
+
+
 class Cleared(Toy):
     """A teacher and a number, which the step reads, follow between forward and backward."""
 
