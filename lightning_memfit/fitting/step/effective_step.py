@@ -88,10 +88,10 @@ _OTHER_WEIGHTS = (
     "all ranks alike."
 )
 _OWN_GRADIENTS = (
-    "`training_step` runs a backward pass of its own, which leaves gradients on weights. They are cleared at the first "
-    "batch of a window of `accumulate_grad_batches`, and added to those of the loss at later ones, where micro-batches "
-    "would add others. Take `torch.autograd.grad(loss, inputs)` for gradients of inputs, or leave "
-    "`accumulate_grad_batches` at 1."
+    "`training_step` runs a backward pass of its own, which leaves gradients on weights, or clears gradients. Lightning "
+    "clears them after the first step of a window of `accumulate_grad_batches`; at later ones this changes what is "
+    "added up, and would once per micro-batch. Take `torch.autograd.grad(loss, inputs)` for gradients of inputs, clear "
+    "none, or leave `accumulate_grad_batches` at 1."
 )
 _WRITTEN_WHEN_CLEARED = (
     "`on_before_zero_grad` or `optimizer_zero_grad` changes {} of the module between forward and backward of a batch, "
@@ -684,30 +684,31 @@ class EffectiveStep:
 
         A step may run a backward pass of its own, to move its inputs against the loss, say. What that adds to gradients
         of weights is cleared, in a run without micro-batches, before the backward pass of the batch.
+
+        Raises:
+            MisconfigurationException: If a step changes gradients that earlier batches of a window have left.
         """
         divisor = self._divisor(weight)
         if self._is_sharded:  # whose backward passes communicate
             return self._loop.forward(request, part, divisor)
         before = [(weight, weight.grad) for weight in self._stepped(request)]
-        is_cleared_next = is_first and request.zero_grad is not None
-        if is_cleared_next or not self._hides_gradients:
+        if is_first or request.zero_grad is None or not self._hides_gradients:
             versions = [None if grad is None else grad._version for _, grad in before]
             output = self._loop.forward(request, part, divisor)
             if _are_written(before, versions):
+                if request.zero_grad is None:
+                    raise MisconfigurationException(_OWN_GRADIENTS)
                 self._hides_gradients = True
-                if not is_cleared_next:
+                if not is_first:
                     raise _Open
             return output
         try:
             for parameter, _ in before:
                 parameter.grad = None
-            output = self._loop.forward(request, part, divisor)
-            if request.zero_grad is None and any(parameter.grad is not None for parameter, _ in before):
-                raise MisconfigurationException(_OWN_GRADIENTS)
+            return self._loop.forward(request, part, divisor)
         finally:
             for parameter, grad in before:
                 parameter.grad = grad
-        return output
 
     def _zero_grad(self, zero_grad: Callable[[], None], start: RollbackPoint) -> None:
         """Clear the gradients, once for all micro-batches: what hooks write to the module then is no part of a step.

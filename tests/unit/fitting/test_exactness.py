@@ -1291,11 +1291,24 @@ def test_gradients_of_passes_that_the_step_itself_runs_are_cleared(
     assert_exact(kind, size, fails_at)
 
 
-def test_passes_that_the_step_itself_runs_are_refused_within_windows() -> None:
-    module = MovedInputs()
+class ClearsItself(Toy):
+    """Clears gradients, all of them, though Lightning does so itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_may_clear_gradients_itself() -> None:
+    assert_exact(ClearsItself)
+
+
+@pytest.mark.parametrize("kind", [MovedInputs, ClearsItself])
+def test_steps_that_change_gradients_are_refused_within_windows(kind: type[Toy]) -> None:
+    module = kind()
     with pytest.raises(MisconfigurationException, match="runs a backward pass of its own"):
         fit(module, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
-    assert difference(module, MovedInputs()) == 0.0
+    assert difference(module, kind()) == 0.0
 
 
 class OwnWindow(Toy):
