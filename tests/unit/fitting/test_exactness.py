@@ -1283,12 +1283,30 @@ class SomeMovedInputs(Toy):
         return functional.mse_loss(self.net(moved), batch[1])
 
 
-@pytest.mark.parametrize(("size", "fails_at"), [(1, ()), (2, ()), (4, (1, 6))])
+@pytest.mark.parametrize(("size", "fails_at"), [(1, ()), (2, ()), (2, (2,)), (2, (8,)), (4, (1, 6))])
 @pytest.mark.parametrize("kind", [MovedInputs, SomeMovedInputs])
 def test_gradients_of_passes_that_the_step_itself_runs_are_cleared(
     kind: type[Toy], size: int, fails_at: tuple[int, ...]
 ) -> None:
     assert_exact(kind, size, fails_at)
+
+
+class MovedInputsAgain(MovedInputs):
+    """Runs out of memory once its gradients are complete."""
+
+    has_failed = False
+
+    def on_after_backward(self) -> None:
+        if self.fails_at and not self.has_failed and self.global_step == 1:
+            MovedInputsAgain.has_failed = True
+            raise out_of_memory()
+
+
+@pytest.mark.parametrize("size", [BATCH, 2])
+def test_they_are_cleared_in_a_batch_that_is_repeated_later(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MovedInputsAgain, "has_failed", False)
+    assert_exact(MovedInputsAgain, size, fails_at=(99,))
+    assert MovedInputsAgain.has_failed
 
 
 class ClearsItself(Toy):
