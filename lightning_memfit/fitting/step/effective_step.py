@@ -599,7 +599,7 @@ class EffectiveStep:
             last_counted -= 1
         if is_first_of_window and self._is_cleared:
             self._hide_cleared()
-        hooks = HooksOfBatch(self._stepped(request) if self._is_alone and self._engine is None else ())
+        hooks = HooksOfBatch(() if self._is_sharded else self._stepped(request))
         outputs.begin(len(sizes))
         try:
             for index, weight in enumerate(weights):
@@ -628,7 +628,7 @@ class EffectiveStep:
                 if self._looks and index == (last if self._stops_alone else 0):
                     self._stop_if_written()
                 del part, output  # before the next forward
-            hooks.finish()
+            hooks.finish(self._divisor(local_batch.weight) / loop.trainer.accumulate_grad_batches)
         finally:
             hooks.give_up()
             outputs.end()
@@ -658,6 +658,8 @@ class EffectiveStep:
         is_cleared = is_first_of_window and self._is_cleared
         if is_cleared:
             self._hide_cleared()
+        factor = self._divisor(local_batch.weight) / self._loop.trainer.accumulate_grad_batches
+        hooks = HooksOfBatch(() if self._is_sharded or factor == 1.0 else self._stepped(request))
         outputs = self._outputs
         outputs.begin(1)
         try:
@@ -668,12 +670,13 @@ class EffectiveStep:
                 self._zero_grad(request.zero_grad, start)
             elif is_first_of_window:
                 StepState.load(self._cleared)
-            self._backward(request, result, weight, announce, request.is_last)
+            hooks.begin()
+            with hooks.aside():
+                self._backward(request, result, weight, announce, request.is_last)
+            hooks.finish(factor)
         finally:
+            hooks.give_up()
             outputs.end()
-        if self._weighs_whole:
-            divisor = self._divisor(local_batch.weight)
-        factor = divisor / self._loop.trainer.accumulate_grad_batches
         if factor != 1.0 and result.loss is not None:
             result.loss = result.loss * factor
         return result

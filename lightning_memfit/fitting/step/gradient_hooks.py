@@ -70,10 +70,13 @@ class HooksOfBatch:
                 weight.grad = None
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, factor: float = 1.0) -> None:
         """Call them, and add what they make of the gradients to what was put aside.
 
         In the order of a backward pass, in which they may draw random numbers.
+
+        Args:
+            factor: What gradients are multiplied with for them: they are parts of those of a window and of all ranks.
         """
         gradients = [weight.grad for weight, _ in self._hooked]
         self.give_up()
@@ -81,10 +84,14 @@ class HooksOfBatch:
             (weight, hooks), gradient = self._hooked[index], gradients[index]
             if gradient is None:
                 continue
+            if factor != 1.0:
+                gradient = gradient * factor
             for hook in list(hooks.values()):
                 changed = hook(gradient)
                 if changed is not None:
                     gradient = changed.clone()  # which a hook may keep
+            if factor != 1.0:
+                gradient = gradient / factor
             if weight.grad is None:
                 weight.grad = gradient
             elif gradient.layout is weight.grad.layout is torch.strided:
