@@ -1664,7 +1664,7 @@ def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batc
             return 1, out_of_memory()
 
     told = iter([8, 4, 2])  # of another rank
-    consensus: Any = SimpleNamespace(world_size=1, exchange=lambda *mine: [mine, (1, next(told))])
+    consensus: Any = SimpleNamespace(world_size=1, can_repeat=True, exchange=lambda *mine: [mine, (1, next(told))])
     memory: Any = SimpleNamespace(reset_peak=lambda: None)
     anything: Any = None
     check = Failing(anything, anything, LossWeights(), consensus, LogRules(), memory)
