@@ -64,6 +64,36 @@ def test_two_ranks_equal_one(whole: tuple[Tagger, pl.Trainer], size: int, tmp_pa
     assert sorted(seen + also_seen) == sorted(whole[0].seen)
 
 
+class Clamped(pl.LightningModule):
+    """Clamps gradients of a rank in hooks of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4).double()
+        for weight in self.layer.parameters():
+            weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.layer(batch) - batch.flip(1) ** 2).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        return DataLoader(inputs[self.global_rank :: 2], 6)
+
+
+@pytest.mark.parametrize(("size", "accumulated"), [(6, 1), (4, 2)])
+def test_hooks_of_weights_get_the_gradient_of_each_rank(size: int, accumulated: int, tmp_path: object) -> None:
+    options = {"accumulate_grad_batches": accumulated, "max_epochs": 1}
+    (plain, _), _ = fit_on_two_ranks(Clamped(), tmp_path, **options)
+    (first, _), (second, _) = fit_on_two_ranks(Clamped(), tmp_path, MicroBatching(micro_batch_size=size), **options)
+    assert difference(first, second) == 0.0
+    assert difference(first, plain) < 1e-9
+
+
 ON_ONE_RANK = [("forward", (2, 6, 9)), ("backward", (3, 7)), ("step", (1,)), ("before step", (1, 3, 6))]
 
 

@@ -203,8 +203,9 @@ def _modules_in(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterat
     if id(value) in seen or depth >= MAX_DEPTH:
         return
     if isinstance(value, nn.Module):
-        seen.update(id(child) for child in value.modules())
-        yield from ((f"{name}.{path}".rstrip("."), child) for path, child in value.named_modules())
+        named = [(path, child) for path, child in value.named_modules() if id(child) not in seen]
+        seen.update(id(child) for _, child in named)
+        yield from ((f"{name}.{path}".rstrip("."), child) for path, child in named)
         return
     held = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value if isinstance(value, dict) else None
     held = _inside(value) if held is None else held
@@ -560,8 +561,7 @@ class StepState:
     def _look(self) -> Saved:
         """Find out what has changed since the last look."""
         slots, first = find_slots(self._module), self._num_saves == 1
-        if not self.writes_weights:
-            self._weights = {name: reading_of(sample) for name, sample in sampled_weights(self._module).items()}
+        self._weights = {name: reading_of(sample) for name, sample in sampled_weights(self._module).items()}
         readings = {name: reading_of(noted_value(slot)) for name, slot in slots.items()}
         if not first and self._readings is not None:
             before = self._readings

@@ -176,7 +176,7 @@ class Comparison:
         self.loggers = self._stack.enter_context(silenced(trainer))
         self._stack.enter_context(without_recurrent_dropout(module))
         self._stack.enter_context(_exact_products())
-        if trainer.world_size == 1:  # else they are called for every micro-batch
+        if not self._loop.is_sharded:  # else they are called for every micro-batch
             self._stack.enter_context(HooksOfBatch(module.parameters()).aside())
         if isinstance(trainer.precision_plugin, MixedPrecision) and not self._autocast:
             self._stack.enter_context(_without_autocast(trainer))

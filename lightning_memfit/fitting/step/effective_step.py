@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -88,10 +89,10 @@ _OTHER_WEIGHTS = (
     "all ranks alike."
 )
 _OWN_GRADIENTS = (
-    "`training_step` runs a backward pass of its own, which leaves gradients on weights. They are cleared at the first "
-    "batch of a window of `accumulate_grad_batches`, and added to those of the loss at later ones, where micro-batches "
-    "would add others. Take `torch.autograd.grad(loss, inputs)` for gradients of inputs, or leave "
-    "`accumulate_grad_batches` at 1."
+    "`training_step` runs a backward pass of its own, which leaves gradients on weights, or clears gradients. They are "
+    "cleared after the first step of a window of `accumulate_grad_batches`; at later ones this changes what is added "
+    "up, and would once per micro-batch. Take `torch.autograd.grad(loss, inputs)` for gradients of inputs, clear none, "
+    "or leave `accumulate_grad_batches` at 1."
 )
 _WRITTEN_WHEN_CLEARED = (
     "`on_before_zero_grad` or `optimizer_zero_grad` changes {} of the module between forward and backward of a batch, "
@@ -598,7 +599,7 @@ class EffectiveStep:
             last_counted -= 1
         if is_first_of_window and self._is_cleared:
             self._hide_cleared()
-        hooks = HooksOfBatch(self._stepped(request) if self._is_alone and self._engine is None else ())
+        hooks = HooksOfBatch(() if self._is_sharded else self._stepped(request))
         outputs.begin(len(sizes))
         try:
             for index, weight in enumerate(weights):
@@ -606,7 +607,7 @@ class EffectiveStep:
                 part, batches[index] = batches[index], None
                 if states is not None and index:
                     states.before_next()
-                output = self._forward(request, part, weight, is_first=not index)
+                output = self._forward(request, part, weight, is_first_of_window, is_first=not index)
                 skips.add(output.closure_loss is None)
                 if len(skips) > 1 and self._check is not None:
                     raise MisconfigurationException(_SKIPS)
@@ -627,7 +628,7 @@ class EffectiveStep:
                 if self._looks and index == (last if self._stops_alone else 0):
                     self._stop_if_written()
                 del part, output  # before the next forward
-            hooks.finish()
+            hooks.finish(self._divisor(local_batch.weight) / loop.trainer.accumulate_grad_batches)
         finally:
             hooks.give_up()
             outputs.end()
@@ -654,23 +655,28 @@ class EffectiveStep:
         if self._weighs_whole:
             (weight,) = local_batch.weights_of([batch], [num_samples])
         divisor = self._divisor(weight)
-        if is_first_of_window and self._is_cleared:
+        is_cleared = is_first_of_window and self._is_cleared
+        if is_cleared:
             self._hide_cleared()
+        factor = self._divisor(local_batch.weight) / self._loop.trainer.accumulate_grad_batches
+        hooks = HooksOfBatch(() if self._is_sharded or factor == 1.0 else self._stepped(request))
         outputs = self._outputs
         outputs.begin(1)
         try:
             outputs.logs.begin_part(weight, num_samples)
-            result = self._loop.forward(request, batch, divisor)
+            with self._hidden_gradients(request) if is_cleared and not self._is_sharded else nullcontext():
+                result = self._loop.forward(request, batch, divisor)
             if request.zero_grad is not None and not self._is_cleared:
                 self._zero_grad(request.zero_grad, start)
             elif is_first_of_window:
                 StepState.load(self._cleared)
-            self._backward(request, result, weight, announce, request.is_last)
+            hooks.begin()
+            with hooks.aside():
+                self._backward(request, result, weight, announce, request.is_last)
+            hooks.finish(factor)
         finally:
+            hooks.give_up()
             outputs.end()
-        if self._weighs_whole:
-            divisor = self._divisor(local_batch.weight)
-        factor = divisor / self._loop.trainer.accumulate_grad_batches
         if factor != 1.0 and result.loss is not None:
             result.loss = result.loss * factor
         return result
@@ -679,34 +685,45 @@ class EffectiveStep:
     def _stepped(request: StepRequest) -> Iterator[Tensor]:
         return (weight for group in request.optimizer.param_groups for weight in group["params"])
 
-    def _forward(self, request: StepRequest, part: Any, weight: float, is_first: bool) -> ClosureResult:
+    @contextmanager
+    def _hidden_gradients(self, request: StepRequest) -> Iterator[None]:
+        """Run forward without the gradients so far, and drop those that it leaves."""
+        before = [(weight, weight.grad) for weight in self._stepped(request)]
+        try:
+            for parameter, _ in before:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, grad in before:
+                parameter.grad = grad
+
+    def _forward(
+        self, request: StepRequest, part: Any, weight: float, is_first_of_window: bool, is_first: bool
+    ) -> ClosureResult:
         """Run forward of one micro-batch of several, of which the gradients so far are none of its business.
 
         A step may run a backward pass of its own, to move its inputs against the loss, say. What that adds to gradients
         of weights is cleared, in a run without micro-batches, before the backward pass of the batch.
+
+        Raises:
+            MisconfigurationException: If a step changes gradients that earlier batches of a window have left.
         """
         divisor = self._divisor(weight)
         if self._is_sharded:  # whose backward passes communicate
             return self._loop.forward(request, part, divisor)
+        is_cleared_next = is_first and not self._is_cleared
+        if is_first_of_window and self._hides_gradients and not is_cleared_next:
+            with self._hidden_gradients(request):
+                return self._loop.forward(request, part, divisor)
         before = [(weight, weight.grad) for weight in self._stepped(request)]
-        is_cleared_next = is_first and request.zero_grad is not None
-        if is_cleared_next or not self._hides_gradients:
-            versions = [None if grad is None else grad._version for _, grad in before]
-            output = self._loop.forward(request, part, divisor)
-            if _are_written(before, versions):
-                self._hides_gradients = True
-                if not is_cleared_next:
-                    raise _Open
-            return output
-        try:
-            for parameter, _ in before:
-                parameter.grad = None
-            output = self._loop.forward(request, part, divisor)
-            if request.zero_grad is None and any(parameter.grad is not None for parameter, _ in before):
+        versions = [None if grad is None else grad._version for _, grad in before]
+        output = self._loop.forward(request, part, divisor)
+        if _are_written(before, versions):
+            if not is_first_of_window:
                 raise MisconfigurationException(_OWN_GRADIENTS)
-        finally:
-            for parameter, grad in before:
-                parameter.grad = grad
+            self._hides_gradients = True
+            if not is_cleared_next:
+                raise _Open
         return output
 
     def _zero_grad(self, zero_grad: Callable[[], None], start: RollbackPoint) -> None:

@@ -10,6 +10,7 @@ gradient until the last of them, and what a hook has done to the sum of the firs
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ _CHANGED_EARLY = (
 )
 
 
+_NOTES = -1
+"""Key of a hook that notes the order of weights; torch counts those of others up from 0."""
+
+
 class HooksOfBatch:
     """Calls the hooks of weights (`register_hook`) once, with the gradient of all micro-batches of a batch.
 
@@ -38,18 +43,24 @@ class HooksOfBatch:
         found = {id(one): one for one in weights if one._backward_hooks and not isinstance(one, DTensor)}
         self._hooked: list[tuple[Tensor, Any]] = [(one, one._backward_hooks) for one in found.values()]
         self._before: list[Tensor | None] | None = None
+        self._order: dict[int, None] = {}
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run backward passes that don't call them."""
+        """Run backward passes that don't call them, and note the order in which these come to the weights."""
         taken = [(hooks, list(hooks.items())) for _, hooks in self._hooked]
-        for hooks, _ in taken:
+        for index, (hooks, _) in enumerate(taken):
             hooks.clear()
+            hooks[_NOTES] = partial(self._note, index)
         try:
             yield
         finally:
             for hooks, items in taken:
+                hooks.pop(_NOTES, None)
                 hooks.update([*items, *hooks.items()])
+
+    def _note(self, index: int, gradient: Tensor) -> None:
+        self._order.setdefault(index)
 
     def begin(self) -> None:
         """Put aside the gradients of what came before the batch, once those are cleared that are to be."""
@@ -59,17 +70,28 @@ class HooksOfBatch:
                 weight.grad = None
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Call them, and add what they make of the gradients to what was put aside."""
+    def finish(self, factor: float = 1.0) -> None:
+        """Call them, and add what they make of the gradients to what was put aside.
+
+        In the order of a backward pass, in which they may draw random numbers.
+
+        Args:
+            factor: What gradients are multiplied with for them: they are parts of those of a window and of all ranks.
+        """
         gradients = [weight.grad for weight, _ in self._hooked]
         self.give_up()
-        for (weight, hooks), gradient in zip(self._hooked, gradients, strict=True):
+        for index in self._order:
+            (weight, hooks), gradient = self._hooked[index], gradients[index]
             if gradient is None:
                 continue
+            if factor != 1.0:
+                gradient = gradient * factor
             for hook in list(hooks.values()):
                 changed = hook(gradient)
                 if changed is not None:
                     gradient = changed.clone()  # which a hook may keep
+            if factor != 1.0:
+                gradient = gradient / factor
             if weight.grad is None:
                 weight.grad = gradient
             elif gradient.layout is weight.grad.layout is torch.strided:

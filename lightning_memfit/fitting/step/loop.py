@@ -23,6 +23,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -331,6 +332,12 @@ class MicroBatchLoop(_AutomaticOptimization):
         muted = _BACKWARD_HOOKS[1:] if announce else _BACKWARD_HOOKS
         with _NOTHING if reduces else self.unsynchronized(), self._without_hooks(muted) if has_hooks else _NOTHING:
             call._call_strategy_hook(self.trainer, "backward", loss, request.optimizer)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks, or an engine, communicate in the passes themselves, instead of after those of a batch."""
+        is_replicated = isinstance(self.trainer.strategy.model, DistributedDataParallel)
+        return self.engine is not None or not (self._is_alone or is_replicated)
 
     def to_device(self, batch: Any) -> Any:
         """Move a collated batch to the device like a loader's batch, with the user's transfer hooks."""

@@ -1130,6 +1130,23 @@ def test_steps_that_begin_to_write_to_weights_are_refused(start: int, ends_at: i
     assert module.trainer.global_step == ends_at
 
 
+class Clipped(Toy):
+    """Clips its weights between forward and backward, past their versions."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for weight in self.net.parameters():
+            weight.data.clamp_(-0.3, 0.3)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_weights_written_when_gradients_are_cleared_are_noticed_in_whole_batches(fails_at: int) -> None:
+    module = Clipped()
+    module.fails_at = (fails_at,)
+    with pytest.raises(MisconfigurationException, match="`on_before_zero_grad` or `optimizer_zero_grad` changes"):
+        fit(module, MicroBatching(micro_batch_size=BATCH))
+    assert module.trainer.global_step == fails_at - 1
+
+
 class Cleared(Toy):
     """A teacher and a number, which the step reads, follow between forward and backward."""
 
@@ -1219,6 +1236,20 @@ def test_hooks_of_weights_get_the_gradient_of_the_batch(
         assert list((parameter._backward_hooks or {}).values()) == [ours.hook]
 
 
+class Noised(Clamped):
+    def on_train_start(self) -> None:
+        torch.manual_seed(0)
+
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient + 0.1 * torch.randn_like(gradient)
+
+
+def test_hooks_of_weights_are_called_in_the_order_of_a_backward_pass() -> None:
+    """They may draw random numbers."""
+    assert_exact(Noised)
+
+
 def test_hooks_of_weights_get_the_gradient_of_each_batch_of_a_window() -> None:
     plain, ours = Clamped(), Clamped()
     fit(plain, accumulate_grad_batches=2)
@@ -1252,7 +1283,7 @@ class SomeMovedInputs(Toy):
         return functional.mse_loss(self.net(moved), batch[1])
 
 
-@pytest.mark.parametrize(("size", "fails_at"), [(1, ()), (2, ()), (4, (1, 6))])
+@pytest.mark.parametrize(("size", "fails_at"), [(1, ()), (2, ()), (2, (2,)), (2, (8,)), (4, (1, 6))])
 @pytest.mark.parametrize("kind", [MovedInputs, SomeMovedInputs])
 def test_gradients_of_passes_that_the_step_itself_runs_are_cleared(
     kind: type[Toy], size: int, fails_at: tuple[int, ...]
@@ -1260,11 +1291,42 @@ def test_gradients_of_passes_that_the_step_itself_runs_are_cleared(
     assert_exact(kind, size, fails_at)
 
 
-def test_passes_that_the_step_itself_runs_are_refused_within_windows() -> None:
-    module = MovedInputs()
+class MovedInputsAgain(MovedInputs):
+    """Runs out of memory once its gradients are complete."""
+
+    has_failed = False
+
+    def on_after_backward(self) -> None:
+        if self.fails_at and not self.has_failed and self.global_step == 1:
+            MovedInputsAgain.has_failed = True
+            raise out_of_memory()
+
+
+@pytest.mark.parametrize("size", [BATCH, 2])
+def test_they_are_cleared_in_a_batch_that_is_repeated_later(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MovedInputsAgain, "has_failed", False)
+    assert_exact(MovedInputsAgain, size, fails_at=(99,))
+    assert MovedInputsAgain.has_failed
+
+
+class ClearsItself(Toy):
+    """Clears gradients, all of them, though Lightning does so itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_may_clear_gradients_itself() -> None:
+    assert_exact(ClearsItself)
+
+
+@pytest.mark.parametrize("kind", [MovedInputs, ClearsItself])
+def test_steps_that_change_gradients_are_refused_within_windows(kind: type[Toy]) -> None:
+    module = kind()
     with pytest.raises(MisconfigurationException, match="runs a backward pass of its own"):
         fit(module, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
-    assert difference(module, MovedInputs()) == 0.0
+    assert difference(module, kind()) == 0.0
 
 
 class OwnWindow(Toy):

@@ -279,6 +279,19 @@ def test_collections_group_their_metrics_by_the_whole_batch(is_hidden: bool, siz
     assert ours.seen == plain.seen
 
 
+def test_collections_that_several_plain_objects_hold_are_grouped_once() -> None:
+    made = MetricCollection({"mse": MeanSquaredError()})
+    module = nn.Module()
+    module.kept = [made, nn.ModuleList([made])]
+    metrics = StepMetrics(module)
+    metrics.begin()
+    made.update(torch.ones(2), torch.zeros(2))
+    metrics.end()
+    metrics.finish(set())
+    assert made._groups_checked
+    assert "_merge_compute_groups" not in vars(made)
+
+
 @pytest.mark.parametrize("kind", METRICS)
 def test_the_second_copy_holds_no_graph_and_leaves_the_first_alone(kind: str) -> None:
     module = nn.ModuleDict({"metric": METRICS[kind]()})
