@@ -133,7 +133,8 @@ class ImageRows:
         """`(images,)` classes, int64."""
         if self.label_column is None:
             return np.zeros(len(self.rows), np.int64)
-        labels = [-1 if label is None else label for label in self.rows[self.label_column]]
+        column = self.rows[self.label_column][:]  # at once: `datasets` takes microseconds for each row otherwise
+        labels = [-1 if label is None else label for label in column]
         if -1 in labels:  # as `datasets` marks images whose class isn't known
             raise ValueError(
                 f"`label_column={self.label_column!r}`: {labels.count(-1):,} of {len(labels):,} images have no class, "

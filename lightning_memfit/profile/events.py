@@ -220,16 +220,16 @@ BOUNDED_SCRATCH_SITE = f"sum of rows: {SCRATCH_SITE}"
 """Scratch memory that grows with the micro-batch up to a bound, most of which small ones reach."""
 
 
-def _with_equal_scratch(first: EventList, second: EventList) -> tuple[EventList, EventList]:
-    """The traces with as much scratch memory between two other events in both, where one kernel takes another path.
+def _with_equal_scratch(traces: Sequence[EventList]) -> list[EventList]:
+    """The traces with as much scratch memory between two other events in all, where one kernel takes another path.
 
     Of several in a row the largest stands for all, and where one trace has none, it gets one of no bytes.
     """
-    counts = [_scratch_counts(trace) for trace in (first, second)]
-    if len(counts[0]) != len(counts[1]):
-        return first, second
-    places = set(np.flatnonzero(counts[0] != counts[1]).tolist())
-    return _with_one_scratch(first, places), _with_one_scratch(second, places)
+    counts = [_scratch_counts(trace) for trace in traces]
+    if any(len(one) != len(counts[0]) for one in counts):
+        return list(traces)
+    places = {place for one in counts for place in np.flatnonzero(one != counts[0]).tolist()}
+    return [_with_one_scratch(trace, places) for trace in traces]
 
 
 def is_scratch(trace: EventList) -> npt.NDArray[np.bool_]:
@@ -325,19 +325,34 @@ def fit_slopes(first: EventList, second: EventList, first_size: int, second_size
     Raises:
         AlignmentError: If the traces differ in structure, for example because a branch depends on the batch.
     """
-    a, b = canonical(first), canonical(second)
-    if not np.array_equal(a.events, b.events):
-        a, b = map(canonical, _with_equal_scratch(first, second))
-    first, second = a, b
-    if not np.array_equal(first.events, second.events):
-        raise AlignmentError(
-            f"the step does not allocate in the same order at micro-batch sizes {first_size} and {second_size} "
-            f"({len(first)} and {len(second)} events)"
-        )
+    first, second = _aligned([first, second], [first_size, second_size])
     slopes = (second.sizes - first.sizes) / (second_size - first_size)
-    bounded = np.array([name.endswith(BOUNDED_SCRATCH_SITE) for name in first.site_names], dtype=bool)[first.sites]
+    bounded = _is_bounded(first)
     sizes = np.where(bounded, np.maximum(first.sizes, second.sizes), first.sizes)
     return replace(first, sizes=sizes), np.where(bounded, 0, slopes)
+
+
+def _aligned(traces: Sequence[EventList], batches: Sequence[int]) -> list[EventList]:
+    """Traces at several micro-batch sizes in canonical order, with the same storages.
+
+    Raises:
+        AlignmentError: If they differ in structure.
+    """
+    found = list(map(canonical, traces))
+    if not all(np.array_equal(one.events, found[0].events) for one in found):
+        found = list(map(canonical, _with_equal_scratch(traces)))
+    for one, batch in zip(found, batches, strict=True):
+        if not np.array_equal(one.events, found[0].events):
+            raise AlignmentError(
+                f"the step does not allocate in the same order at micro-batch sizes {batches[0]} and {batch} "
+                f"({len(found[0])} and {len(one)} events)"
+            )
+    return found
+
+
+def _is_bounded(trace: EventList) -> npt.NDArray[np.bool_]:
+    """Shape (storages,): whether a storage is scratch memory that doesn't grow with the micro-batch."""
+    return np.array([name.endswith(BOUNDED_SCRATCH_SITE) for name in trace.site_names], dtype=bool)[trace.sites]
 
 
 _MOST_DEGREE = 3
@@ -350,9 +365,10 @@ _MORE_TRACES = _MOST_DEGREE + 2
 def fit_sizes(first: EventList, traced: Callable[[int], EventList], first_size: int) -> tuple[EventList, Floats]:
     """Fit every storage's size from as few traces as show it, at micro-batch sizes one after the other.
 
-    Two are enough where storages grow in proportion. One that compares samples with each other grows with the square
-    of the micro-batch or its cube. The line through two of its sizes then says that no samples take less than nothing,
-    and further traces follow, until one more changes nothing.
+    Two are enough where storages grow in proportion, as whole rows of a sample each, beside rows that are there anyway.
+    One that compares samples with each other, or with such rows, too, grows with the square of the micro-batch or its
+    cube. It isn't a whole number of what it grew by, or fewer than one for each sample. Further traces follow then,
+    until one more changes nothing.
 
     Args:
         first: The trace at `first_size`.
@@ -365,34 +381,32 @@ def fit_sizes(first: EventList, traced: Callable[[int], EventList], first_size: 
     Raises:
         AlignmentError: If the traces differ in structure, or sizes follow no such curve.
     """
-    events, slopes = fit_slopes(first, traced(1), first_size, first_size + 1)
-    below_nothing = events.sizes - slopes * float(first_size) < 0
-    if not np.any(below_nothing & ~is_scratch(events)):
-        return events, slopes
-    sizes: list[Floats] = [events.sizes.astype(np.float64), events.sizes + slopes]
-    for more in range(2, _MORE_TRACES):
-        aligned, further = fit_slopes(first, traced(more), first_size, first_size + more)
-        if not np.array_equal(aligned.events, events.events):
-            raise AlignmentError(f"the step takes other scratch memory at micro-batch size {first_size + more}")
-        sizes.append(aligned.sizes + further * more)
+    traces = [first]
+    while len(traces) < _MORE_TRACES:
+        traces.append(traced(len(traces)))
+        aligned = _aligned(traces, range(first_size, first_size + len(traces)))
+        events, scratch, bounded = aligned[0], is_scratch(aligned[0]), _is_bounded(aligned[0])
+        sizes = np.stack([one.sizes for one in aligned])
         found = _differences(sizes)
-        jumps = is_scratch(events) & (found[-1] != 0)  # kernels work in tiles
-        found[1:, jumps] = 0
-        if not np.any(found[-1]):
-            return events, (found[0] if more == 2 else found[:-1])
+        found[1:, scratch & (found[-1] != 0)] = 0  # kernels work in tiles
+        found[:, bounded] = 0
+        events = replace(events, sizes=np.where(bounded, sizes.max(axis=0), events.sizes))
+        if len(traces) == 2:
+            grown = (found[0] > 0) & ~scratch
+            rows = events.sizes[grown] / found[0, grown]
+            if np.all(rows >= first_size) and not np.any(rows % 1):
+                return events, found[0]
+        elif not np.any(found[-1]):
+            return events, (found[0] if len(traces) == 3 else found[:-1])
     raise AlignmentError(
         f"tensors grow faster than the micro-batch, and by no rule that the sizes {first_size} to "
         f"{first_size + _MORE_TRACES - 1} show"
     )
 
 
-def _differences(sizes: Sequence[Floats]) -> Floats:
+def _differences(sizes: Integers) -> Floats:
     """Differences of first and higher order at the first of equally spaced sizes; shape (orders, storages)."""
-    rows, found = np.stack(sizes), []
-    while len(rows) > 1:
-        rows = np.diff(rows, axis=0)
-        found.append(rows[0])
-    return np.stack(found)
+    return np.stack([np.diff(sizes, order, axis=0)[0] for order in range(1, len(sizes))]).astype(np.float64)
 
 
 def at_size(events: EventList, slopes: Floats, traced_size: int, micro_batch_size: int) -> EventList:

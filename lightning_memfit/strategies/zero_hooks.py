@@ -146,9 +146,14 @@ class WholeInBuilds(TorchFunctionMode):
 
 
 def _is_of_build() -> bool:
-    """Whether the code that calls an operation is neither DeepSpeed's nor this package's own work with weights."""
+    """Whether an operation is called for the user, and not by DeepSpeed's or this package's own work with weights.
+
+    DeepSpeed wraps the constructors of modules, and so stands above what those of torch write (`nn.Transformer`).
+    """
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
+            return True
         frame = frame.f_back
     return frame is None or not frame.f_globals.get("__name__", "").startswith(_OF_WEIGHTS)
 

@@ -136,14 +136,16 @@ def copying_whole_weights() -> Iterator[None]:
 
     A partitioned parameter has the shape `(0,)` until a layer computes with it. To `other.load_state_dict(
     network.state_dict())`, by which references, target networks and averages are made, both sides then look alike, and
-    nothing is copied; `deepcopy(network)` has parameters without elements for good. Inside this context both gather
-    what they copy, layer by layer and on all ranks: a state dict holds whole weights in host memory, and what is loaded
-    is the first rank's. Transformers' `from_pretrained` gathers by itself what it loads, on one rank without the others
-    in between, and asks for names and shapes of weights alone: nothing is gathered for it.
+    nothing is copied; `deepcopy(network)` has parameters without elements for good, and so has `Parameter(weight)`, by
+    which parametrizations take weights over. Inside this context they gather what they copy, layer by layer and on all
+    ranks: a state dict holds whole weights in host memory, and what is loaded is the first rank's. Transformers'
+    `from_pretrained` gathers by itself what it loads, on one rank without the others in between, and asks for names and
+    shapes of weights alone: nothing is gathered for it.
     """
     module: Any = torch.nn.Module
     parameter: Any = torch.nn.Parameter
     load, save, copy = module._load_from_state_dict, module._save_to_state_dict, parameter.__deepcopy__
+    make = vars(parameter)["__new__"]
 
     def load_whole(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         with gathered(() if is_loading_pretrained() else layer._parameters.values(), modifier_rank=0):
@@ -163,13 +165,17 @@ def copying_whole_weights() -> Iterator[None]:
             one.convert_to_zero_parameters([made])
         return made
 
+    def make_whole(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        with gathered(() if is_loading_pretrained() else [data]):
+            return make.__func__(kind, data, requires_grad)
+
     module._load_from_state_dict, module._save_to_state_dict = load_whole, save_whole
-    parameter.__deepcopy__ = copy_whole
+    parameter.__deepcopy__, parameter.__new__ = copy_whole, staticmethod(make_whole)
     try:
         yield
     finally:
         module._load_from_state_dict, module._save_to_state_dict = load, save
-        parameter.__deepcopy__ = copy
+        parameter.__deepcopy__, parameter.__new__ = copy, make
 
 
 def broadcast_scalars() -> None:

@@ -256,6 +256,15 @@ def test_rows_without_a_class_or_an_image_are_named():
             damaged.open(index)
 
 
+def test_classes_of_rows_are_read_at_once(monkeypatch):
+    """Row by row, a million of them took ten seconds, several times over."""
+    datasets = pytest.importorskip("datasets", minversion="4")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    rows = datasets.Dataset.from_dict({"image": [None] * 3, "label": [0, 1, 1]}, features)
+    monkeypatch.setattr(type(rows["label"]), "__iter__", None)
+    assert ImageRows(rows, "image", "label").labels.tolist() == [0, 1, 1]
+
+
 @pytest.mark.parametrize("options", [{"split": "test"}, {"val_split": "validation"}, {"dataset_config": "full"}])
 def test_what_names_rows_of_the_hub_is_refused_of_a_folder(options, tmp_path):
     """It went unheard: what is held out was chosen by `val_fraction`."""

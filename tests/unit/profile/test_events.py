@@ -105,7 +105,9 @@ def test_slopes_give_every_size_from_two():
 @pytest.mark.parametrize(
     ("size_of", "traces"),
     [
-        (lambda batch: 50 + 3 * batch, 2),
+        (lambda batch: 48 + 3 * batch, 2),
+        (lambda batch: 50 + 3 * batch, 3),
+        (lambda batch: 4 * (batch + 16) ** 2, 4),
         (lambda batch: 8 * (batch - 1), 3),
         (lambda batch: 4 * batch**2, 4),
         (lambda batch: 2 * batch * (batch - 1), 4),
@@ -189,6 +191,16 @@ def test_kernels_that_take_other_paths_at_other_sizes_leave_traces_aligned():
     events, slopes = fit_slopes(none, at_end, 2, 3)
     assert at_size(events, slopes, 2, 3).live_bytes().tolist() == [300, 370, 70, 0, 5, 0]
     assert at_size(events, slopes, 2, 2).live_bytes().max() == none.live_bytes().max()
+
+
+def test_so_are_traces_of_which_a_further_one_takes_another_path():
+    """Of CLIP's only the size that was traced was known."""
+
+    def at(batch):
+        return with_scratch([1, 2, -2, -1] if batch == 4 else [1, -1], [batch**2, 64][: 1 + (batch == 4)], {1})
+
+    events, slopes = fit_sizes(at(2), lambda more: at(2 + more), 2)
+    assert at_size(events, slopes, 2, 9).live_bytes().max() == 81
 
 
 def test_traces_that_differ_in_more_than_scratch_memory_are_not_aligned():
