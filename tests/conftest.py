@@ -12,9 +12,9 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Each worker has a core. Threads of several workers on the same cores wait for each other, twenty times longer.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ranks are forked from the process of the tests without the threads that it has, and would wait for them for ever. And
+# threads of several workers on the same cores wait for each other, twenty times longer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples on every run and machine, in a second or two per test; nothing is written into the checkout.
 settings.register_profile("memfit", derandomize=True, max_examples=60, deadline=None, database=None)
