@@ -1,6 +1,5 @@
 """`MemFit` under a simulated limit: plan, probe, train, and leave nothing behind."""
 
-import gc
 import time
 import warnings
 import weakref
@@ -19,6 +18,7 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching, auto
 from lightning_memfit.fitting.auto import MemFit, ProbeResult
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
+from lightning_memfit.profile.quiet import collector_paused
 from lightning_memfit.strategies import FullyShardedStrategy
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.gradient_release import GradientRelease
@@ -200,11 +200,8 @@ def test_a_probe_leaves_no_tensors(limit: int) -> None:
 
     x = torch.randn(64, WIDTH)
     setting = Setting(micro_batch_size=64, accumulate_grad_batches=1)
-    gc.disable()
-    try:
+    with collector_paused():
         found = auto.probe(trainer(MemoryLimit(limit)), Seen(), (x, x.mean(1, keepdim=True)), setting)
-    finally:
-        gc.enable()
     assert found.fits == (limit == LIMIT)
     assert not seen
 

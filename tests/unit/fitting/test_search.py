@@ -1,4 +1,3 @@
-import gc
 import math
 import random
 import weakref
@@ -14,6 +13,7 @@ from lightning_memfit.fitting.size.search import (
     largest_by_exact,
     largest_under,
 )
+from lightning_memfit.profile.quiet import collector_paused
 
 
 class Device:
@@ -248,10 +248,7 @@ def test_a_refused_trace_leaves_nothing_alive() -> None:
                 cycle = [error]  # noqa: F841
                 raise NoPrediction("values") from error
 
-    gc.disable()
-    try:
+    with collector_paused():
         with pytest.raises(NoPrediction, match="values"):
             find_largest(8, Unpredictable(), 100, lambda size: Probe(size, True, size))
         assert alive[0]() is None
-    finally:
-        gc.enable()

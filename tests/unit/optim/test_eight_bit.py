@@ -1,5 +1,4 @@
 import copy
-import gc
 import weakref
 
 import bitsandbytes as bnb
@@ -10,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.optim.eight_bit import check_states, embedding_parameters, repage_states, to_bitsandbytes
 from lightning_memfit.optim.gradient_release import GradientRelease
+from lightning_memfit.profile.quiet import collector_paused
 from tests.unit.optim.cases import CASES, Lion
 
 
@@ -296,12 +296,9 @@ def test_nothing_leaks_into_or_from_other_optimizers():
 def test_optimizers_die_with_their_last_reference():
     optimizer = stepped(Tied())
     reference = weakref.ref(optimizer)
-    gc.disable()
-    try:
+    with collector_paused():
         del optimizer
         assert reference() is None
-    finally:
-        gc.enable()
 
 
 def test_overrides_by_position_do_not_reach_us():

@@ -1,5 +1,4 @@
 import copy
-import gc
 import weakref
 
 import pytest
@@ -16,6 +15,7 @@ from lightning_memfit.profile.fake import (
     tensors_in,
     transformers_not_tracing,
 )
+from lightning_memfit.profile.quiet import collector_paused
 from tests.helpers.modules import LanguageModel
 
 from .modules import Classifier, batch, ids, tiny_gpt2, trace_cpu
@@ -112,12 +112,9 @@ def test_copies_of_a_clone_go_with_their_last_user():
         made = copy.deepcopy(module)
         assert made.half() is made
     alive = weakref.ref(made)
-    gc.disable()
-    try:
+    with collector_paused():
         del made
         assert alive() is None
-    finally:
-        gc.enable()
     trace = trace_cpu(Snapshots(), batch())
     assert (trace.growth, trace.batches, trace.remarks) == (None, 2, ())
 
