@@ -12,7 +12,7 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from lightning_memfit.adapters.checkpoint import merged_state_dict as merged_state_dict
     from lightning_memfit.bench.run_timeline import RunTimeline as RunTimeline
-    from lightning_memfit.checkpointing.state import InexactRecomputationError as InexactRecomputationError
+    from lightning_memfit.checkpointing.check import InexactRecomputationError as InexactRecomputationError
     from lightning_memfit.data import ChatData as ChatData
     from lightning_memfit.data import ImageData as ImageData
     from lightning_memfit.data import PairData as PairData
@@ -93,7 +93,7 @@ _PUBLIC = {
     "HostMasterWeights": "lightning_memfit.techniques.host_master_weights",
     "ImageClassifier": "lightning_memfit.models",
     "ImageData": "lightning_memfit.data",
-    "InexactRecomputationError": "lightning_memfit.checkpointing.state",
+    "InexactRecomputationError": "lightning_memfit.checkpointing.check",
     "Lora": "lightning_memfit.techniques.lora",
     "MemFit": "lightning_memfit.fitting.auto",
     "MemoryBreakdown": "lightning_memfit.memory",

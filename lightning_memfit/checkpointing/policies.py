@@ -1,7 +1,7 @@
 """Policies of activation checkpointing: the modes that people name, and the choice per block that each means."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -97,38 +97,74 @@ def compiled_contexts(kept: frozenset[Any]) -> Callable[[], tuple[Any, Any]]:
 
     The compiler gives every operator that it recomputes its own random numbers.
     """
-    return partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+    return partial(create_selective_checkpoint_contexts, list(kept))
 
 
-Contexts = tuple[AbstractContextManager[Any], ...]
-"""To be entered in this order, the last seeing each operator first."""
+class WatchedWrites:
+    """Notes whether outputs that are kept are written in place afterwards, which torch doesn't always see.
+
+    Attributes:
+        found: Whether any has been.
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+        self._kept: dict[int, Any] = {}
+
+    def look(self, operator: Any, args: tuple[Any, ...], output: Any, is_kept: bool) -> None:
+        """Look at an operator that has run."""
+        for argument, value in zip(operator._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                self.found |= value.untyped_storage()._cdata in self._kept
+        for value in tree_leaves(output) if is_kept else ():
+            if isinstance(value, Tensor):
+                self._kept[value.untyped_storage()._cdata] = value.untyped_storage()
 
 
-def selective_contexts(kept: frozenset[Any]) -> tuple[Contexts, Contexts]:
+def selective_contexts(
+    kept: frozenset[Any], writes: WatchedWrites | None = None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one forward pass and of its recomputation, in which the outputs of these operators are kept.
 
     torch runs no kept operator again, and leaves out the random numbers that it drew: fused attention on CUDA applies
-    its dropout itself. Without the second context of each, what is drawn behind it would be other numbers.
+    its dropout itself. The random state behind each such call is noted, and the recomputation moves on to it.
 
     Args:
-        kept: Operators; if there are none, there is no context.
+        kept: Operators; if there are none, the contexts do nothing.
+        writes: Sees all operators of the forward pass.
     """
     if not kept:
-        return (), ()
-    forward, recompute = compiled_contexts(kept)()
-    drawing = frozenset(operator for operator in kept if torch.Tag.nondeterministic_seeded in operator.tags)
-    if not drawing:
-        return (forward,), (recompute,)
+        return nullcontext(), nullcontext()
     states: list[Tensor] = []
-    return (forward, _Draws(drawing, states)), (recompute, _Skips(drawing, states))
+    forward, recompute = create_selective_checkpoint_contexts(partial(_policy, kept, states, writes))
+    return forward, _Skips(recompute, kept, states)
 
 
-def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    kept: frozenset[Any],
+    states: list[Tensor],
+    writes: WatchedWrites | None,
+    context: Any,
+    operator: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> CheckpointPolicy:
+    if writes is not None and not context.is_recompute:
+        writes.look(operator, args, context.op_output, operator in kept)
+    if operator not in kept:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    if not context.is_recompute and _draws(operator, args, kwargs):
+        device = _device_of(args)
+        if device.type != "meta" and torch._guards.detect_fake_mode(args) is None:  # a trace has no values
+            with _disable_current_modes():
+                states.append(_random_state(device))
+    return CheckpointPolicy.MUST_SAVE
 
 
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an operator that may draw random numbers does: attention without dropout doesn't."""
+    """Whether a call of an operator draws random numbers: attention without dropout doesn't."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
@@ -136,49 +172,51 @@ def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return True
 
 
-class _Draws(TorchDispatchMode):
-    """Notes the random state of the device behind every call of operators that draw.
+def _device_of(args: tuple[Any, ...]) -> torch.device:
+    return next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+
+
+def _random_state(device: torch.device) -> Tensor:
+    module = torch if device.type == "cpu" else torch.get_device_module(device.type)
+    state: Tensor = module.get_rng_state(*([] if device.type == "cpu" else [device]))
+    return state
+
+
+class _Skips(TorchDispatchMode):
+    """torch's context of a recomputation, which moves the random state on to where it was behind each kept call.
 
     Args:
-        operators: Operators whose outputs are kept.
-        states: Gets the states.
+        recompute: torch's context.
+        kept: Operators whose outputs are kept.
+        states: Random states behind those calls that drew; where there are none, torch's context is all there is.
     """
 
-    def __init__(self, operators: frozenset[Any], states: list[Tensor]) -> None:
+    def __init__(self, recompute: AbstractContextManager[Any], kept: frozenset[Any], states: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operators = operators
+        self._recompute = recompute
+        self._kept = kept
         self._states = states
+
+    @override
+    def __enter__(self) -> Any:
+        self._recompute.__enter__()
+        self._left = iter(self._states)
+        return super().__enter__() if self._states else self  # type: ignore[no-untyped-call]
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        if self._states:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._recompute.__exit__(*error)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in self._operators and _draws(func, args, kwargs or {}):
-            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            if device.type != "meta" and torch._guards.detect_fake_mode(args) is None:  # a trace has no values
-                with _disable_current_modes():
-                    self._behind(device)
+        if func in self._kept and _draws(func, args, kwargs or {}):
+            device = _device_of(args)
+            with _disable_current_modes():
+                if device.type == "cpu":
+                    torch.set_rng_state(next(self._left))
+                else:
+                    torch.get_device_module(device.type).set_rng_state(next(self._left), device)
         return result
-
-    def _behind(self, device: torch.device) -> None:
-        self._states.append(
-            torch.get_rng_state()
-            if device.type == "cpu"
-            else torch.get_device_module(device.type).get_rng_state(device)
-        )
-
-
-class _Skips(_Draws):
-    """Moves the random state on to where it was behind each call, as the calls are not made again."""
-
-    @override
-    def __enter__(self) -> Any:
-        self._left = iter(self._states)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    @override
-    def _behind(self, device: torch.device) -> None:
-        state = next(self._left)
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device.type).set_rng_state(state, device)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from lightning_memfit.checkpointing.check import InexactRecomputationError
 from lightning_memfit.checkpointing.knapsack import BlockOption, CheckpointingPlan, CheckpointingProblem, PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
-from lightning_memfit.checkpointing.state import InexactRecomputationError
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures, find_chain
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING

@@ -20,7 +20,7 @@ from lightning_memfit.checkpointing.apply import (
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
 from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
-from lightning_memfit.checkpointing.state import in_trace
+from lightning_memfit.checkpointing.recompute import in_trace
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.record import ModelProfile

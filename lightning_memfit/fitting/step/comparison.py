@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
-from lightning_memfit.checkpointing.state import is_random_source
 from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.rollback import MetricStates, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
@@ -42,6 +41,7 @@ from lightning_memfit.fitting.step.split import BatchSplitter, with_own_tensors
 from lightning_memfit.fitting.upstream.deepspeed import held_weight
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory.float32_products import exact_products
+from lightning_memfit.memory.state import is_random_source
 
 _NUM_PROJECTIONS = 32
 _CHUNK = 1 << 18

@@ -2,18 +2,17 @@ import copy
 import dataclasses
 import pickle
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.checkpointing import apply, policies
+from lightning_memfit.checkpointing import policies, recompute
 from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments, disable_caches
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import CHOICES
-from lightning_memfit.checkpointing.state import BlockState, StatePlaces
+from lightning_memfit.checkpointing.recompute import Knowledge
 from lightning_memfit.memory.ledger import StorageLedger
 from tests.unit.checkpointing.models import EVERY_MODEL, ResNet, gpt2, loss_of, make
 
@@ -356,45 +355,23 @@ def run_on_graphs(blocks, x):
     return [p.grad.clone() for p in blocks.parameters()]
 
 
-def test_devices_of_weights_and_of_what_objects_hold_are_found(monkeypatch):
+def test_devices_of_weights_and_of_what_objects_hold_are_found():
     """On a CUDA device `checkpoint` must be given a tensor there, or it keeps no random state of it."""
-    on = lambda *names: SimpleNamespace(devices=lambda: set(map(torch.device, names)))  # noqa: E731
-    argument = lambda name: (("argument", 0), SimpleNamespace(device=torch.device(name)))  # noqa: E731
-    cuda, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert apply._further_devices([], on("cuda:0", "cpu", "meta")) == [cuda]
-    assert apply._further_devices([argument("cuda:0")], on("cuda:0", "cpu")) == []
-    assert apply._further_devices([argument("cuda:0")], on("cuda:1", "cuda:0")) == [second]
-    assert apply._further_devices([argument("cpu")], on("cuda:0", "cuda:1")) == [cuda, second]
+    known = Knowledge((OfGraphs(),))
+    known.look_at_devices((Graph(torch.zeros(2)),), {})
+    assert known.devices == (torch.device("cpu"),)
+    assert {value.device.type for value in recompute._tensors_inside((Graph(torch.zeros(2, device="meta")),))} == {
+        "meta"
+    }
 
-    found, given = [], []
-    monkeypatch.setattr(apply, "_further_devices", lambda *a: found.append(a[1].devices()) or [cuda])
-    monkeypatch.setattr(apply, "_nothing_on", lambda device: given.append(device) or torch.empty(0))
-    checkpointed = apply.checkpoint
-    arguments = []
-    monkeypatch.setattr(apply, "checkpoint", lambda *a, **k: arguments.append(len(a) - 1) or checkpointed(*a, **k))
+
+def test_blocks_whose_arguments_are_objects_are_exact():
     blocks = nn.Sequential(OfGraphs(), OfGraphs())
     x = torch.randn(4, 8)
     plain = run_on_graphs(blocks, x)
-    applied = apply_checkpointing(list(blocks), ["full", "full"])
+    apply_checkpointing(list(blocks), ["full", "full"])
     for _ in range(3):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(run_on_graphs(blocks, x), plain, strict=True))
-    assert found == [{torch.device("cpu")}] * 6
-    assert given == [cuda] * 6
-    assert arguments == [1] * 6, "the tensor that tells the device"
-    applied.remove()
-
-
-def test_the_state_of_a_block_knows_where_it_lies():
-    block = OfGraphs().to("meta")
-    block.register_buffer("count", torch.zeros(1))
-    state = BlockState(StatePlaces((block,)), set(), [Graph(torch.zeros(2))])
-    assert state.devices() == {torch.device("meta"), torch.device("cpu")}
-    odd = nn.Dropout()
-    odd.weight = Odd(torch.zeros(2, device="meta"))
-    assert BlockState(StatePlaces((odd,)), set()).devices() == {torch.device("meta")}
-    assert BlockState(StatePlaces((nn.Dropout(),)), set(), [Graph(torch.zeros(2, device="meta"))]).devices() == {
-        torch.device("meta")
-    }
 
 
 @pytest.mark.gpu

@@ -20,10 +20,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
-from lightning_memfit.checkpointing import samples
 from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments
 from lightning_memfit.checkpointing.blocks import BlockGroup
-from lightning_memfit.checkpointing.state import BlockState, InexactRecomputationError, StatePlaces
+from lightning_memfit.checkpointing.check import InexactRecomputationError
 
 WIDTH = 6
 CALLS = [0]
@@ -420,19 +419,25 @@ QUICK = {
 KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in ZOO]
 
 
+REFUSED = {GlobalCounter, PlainObject, HiddenTeacher, InputInPlace, Hooked}
+"""Blocks whose state no attribute of a module shows, and one that writes its argument."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_gradients_and_state_are_those_of_the_plain_run(kind):
+def test_losses_gradients_and_state_are_those_of_the_plain_run_or_the_block_is_refused(kind):
     plain = train(kind)
-    for choice in CHOICES:
-        if kind is InnerGradient and choice == "keep_matmul":
-            with pytest.raises(InexactRecomputationError, match=r"InnerGradient.*more than once.*mode='full'"):
-                train(kind, checkpointed(choice))
+    for choice in (*CHOICES, "segments"):
+        try:
+            found = train(kind, segmented if choice == "segments" else checkpointed(choice))
+        except InexactRecomputationError as error:
+            found = str(error)
+        if choice != "offload" and (kind in REFUSED or (kind, choice) == (InnerGradient, "keep_matmul")):
+            assert f"{kind.__name__} would not be exact" in found
         else:
-            assert train(kind, checkpointed(choice)) == plain, choice
-    assert train(kind, segmented) == plain
+            assert found == plain, choice
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.values[0] not in REFUSED])
 def test_a_block_that_is_called_twice_in_a_step(kind):
     assert train(kind, checkpointed("full"), twice=True) == train(kind, twice=True)
 
@@ -569,32 +574,11 @@ class HooksWeight(Block):
         return super().forward(x)
 
 
-def doubled(weight):
-    weight.grad.mul_(2)
-
-
-class HooksAccumulation(Block):
-    """Changes a gradient where it has been added up."""
-
-    def forward(self, x):
-        self.inner.weight.register_post_accumulate_grad_hook(doubled)
-        return super().forward(x)
-
-
 @pytest.mark.parametrize("choice", ["full", "keep_matmul"])
-@pytest.mark.parametrize("kind", [HooksInput, HooksWeight, HooksAccumulation])
-def test_hooks_that_forward_registers_act_once(kind, choice):
-    torch.manual_seed(0)
-    plain = Net(kind)
-    net = copy.deepcopy(plain)
-    apply_checkpointing(list(net.blocks), [choice] * 3)
-    for _ in range(4):  # more calls than are watched
-        x = torch.randn(8, WIDTH)
-        for one in (plain, net):
-            one.zero_grad()
-            one(x).square().sum().backward()
-        for wanted, found in zip(plain.parameters(), net.parameters(), strict=True):
-            assert torch.equal(wanted.grad, found.grad)
+@pytest.mark.parametrize("kind", [HooksInput, HooksWeight])
+def test_hooks_that_forward_registers_anew_are_refused(kind, choice):
+    with pytest.raises(InexactRecomputationError, match=f"{kind.__name__} would not be exact"):
+        train(kind, checkpointed(choice))
 
 
 class HoldsSystemRandom(Block):
@@ -609,31 +593,8 @@ class HoldsSystemRandom(Block):
 
 
 def test_a_source_without_a_state_may_be_held():
-    plain = late_gradients(HoldsSystemRandom, plainly_called, lambda net: None)
-    assert late_gradients(HoldsSystemRandom, plainly_called, checkpointed("full")) == plain
-
-
-class LateWriter(Block):
-    """Begins to write to a large buffer after it has been watched."""
-
-    def build(self):
-        self.register_buffer("bank", torch.zeros(1 << 12, WIDTH))
-        self.number = 0
-
-    def change(self, y):
-        self.number += 1
-        if self.number > 3:
-            self.bank.add_(1)
-        return y + self.bank.mean()
-
-
-def test_a_change_that_begins_late_is_refused_at_once():
-    net = Net(LateWriter)
-    apply_checkpointing(list(net.blocks), ["full"] * 3)
-    for _ in range(3):
-        net(torch.randn(8, WIDTH)).sum().backward()
-    with pytest.raises(InexactRecomputationError, match=r"LateWriter.*\(4096, 6\)"):
-        net(torch.randn(8, WIDTH))
+    plain = gradients_of(HoldsSystemRandom, plainly_called, lambda net: None)
+    assert gradients_of(HoldsSystemRandom, plainly_called, checkpointed("full")) == plain
 
 
 def test_weights_that_change_between_forward_and_backward_are_refused():
@@ -642,22 +603,20 @@ def test_weights_that_change_between_forward_and_backward_are_refused():
     loss = net(torch.randn(8, WIDTH)).sum()
     with torch.no_grad():
         net.blocks[1].inner.weight.add_(1)
-    with pytest.raises(InexactRecomputationError, match="between its forward and its backward"):
+    with pytest.raises(InexactRecomputationError, match="changed since its forward"):
         loss.backward()
 
 
 class Scaled(nn.Module):
-    """Takes a structure with a list that it appends to, and a mode that its owner sets for the call alone."""
+    """Takes keywords, returns a dict, and reads an attribute that its owner sets for the call alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.scale = None
 
-    def forward(self, x, *, records=None, box=None):
-        records["seen"].append(len(records["seen"]))
-        box.number += 1
-        return {"y": self.inner(x) * self.scale * len(records["seen"]) * box.number, "none": None, "text": "t"}
+    def forward(self, x, *, records=None):
+        return {"y": self.inner(x) * self.scale * len(records["seen"]), "none": None, "text": "t"}
 
 
 class Owner(nn.Module):
@@ -666,27 +625,25 @@ class Owner(nn.Module):
         self.blocks = nn.ModuleList(Scaled() for _ in range(3))
 
     def forward(self, x):
-        records, box = {"seen": []}, State()
-        box.number = 0
         for block in self.blocks:
             block.scale = 0.5
-            x = block(x, records=records, box=box)["y"]
+            x = block(x, records={"seen": [1, 2]})["y"]
             block.scale = None
-        self.seen = (records["seen"], box.number)
         return x
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_arguments_that_change_and_attributes_set_for_a_call(choice):
+def test_structures_and_attributes_that_an_owner_sets_for_a_call(choice):
     torch.manual_seed(0)
     plain, x = Owner(), torch.randn(4, WIDTH)
     ours = copy.deepcopy(plain)
     apply_checkpointing(list(ours.blocks), [choice] * 3)
-    for net in (plain, ours):
-        net(x).sum().backward()
-    assert ours.seen == plain.seen == ([0, 1, 2], 3)
-    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
+    for _ in range(3):
+        for net in (plain, ours):
+            net.zero_grad()
+            net(x).sum().backward()
+        for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)
 
 
 def test_second_derivatives_and_graphs_that_are_kept():
@@ -738,7 +695,7 @@ def test_a_compiled_block_with_buffers_is_left_to_eager_execution():
         torch.compile(net.blocks[0], backend="eager", fullgraph=True)(torch.randn(8, WIDTH))
 
 
-# --- what begins late, or in places that are rarely looked at ---------------------------------------------------------
+# --- what no attribute of a module shows ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(slots=True)
@@ -764,7 +721,7 @@ RARE = {
 
 
 class Rare(Block):
-    """Counts its calls in an object without a `__dict__`."""
+    """Counts its calls in an object of another class than those that are followed."""
 
     make, add = RARE["slots"]
 
@@ -777,10 +734,11 @@ class Rare(Block):
 
 
 @pytest.mark.parametrize("name", RARE)
-def test_objects_without_a_dict_are_put_back(name):
+def test_state_in_other_objects_is_refused(name):
     make, add = RARE[name]
     kind = type("RareOf", (Rare,), {"make": staticmethod(make), "add": staticmethod(add)})
-    assert train(kind, checkpointed("full"))[0] == train(kind)[0]
+    with pytest.raises(InexactRecomputationError, match="RareOf"):
+        train(kind, checkpointed("full"))
 
 
 GAIN = contextvars.ContextVar("gain", default=1.0)
@@ -797,15 +755,8 @@ class Surroundings(Block):
         return self.inner(x * GAIN.get() * LOCAL.gain * getattr(self.owner(), "gain", 1.0)).sin()
 
 
-class Unseen(Block):
-    """Multiplies by what Python doesn't show."""
-
-    def forward(self, x):
-        return self.inner(x * getattr(importlib.import_module(__name__), "SEC" + "RET")["number"]).sin()
-
-
-def late_gradients(kind, change, checkpoint, num_calls=4):
-    """Gradients of calls; before the last of them something begins to change between forward and backward."""
+def gradients_of(kind, change, checkpoint, num_calls=4):
+    """Gradients of calls, all of which something changes between forward and backward."""
     torch.manual_seed(0)
     LOCAL.gain = 1.0
     net = Net(kind)
@@ -813,8 +764,7 @@ def late_gradients(kind, change, checkpoint, num_calls=4):
     checkpoint(net)
     for call in range(num_calls):
         net.zero_grad()
-        loss = (change if call == num_calls - 1 else plainly_called)(net, torch.ones(8, WIDTH) / (1 + call))
-        loss.backward()
+        change(net, torch.ones(8, WIDTH) / (1 + call)).backward()
     return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
 
 
@@ -856,22 +806,6 @@ def with_another_parameter(net, x):
     return loss + 0 * mine.sum()
 
 
-@pytest.mark.parametrize("choice", ["full", "keep_matmul"])
-@pytest.mark.parametrize(
-    "change", [in_another_context, with_a_local, with_another_owner, functionally, with_another_parameter]
-)
-def test_what_begins_late_is_put_back(change, choice):
-    plain = late_gradients(Surroundings, change, lambda net: None)
-    assert late_gradients(Surroundings, change, checkpointed(choice)) == plain
-
-
-def with_another_secret(net, x):
-    SECRET["number"] = 1.5
-    loss = plainly_called(net, x)
-    SECRET["number"] = 1.0
-    return loss
-
-
 def with_other_data(net, x):
     loss = plainly_called(net, x)
     net.blocks[1].inner.weight.data = net.blocks[1].inner.weight.data * 1.5
@@ -879,11 +813,13 @@ def with_other_data(net, x):
 
 
 @pytest.mark.parametrize("choice", ["full", "keep_matmul"])
-@pytest.mark.parametrize("change", [with_another_secret, with_other_data])
-def test_what_begins_late_unseen_is_refused(change, choice):
-    SECRET["number"] = 1.0
-    with pytest.raises(InexactRecomputationError, match="Unseen would not be exact"):
-        late_gradients(Unseen, change, checkpointed(choice))
+@pytest.mark.parametrize(
+    "change",
+    [in_another_context, with_a_local, with_another_owner, functionally, with_another_parameter, with_other_data],
+)
+def test_what_changes_between_forward_and_backward_is_refused_at_once(change, choice):
+    with pytest.raises(InexactRecomputationError, match="Surroundings would not be exact"):
+        gradients_of(Surroundings, change, checkpointed(choice), num_calls=1)
 
 
 class ForwardMode(Block):
@@ -898,10 +834,10 @@ class Jacobian(Block):
 
 
 def test_transforms_of_torch_func():
-    plain = late_gradients(ForwardMode, plainly_called, lambda net: None)
-    assert late_gradients(ForwardMode, plainly_called, checkpointed("full")) == plain
-    with pytest.raises(InexactRecomputationError, match="`jacrev`"):
-        late_gradients(Jacobian, plainly_called, checkpointed("full"))
+    plain = gradients_of(ForwardMode, plainly_called, lambda net: None)
+    assert gradients_of(ForwardMode, plainly_called, checkpointed("full")) == plain
+    with pytest.raises(InexactRecomputationError, match="Jacobian would not be exact"):
+        gradients_of(Jacobian, plainly_called, checkpointed("full"))
     net = Net(Block)
     apply_checkpointing(list(net.blocks), ["full"] * 3)
     with pytest.raises(InexactRecomputationError, match="inside a transform"):
@@ -924,11 +860,12 @@ class Batched(Block):
 
 
 @pytest.mark.parametrize("kind", [GatedRecurrent, Batched])
-def test_kept_products_that_are_changed_in_place_are_refused_in_words(kind):
-    with pytest.raises(InexactRecomputationError, match="nn.GRU.*`vmap` where it adds a bias.*mode='full'"):
-        late_gradients(kind, plainly_called, checkpointed("keep_matmul"))
-    plain = late_gradients(kind, plainly_called, lambda net: None)
-    assert late_gradients(kind, plainly_called, checkpointed("full")) == plain
+def test_kept_products_that_are_changed_in_place_are_refused(kind):
+    """As `nn.GRU` does on the CPU; torch doesn't see it, and gives other gradients."""
+    with pytest.raises(InexactRecomputationError, match="changed in place afterwards.*mode='full'"):
+        gradients_of(kind, plainly_called, checkpointed("keep_matmul"))
+    plain = gradients_of(kind, plainly_called, lambda net: None)
+    assert gradients_of(kind, plainly_called, checkpointed("full")) == plain
 
 
 class Ragged(Block):
@@ -940,110 +877,15 @@ class Ragged(Block):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("choice", ["full", "keep_matmul", "offload"])
-def test_nested_tensors_are_refused_in_words_where_they_would_be_recomputed(choice):
-    plain = late_gradients(Ragged, plainly_called, lambda net: None)
-    if choice == "offload":
-        assert late_gradients(Ragged, plainly_called, checkpointed(choice)) == plain
-        return
-    with pytest.raises(InexactRecomputationError, match="Ragged would not be exact: it saves nested tensors"):
-        late_gradients(Ragged, plainly_called, checkpointed(choice))
+def test_nested_tensors():
+    plain = gradients_of(Ragged, plainly_called, lambda net: None)
+    assert gradients_of(Ragged, plainly_called, checkpointed("offload")) == plain
+    for choice in ("full", "keep_matmul"):
+        with pytest.raises(InexactRecomputationError, match="Ragged would not be exact: checkpointed, it fails"):
+            gradients_of(Ragged, plainly_called, checkpointed(choice))
 
 
-# --- samples ----------------------------------------------------------------------------------------------------------
-
-
-class UnseenSlope(Block):
-    """The hidden number is read inside forward-mode differentiation, some of whose zeros have no memory."""
-
-    def forward(self, x):
-        factor = getattr(importlib.import_module(__name__), "SEC" + "RET")["number"]
-        value, slope = torch.func.jvp(lambda v: (self.inner(v) * factor).sin(), (x,), (torch.ones_like(x),))
-        return value + 0.1 * slope
-
-
-class UnseenIndex(Block):
-    def forward(self, x):
-        first = int(getattr(importlib.import_module(__name__), "SEC" + "RET")["number"] > 1)
-        return self.inner(x).sin().index_select(1, torch.tensor([first, *range(1, WIDTH)]))
-
-
-class UnseenBranch(Block):
-    def forward(self, x):
-        y = self.inner(x)
-        is_long = getattr(importlib.import_module(__name__), "SEC" + "RET")["number"] > 1
-        return y.sin().cos().exp() if is_long else y.sin()
-
-
-@pytest.mark.parametrize("kind", [UnseenSlope, UnseenIndex, UnseenBranch])
-def test_what_begins_late_is_refused_wherever_it_shows(kind):
-    SECRET["number"] = 1.0
-    with pytest.raises(InexactRecomputationError, match=f"{kind.__name__} would not be exact: .*tensor"):
-        late_gradients(kind, with_another_secret, checkpointed("full"))
-
-
-def step_at_once(net):
-    """Step a weight as soon as its gradient is there."""
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
-
-
-@pytest.mark.parametrize("is_hasty", [False, True])
-def test_on_a_device_differences_are_told_when_backward_ends_or_before_a_weight_steps(is_hasty, monkeypatch):
-    monkeypatch.setattr(samples, "_host_sample", lambda tensor, start: samples._device_sample(tensor))
-    plain = late_gradients(Surroundings, functionally, lambda net: None)
-    assert late_gradients(Surroundings, functionally, checkpointed("full")) == plain
-    SECRET["number"] = 1.0
-    seen = []
-
-    def change(net, x):
-        if is_hasty:
-            step_at_once(net)
-        seen.extend((net, copy.deepcopy(net)))
-        return with_another_secret(net, x)
-
-    with pytest.raises(InexactRecomputationError, match="Unseen would not be exact"):
-        late_gradients(Unseen, change, checkpointed("full"))
-    assert (seen[0].blocks[-1].inner.weight.grad is None) == is_hasty  # backward had gone on
-    for parameter, before in zip(seen[0].parameters(), seen[1].parameters(), strict=True):
-        assert torch.equal(parameter, before)
-
-
-SHAPES = [(), (1,), (7,), (64,), (1000,), (3, 5), (2, 3), (40, 30), (4, 1, 9), (2, 3, 4, 50), (0, 3)]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
-)
-def test_samples_are_elements_of_the_tensor(dtype):
-    """Whatever its strides: read by address, nothing beside it is read."""
-    for shape in SHAPES:
-        large = torch.full([2 * size + 3 for size in shape], 0, dtype=dtype)
-        parts = [
-            large[tuple(slice(2, 2 + size) for size in shape)],
-            large[tuple(slice(1, 1 + 2 * s, 2) for s in shape)],
-        ]
-        for part in (*parts, *(part.mT for part in parts if part.dim() > 1)):
-            large.zero_()
-            part.fill_(1)
-            read = samples._sample(part)
-            if not part.numel():
-                assert not read
-                continue
-            values = torch.frombuffer(bytearray(read), dtype=dtype)
-            assert torch.equal(values, torch.ones_like(values)), (shape, part.stride())
-            assert min(part.numel(), 16) <= len(values) <= 64
-
-
-class LateStatistics(Block):
-    """Statistics of instance norm pass through a tensor that its kernel writes after it has been saved."""
-
-    def build(self):
-        self.norm, self.calls = nn.InstanceNorm1d(2, track_running_stats=True), 0
-
-    def change(self, y):
-        self.calls += 1
-        return self.norm(y.view(-1, 2, WIDTH // 2)).reshape(y.shape) if self.calls > 3 else y
+# --- what is exact is not refused -------------------------------------------------------------------------------------
 
 
 class ComplexDoubles(Block):
@@ -1068,73 +910,12 @@ SCRIPT = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch
 
 
 @SCRIPT
-@pytest.mark.parametrize("kind", [LateStatistics, ComplexDoubles, Scripted])
+@pytest.mark.parametrize("kind", [ComplexDoubles, Scripted])
 def test_what_is_exact_is_not_refused(kind):
     assert train(kind, checkpointed("full")) == train(kind)
 
 
 @SCRIPT
 def test_a_block_that_ends_in_torchscript_is_refused_in_words():
-    with pytest.raises(InexactRecomputationError, match="EndsInTorchScript .*ends with TorchScript"):
+    with pytest.raises(InexactRecomputationError, match="EndsInTorchScript would not be exact"):
         train(EndsInTorchScript, checkpointed("full"))
-
-
-class Holder(Block):
-    """Keeps state of many kinds."""
-
-    amount = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 1
-        self.entries = [1, 2]
-        self.by_name = {"a": 1, "b": 2}
-        self.names = {1, 2}
-        self.plain = State()
-
-    def change(self, y):
-        return y * self.amount
-
-
-CHANGES = {
-    "number": lambda block: setattr(block, "number", 2),
-    "new": lambda block: setattr(block, "other", 2),
-    "gone": lambda block: delattr(block, "number"),
-    "list": lambda block: block.entries.append(3),
-    "entry": lambda block: block.entries.__setitem__(0, 5),
-    "order": lambda block: block.by_name.update(a=block.by_name.pop("a")),
-    "value": lambda block: block.by_name.update(b=3),
-    "set": lambda block: block.names.add(3),
-    "object": lambda block: setattr(block.plain, "calls", 7),
-    "class": lambda block: setattr(Holder, "amount", 2),
-    "weight": lambda block: setattr(block.inner, "weight", nn.Parameter(torch.zeros(4, 4))),
-    "frozen": lambda block: block.inner.weight.requires_grad_(False),
-    "training": lambda block: block.eval(),
-    "python": lambda block: random.random(),
-    "numpy": lambda block: np.random.rand(),  # noqa: NPY002
-}
-
-
-@pytest.mark.parametrize("change", [None, *CHANGES])
-def test_state_is_saved_anew_for_backward_where_something_has_changed(change, monkeypatch):
-    monkeypatch.setattr(Holder, "amount", 1)  # put back at the end
-    block, saved = Holder(), []
-    places = StatePlaces((block,))
-
-    class Noted(BlockState):
-        def __init__(self, *args):
-            saved.append(None)
-            super().__init__(*args)
-
-    state = Noted(places, set())
-    state.end_of_forward("Holder", [], [], {})
-    monkeypatch.setattr("lightning_memfit.checkpointing.state.BlockState", Noted)
-    for _ in range(3):  # what is only read would have been made by then
-        with state.again("Holder", places):
-            pass
-    assert len(saved) == 1
-    if change is not None:
-        CHANGES[change](block)
-        with state.again("Holder", places):
-            pass
-        assert len(saved) == 2

@@ -1,0 +1,280 @@
+"""The state that the code of modules may change in a step: one list, how it is saved, compared and put back.
+
+It is buffers and parameters, attributes of modules, and the global generators of Python and NumPy. Attributes are
+followed if they are numbers, strings, tensors, arrays, generators of random numbers, or lists, dicts, sets, deques and
+tuples of these. Objects of other classes, globals, closures and files are not part of it.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_memfit.memory.generators import NUMPY, PYTHON
+
+_MAX_ITEMS = 1000
+"""Containers with more entries are kept as they are: a data set, a vocabulary."""
+
+_MAX_DEPTH = 4
+_INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_fabric", "forward"}
+_CONTAINERS = (list, dict, set, deque)
+
+
+# --- generators of random numbers -------------------------------------------------------------------------------------
+
+
+def is_random_source(value: Any) -> bool:
+    """Whether a value is a generator of random numbers of torch, NumPy or Python, which can be put back.
+
+    The system's own (`random.SystemRandom`) can't.
+    """
+    if isinstance(value, random.SystemRandom):
+        return False
+    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
+
+
+def random_source_state(value: Any) -> Any:
+    """Return the state of a generator of random numbers."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if isinstance(value, np.random.RandomState) else value.getstate()
+
+
+def set_random_source_state(value: Any, state: Any) -> None:
+    """Set a generator of random numbers back."""
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        value.set_state(state)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    else:
+        value.setstate(state)
+
+
+def restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset[str] = frozenset()) -> None:
+    """Make a dict hold exactly some values, without touching those that it holds already."""
+    for key in [key for key in target if key not in values and key not in keep]:
+        del target[key]
+    for key, value in values.items():
+        if key not in target or target[key] is not value:
+            target[key] = value
+
+
+# --- one value --------------------------------------------------------------------------------------------------------
+
+
+class _Held:
+    """A value as it is now: the object, and a copy of its content where that can change in place.
+
+    Args:
+        value: Anything.
+        copies_tensors: Whether the values of tensors are copied. If not, torch's count of writes stands for them.
+        keeps_graphs: Whether a tensor is held with the graph that made it.
+        depth: How many containers it lies in.
+    """
+
+    __slots__ = ("back", "content", "identity", "version")
+
+    def __init__(self, value: Any, copies_tensors: bool, keeps_graphs: bool, depth: int = 0) -> None:
+        self.identity = id(value)
+        self.back = value
+        self.content: Any = None
+        self.version = 0
+        if isinstance(value, Tensor):
+            self.version = value._version
+            if value.grad_fn is not None and not keeps_graphs:
+                self.back = value.detach().requires_grad_()
+            if copies_tensors and value.grad_fn is None:
+                with torch.no_grad():
+                    self.content = value.detach().clone()
+        elif is_random_source(value):
+            self.content = random_source_state(value)
+        elif isinstance(value, np.ndarray):
+            self.content = value.copy()
+        elif isinstance(value, (tuple, *_CONTAINERS)) and len(value) <= _MAX_ITEMS and depth < _MAX_DEPTH:
+            held = [_Held(item, copies_tensors, keeps_graphs, depth + 1) for item in _items(value)]
+            self.content = list(zip(value, held, strict=True)) if isinstance(value, dict) else held
+
+    def is_now(self, value: Any) -> bool:
+        """Whether a value is the same object with the same content, or an equal number or text."""
+        if id(value) != self.identity:
+            simple = (bool, int, float, complex, str, bytes)
+            return type(value) is type(self.back) and isinstance(value, simple) and bool(value == self.back)
+        if isinstance(value, Tensor):
+            if self.content is None:
+                return value._version == self.version
+            return value.shape == self.content.shape and _equal(value, self.content)
+        if self.content is None:
+            return True
+        if is_random_source(value):
+            return str(random_source_state(value)) == str(self.content)
+        if isinstance(value, np.ndarray):
+            return bool(np.array_equal(value, self.content))
+        keys = [key for key, _ in self.content] if isinstance(value, dict) else None
+        if len(value) != len(self.content) or (keys is not None and list(value) != keys):
+            return False
+        held = self.content if keys is None else [item for _, item in self.content]
+        return all(one.is_now(item) for one, item in zip(held, _items(value), strict=True))
+
+    def restored(self) -> Any:
+        """The object, with its content as it was."""
+        value, content = self.back, self.content
+        if content is None:
+            return value
+        if isinstance(value, Tensor):
+            value.data.copy_(content)  # no write that torch counts: autograd may have saved it
+        elif is_random_source(value):
+            set_random_source_state(value, content)
+        elif isinstance(value, np.ndarray):
+            value[...] = content
+        elif isinstance(value, dict):
+            items = {key: held.restored() for key, held in content}
+            if list(value) != list(items):
+                value.clear()
+            restore_dict(value, items)
+        elif isinstance(value, list):
+            value[:] = [held.restored() for held in content]
+        elif isinstance(value, (set, deque)):
+            value.clear()
+            (value.update if isinstance(value, set) else value.extend)(held.restored() for held in content)
+        else:
+            for held in content:
+                held.restored()
+        return value
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN included."""
+    if one.dtype != other.dtype or one.layout is not torch.strided or one.is_quantized:
+        return one.dtype == other.dtype and one.layout is not torch.strided
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _is_followed(name: str) -> bool:
+    """Whether an attribute is state of the user's code: not of `nn.Module`, Lightning or DeepSpeed."""
+    return name not in _INTERNALS and not name.startswith("ds_")
+
+
+class Group(NamedTuple):
+    """What is saved and put back together: the attributes, buffers or parameters of one module."""
+
+    module: nn.Module
+    kind: Literal["attributes", "buffers", "parameters"]
+
+    def values(self) -> dict[str, Any]:
+        """What the module holds of this kind now, by name."""
+        if self.kind == "attributes":
+            return {name: value for name, value in vars(self.module).items() if _is_followed(name)}
+        return dict(self._owner().items())
+
+    def put_back(self, values: dict[str, Any]) -> None:
+        """Let the module hold these values."""
+        if self.kind == "attributes":
+            attributes = vars(self.module)
+            restore_dict(attributes, values, keep=frozenset(name for name in attributes if not _is_followed(name)))
+        elif not isinstance(self.module, torch.jit.ScriptModule):  # whose tensors can't be exchanged
+            restore_dict(self._owner(), values)
+
+    def _owner(self) -> Any:
+        return self.module._buffers if self.kind == "buffers" else self.module._parameters
+
+
+def groups_of(modules: Iterable[nn.Module]) -> tuple[Group, ...]:
+    """All that the code of some modules may change, those inside them included."""
+    found = dict.fromkeys(child for module in modules for child in module.modules())
+    return tuple(
+        Group(child, kind)
+        for child in found
+        for kind in ("attributes", "buffers", "parameters")
+        if kind != "attributes" or not isinstance(child, torch.jit.ScriptModule)
+    )
+
+
+class State:
+    """The state of some groups as it is now.
+
+    Args:
+        groups: What to save.
+        copies_tensors: Whether the values of tensors are copied; without it only exchanged ones can be put back.
+        keeps_graphs: Whether tensors stay attached to what computed them. Without it, the graph of an earlier call is
+            not kept alive.
+        has_generators: Whether the global generators of Python and NumPy belong to it.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        copies_tensors: bool = True,
+        keeps_graphs: bool = False,
+        has_generators: bool = True,
+    ) -> None:
+        self._held = [
+            (group, {name: _Held(value, copies_tensors, keeps_graphs) for name, value in group.values().items()})
+            for group in groups
+        ]
+        self._generators = (PYTHON.state(), NUMPY.state()) if has_generators else None
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """What was saved."""
+        return tuple(group for group, _ in self._held)
+
+    def changed(self) -> tuple[Group, ...]:
+        """Groups that are no longer what they were."""
+        return tuple(group for group, held in self._held if not _is_now(held, group.values()))
+
+    def have_generators_moved(self) -> bool:
+        """Whether Python's or NumPy's global generator has drawn since."""
+        return self._generators is not None and not all(
+            now is before for now, before in zip((PYTHON.state(), NUMPY.state()), self._generators, strict=True)
+        )
+
+    def only(self, groups: Iterable[Group], has_generators: bool) -> "State":
+        """The same state of fewer groups."""
+        part = State((), has_generators=False)
+        wanted = {(id(group.module), group.kind) for group in groups}
+        part._held = [entry for entry in self._held if (id(entry[0].module), entry[0].kind) in wanted]
+        part._generators = self._generators if has_generators else None
+        return part
+
+    def joined(self, other: "State") -> "State":
+        """This state and that of other groups; where both have one, this counts."""
+        part = self.only(self.groups, self._generators is not None)
+        known = {(id(group.module), group.kind) for group in self.groups}
+        part._held += [entry for entry in other._held if (id(entry[0].module), entry[0].kind) not in known]
+        return part
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """In this context everything is as it was; afterwards as it is now."""
+        now = State(self.groups, keeps_graphs=True, has_generators=self._generators is not None)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for group, held in self._held:
+            group.put_back({name: one.restored() for name, one in held.items()})
+        if self._generators is not None:
+            PYTHON.restore(self._generators[0])
+            NUMPY.restore(self._generators[1])
+
+
+def _is_now(held: dict[str, _Held], values: dict[str, Any]) -> bool:
+    return held.keys() == values.keys() and all(held[name].is_now(value) for name, value in values.items())
