@@ -12,13 +12,60 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
+from lightning_memfit.checkpointing.check import FirstCall
 from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
-from lightning_memfit.checkpointing.policies import CHOICES, Choice
-from lightning_memfit.checkpointing.recompute import CheckpointedForward, Knowledge
+from lightning_memfit.checkpointing.policies import CHOICES, Choice, compiled_contexts, kept_operators
+from lightning_memfit.checkpointing.recompute import Function, Knowledge
+
+
+class CheckpointedForward(ReplacedForward):
+    """Replaces the `forward` of one block that is recomputed.
+
+    Attributes:
+        choice: The activations that are kept.
+        inputs_on_host: Pool that keeps the block's inputs in host memory; None keeps them on the device.
+    """
+
+    def __init__(self, block: nn.Module, choice: Choice) -> None:
+        super().__init__(block)
+        self.choice = choice
+        self.inputs_on_host: OffloadPool | None = None
+        self._knowledge = Knowledge((block,))
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; with gradients on, keep only the activations that the choice keeps."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        return self.run(self.inner, self._knowledge, args, kwargs)
+
+    def run(self, function: Function, known: "Knowledge", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of the block so that it is recomputed in backward.
+
+        Args:
+            function: What to run.
+            known: Of the modules that it runs.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        kept = kept_operators(self.choice)
+        if torch.compiler.is_compiling():
+            if self.inputs_on_host is not None:
+                raise NotImplementedError(f"the inputs of {type(self.block).__name__} are offloaded: not compiled.")
+            if any(True for module in known.modules for _ in module.buffers()):
+                # It makes the compiler leave the block to eager execution; with fullgraph=True the error reaches users.
+                raise NotImplementedError(f"{known.name} has buffers, which recomputation might change: not compiled.")
+            options: dict[str, Any] = {"context_fn": compiled_contexts(kept)} if kept else {}
+            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        around = None if self.inputs_on_host is None else partial(self.inputs_on_host.saving, self.block)
+        if known.is_new():
+            return FirstCall(function, known, kept, around).run(args, kwargs)
+        return known.run(function, kept, args, kwargs, around)
 
 
 class AppliedCheckpointing:

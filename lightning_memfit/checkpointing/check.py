@@ -1,34 +1,37 @@
-"""Whether recomputing a block gives the gradients of the plain run, measured on the batch that training runs.
+"""The first call of a block: it finds out what the block writes, and checks that recomputing it is exact.
 
-The block runs plainly once when it is first called, and as it is checkpointed once more when backward reaches it, from
-the same inputs and state and with the same gradient of its outputs. Gradients are compared by a few random projections
-of each, so that nothing but these is kept in between, and no more than one block's activations and gradients are alive
-beside those of the step.
+The block runs plainly before its call, and as it is checkpointed once more when backward reaches it, from the same
+inputs and state and with the same gradient of its outputs. Gradients are compared by projections (`memory.comparison`),
+so that no more than one block's activations and gradients are alive beside those of the step.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 
-_NUM_PROJECTIONS = 4
-_LENGTH = 1 << 13
-"""Elements that are projected at a time."""
+from lightning_memfit.checkpointing.policies import WatchedWrites, selective_contexts
+from lightning_memfit.checkpointing.recompute import (
+    SIMPLE,
+    Around,
+    Function,
+    Inside,
+    Knowledge,
+    LightCall,
+    OpaqueResultError,
+    in_trace,
+)
+from lightning_memfit.memory.comparison import Reading, explain_difference
+from lightning_memfit.memory.generators import drawing_from, random_states, set_random_states
+from lightning_memfit.memory.state import State
 
-_EQUAL = 1e-12
-"""Largest relative difference of projections of equal tensors: float64 sums of memory that is aligned otherwise."""
-
-_NUM_REPEATS = 3
-_MOST_NOISE = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""Largest relative difference between two equal runs that counts as rounding; of half precision `_HALF_NOISE`."""
-
-_HALF_NOISE = 5e-2
+_SAME_SHARE = 1e-2
+"""Largest relative difference of two gradients of one tensor that may come from rounding; other uses add more."""
 
 
 class InexactRecomputationError(RuntimeError):
@@ -41,87 +44,255 @@ class InexactRecomputationError(RuntimeError):
         )
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
-
-
-class Reading:
-    """Projections of what one run of a block returned, and of the gradients that it gave.
+class FirstCall:
+    """The first call of a block in a training mode. In a trace, whose tensors have no values, nothing is compared.
 
     Args:
-        names: What each tensor is called.
-        tensors: The tensors; None for a gradient that there is none of.
+        function: The block.
+        known: Gets what is found.
+        kept: Operators whose outputs are kept.
+        around: Makes the context in which inputs are saved.
     """
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-        self.names = list(names)
-        self.values = [None if tensor is None else _projected(tensor) for tensor in tensors]
+    def __init__(self, function: Function, known: Knowledge, kept: frozenset[Any], around: Around) -> None:
+        self._function = function
+        self._known = known
+        self._kept = kept
+        self._around = around
+        self._may_be_light = around is None and not kept
+        self._has_values = not in_trace()
+        self._has_run = self._is_over = False
+        self._plain: _Run | None = None
+        self._given: Tensor | None = None
+        self._share: Tensor | None = None
 
-    @staticmethod
-    def of_outputs(result: Any) -> "Reading":
-        """What a run returned, in any structure."""
-        outputs = _tensors_in(result)
-        return Reading([f"output {number + 1}" for number in range(len(outputs))], outputs)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block.
 
-    def first(self, num: int) -> "Reading":
-        """The first of what was read."""
-        part = Reading([], [])
-        part.names, part.values = [f"output {number + 1}" for number in range(num)], self.values[:num]
-        return part
+        Raises:
+            InexactRecomputationError: If it can't be recomputed; later also from backward.
+            ValueError: If it is given a key/value cache.
+        """
+        known = self._known
+        _refuse_caches(known.name, (*args, *kwargs.values()))
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+            self._refuse(
+                "it is called inside a transform of `torch.func` (`vmap`, `grad`, `jvp`, ...) or forward-mode "
+                "differentiation, whose tensors don't exist any more when it is recomputed."
+            )
+        known.is_light = False
+        known.look_at_devices(_tensors_inside((args, kwargs)))
+        self._may_be_light &= known.look_at_parameters() and not any(map(_has_statistics, known.modules))
+        self._state = State(known.groups(), copies_tensors=self._has_values)
+        self._inputs = _Inputs(args, kwargs)
+        self._random = random_states(known.devices) if self._has_values else {}
+        if self._has_values:
+            self._run_plainly()
+        with self._refusing_errors():
+            result = self._run_checkpointed(args, kwargs)
+        self._note_written()
+        if self._plain is not None:
+            self._compare_results(result, self._plain)
+        self._look_at_users(result)
+        self._set_aside()
+        (known.settled if self._has_values else known.traced).add(known.modules[0].training)
+        return result
 
-    def difference(self, other: "Reading") -> tuple[float, str]:
-        """Largest relative difference to another reading, and the name of what differs most."""
-        worst = (0.0, "")
-        for name, one, two in zip(self.names, self.values, other.values, strict=True):
-            if one is None or two is None:
-                # Without a gradient is the same as with one of zeros.
-                only = two if one is None else one
-                found = 0.0 if only is None or not bool(only.any()) else math.inf
-            else:
-                found = _relative(one, two)
-            worst = max(worst, (found, name))
-        return worst
+    # --- forward ---
+
+    def _run_plainly(self) -> None:
+        known = self._known
+        self._plain = _Run(self._function, self._inputs, known.named_parameters(), self._sides)
+        self._note_written()
+        self._may_be_light &= self._plain.has_own_leaves
+        known.constant_outputs = self._plain.constant_outputs
+        self._state.only(known.written, known.moves_generators).restore()
+        set_random_states(self._random)
+
+    def _run_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = self._known
+        if not self._has_values and self._may_be_light and known.takes_light(args, kwargs):
+            try:
+                return LightCall(self, known).run(args, kwargs)
+            except OpaqueResultError:
+                self._may_be_light = self._has_run = False
+        if not self._kept:
+            return known.checkpointed(self, args, kwargs, self._around)
+        writes = WatchedWrites()
+        forward, recompute = selective_contexts(self._kept, writes)
+        contexts = (forward, Inside(self._begin_again, recompute))  # outside of the mode that hands out what was kept
+        result = known.checkpointed(self._function, args, kwargs, self._around, context_fn=lambda: contexts)
+        if writes.found:
+            self._refuse("what a selective choice keeps of it is changed in place afterwards. Or use mode='full'.")
+        return result
+
+    def _note_written(self) -> None:
+        known = self._known
+        known.written = tuple(dict.fromkeys((*known.written, *self._state.changed())))
+        known.moves_generators |= self._state.have_generators_moved()
+        self._may_be_light &= not (known.written or known.moves_generators)
+        if self._inputs.are_written():
+            self._refuse("its forward writes one of its arguments in place. Let it change a copy (`x = x * 2`).")
+
+    def _sides(self) -> list[Tensor]:
+        """Tensors with a graph that the block has just left in attributes: further outputs."""
+        values = (value for group in self._state.changed() for value in group.values().values())
+        return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+
+    def _compare_results(self, result: Any, plain: "_Run") -> None:
+        first = [plain.returned]
+
+        def again() -> Reading:
+            return first.pop() if first else self._repeat(self._function).returned
+
+        self._compare(_returned(result), again, plain, "that changes", "run a second time from where it began")
+
+    def _look_at_users(self, result: Any) -> None:
+        """Find out, for a `LightCall`, whether other code uses the argument that needs gradients, too.
+
+        torch sums the gradients of all uses in the order in which they come. A `LightCall` sums those of a block first,
+        which rounds otherwise.
+        """
+        leaves = tree_flatten(result)[0]
+        inputs = self._inputs.needing_grad()
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        are_found = all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves)
+        self._may_be_light &= are_found and len(outputs) <= 1 and len(inputs) <= 1
+        if not self._has_values:
+            self._known.is_light = self._may_be_light
+        elif self._may_be_light and inputs and outputs:
+            outputs[0].register_hook(self._keep_gradient)
+            inputs[0].register_hook(self._compare_share)
+
+    def _keep_gradient(self, gradient: Tensor) -> None:
+        if self._plain is not None:
+            self._given = gradient
+
+    def _compare_share(self, gradient: Tensor) -> None:
+        if self._share is not None:
+            share, whole = Reading(["share"], [self._share]), Reading(["whole"], [gradient])
+            self._known.is_light = share.difference(whole)[0] <= _SAME_SHARE
+            self._share = None
+
+    def _set_aside(self) -> None:
+        """Keep of the state what is put back for the recomputation, and what tells changes of attributes by others."""
+        attributes = [group for group in self._state.groups if group.kind == "attributes"]
+        self._attributes = State(attributes, copies_tensors=False, has_generators=False)
+        self._state = self._state.only(self._known.written, self._known.moves_generators)
+        self._is_over = True
+        if not self._kept:
+            del self._inputs  # they may lie on the host; backward brings them
+
+    # --- backward ---
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block for the first time, or again in backward."""
+        if not self._has_run:
+            self._has_run = True
+            return self._function(*args, **kwargs)
+        if self._is_over and self._plain is not None:
+            self._inputs = _Inputs(args, kwargs)
+        with self._begin_again():
+            return self._function(*args, **kwargs)
+
+    def _begin_again(self) -> AbstractContextManager[None]:
+        """Check the recomputation that begins, and return the context for it. Forward itself may ask for gradients."""
+        if self._is_over and self._plain is not None:
+            self._check(self._plain)
+            self._plain = self._given = None
+            del self._inputs
+        return self._state.put_back()
+
+    def _check(self, plain: "_Run") -> None:
+        """Run the block as it is checkpointed, and compare gradients with those of its plain run."""
+        changed = self._attributes.changed()  # by its owner, for the call alone
+        self._known.written = tuple(dict.fromkeys((*self._known.written, *changed)))
+        self._may_be_light &= not changed
+        self._state = self._state.joined(self._attributes.only(changed, has_generators=False))
+
+        def again() -> Reading:
+            return self._repeat(self._again).gradients
+
+        self._compare(plain.gradients, again, plain, "that has changed since its forward", "when it was recomputed")
+        if self._may_be_light and self._given is not None:
+            self._share = self._repeat(self._again, self._given).of_input
+        else:
+            self._known.is_light = self._may_be_light and not self._inputs.needing_grad()
+
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        if self._may_be_light and self._known.takes_light(args, kwargs):
+            return LightCall(self._function, self._known).run(args, kwargs)
+        return self._known.run(self._function, self._kept, args, kwargs, None)
+
+    def _repeat(self, function: Function, given: Tensor | None = None) -> "_Run":
+        """Run the block once more from where it began; afterwards everything is as before."""
+        # What is saved here is no part of the recomputation in which it happens.
+        apart = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+        with drawing_from(self._random), self._state.put_back(), apart, self._refusing_errors():
+            return _Run(function, self._inputs, self._known.named_parameters(), self._sides, given)
+
+    # --- refusals ---
+
+    def _refuse(self, found: str, cause: Exception | None = None) -> NoReturn:
+        raise InexactRecomputationError(self._known.name, found) from cause
+
+    @contextmanager
+    def _refusing_errors(self) -> Iterator[None]:
+        """What fails here has run plainly before."""
+        try:
+            yield
+        except (InexactRecomputationError, OpaqueResultError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            if self._plain is None:  # of a trace
+                raise
+            self._refuse(f"checkpointed, it fails ({type(error).__name__}: {error}).", error)
+
+    def _compare(self, first: Reading, again: Callable[[], Reading], plain: "_Run", reads: str, when: str) -> None:
+        device = self._known.devices[-1]
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else plain.dtype
+        found = explain_difference(first, again, dtype, device)
+        if found is not None:
+            self._refuse(f"{found} {when}. It reads something {reads}, and that its modules don't show.")
 
 
-def _relative(one: Tensor, two: Tensor) -> float:
-    same = (one == two) | (one.isnan() & two.isnan())
-    if bool(same.all()):
-        return 0.0
-    difference = (one - two).norm() / max(float(one.norm()), float(two.norm()), 1e-300)
-    return math.inf if not math.isfinite(difference) else float(difference)
+def _refuse_caches(block: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            raise ValueError(
+                f"{block} was called with a key/value cache ({type(value).__name__}) while gradients are on; "
+                "recomputing it would fill the cache twice. Call the model with `use_cache=False` in training."
+            )
 
 
-def _projected(tensor: Tensor) -> Tensor:
-    """Some random projections of a tensor, on the host and in float64."""
-    with _disable_current_modes(), torch.no_grad():  # a few hundred KiB that are no memory of the step
-        if tensor.layout is not torch.strided:
-            tensor = tensor.to_dense()
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
-        pattern = _pattern(tensor.device, dtype)
-        total = torch.zeros(_NUM_PROJECTIONS, dtype=dtype, device=tensor.device)
-        for number, part in enumerate(tensor.detach().reshape(-1).split(_LENGTH)):
-            total += pattern[:, : len(part)] @ part.to(dtype) * (1 + (number * 0.618034) % 1)
-        return total.cpu().double()
-
-
-@lru_cache(maxsize=2)
-def _pattern(device: torch.device, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    pattern = torch.rand(_NUM_PROJECTIONS, _LENGTH, generator=generator, dtype=torch.float64) * 2 - 1
-    return pattern.to(device, dtype)
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether a module is known to write its buffers, before a trace has seen it."""
+    norms = (child for child in module.modules() if isinstance(child, nn.modules.batchnorm._NormBase))
+    return any(norm.training and norm.track_running_stats for norm in norms)
 
 
 # --- one run of a block -----------------------------------------------------------------------------------------------
 
 
-class Inputs:
-    """Arguments of a block, apart from the graph that they come from.
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
-    Args:
-        args: Positional arguments, in any structure.
-        kwargs: Keyword arguments.
-    """
+
+def _tensors_inside(value: Any) -> list[Tensor]:
+    """Tensors in a structure, and in the attributes of objects in it."""
+    leaves = tree_flatten(value)[0]
+    objects = [leaf for leaf in leaves if is_dataclass(leaf) or not isinstance(leaf, (Tensor, nn.Module, type))]
+    return [*_tensors_in(leaves), *_tensors_in([getattr(one, "__dict__", {}) for one in objects])]
+
+
+def _returned(result: Any) -> Reading:
+    outputs = _tensors_in(result)
+    return Reading([f"output {number + 1}" for number in range(len(outputs))], outputs)
+
+
+class _Inputs:
+    """Arguments of a block."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._given = (args, kwargs)
@@ -154,19 +325,20 @@ class Inputs:
         return args, kwargs, leaves
 
 
-class Run:
+class _Run:
     """One forward and backward pass of a block by itself.
 
     Args:
         function: The block.
         inputs: Its arguments.
         parameters: Its parameters by name.
-        sides: Called after forward, returns further outputs: tensors that the block leaves in attributes.
+        sides: Called after forward, returns further outputs.
         given: The gradient of its only output; by default one that no symmetry of a block makes vanish.
 
     Attributes:
-        reading: The gradients that it gave.
         returned: What it returned.
+        gradients: The gradients that it gave.
+        of_input: That of its first input, if the gradient of its output was given.
         has_own_leaves: Whether its outputs depend on nothing that needs gradients but its inputs and parameters.
         constant_outputs: Numbers of the outputs that need no gradients.
         dtype: The coarsest type of what it returned.
@@ -174,43 +346,37 @@ class Run:
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        inputs: Inputs,
+        function: Function,
+        inputs: _Inputs,
         parameters: dict[str, nn.Parameter],
-        sides: Callable[[], Sequence[Tensor]] = list,
+        sides: Callable[[], Sequence[Tensor]],
         given: Tensor | None = None,
     ) -> None:
         with torch.enable_grad():
             args, kwargs, leaves = inputs.apart()
             result = function(*args, **kwargs)
-        self.returned = Reading.of_outputs(result)
-        outputs = _tensors_in(result)
+        self.returned = _returned(result)
+        outputs, everything = _tensors_in(result), tree_flatten(result)[0]
         self.constant_outputs = tuple(
-            number
-            for number, leaf in enumerate(tree_flatten(result)[0])
-            if isinstance(leaf, Tensor) and not leaf.requires_grad
+            number for number, leaf in enumerate(everything) if isinstance(leaf, Tensor) and not leaf.requires_grad
         )
+        self.dtype = max((one.dtype for one in outputs if one.is_floating_point()), key=_rounding_of, default=None)
         differentiable = [output for output in (*outputs, *sides()) if output.requires_grad]
-        self.dtype = max((output.dtype for output in outputs if output.is_floating_point()), key=_eps, default=None)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        known = [*leaves, *trained.values()]
-        self.has_own_leaves = _leaves_of(differentiable) <= set(map(id, known))
-        del result, outputs, args, kwargs
+        wanted = [*leaves, *trained.values()]
+        self.has_own_leaves = _leaves_of(differentiable) <= set(map(id, wanted))
+        del result, outputs, everything, args, kwargs
         gradients: Sequence[Tensor | None] = []
-        names = [*(f"the gradient of input {number + 1}" for number in range(len(leaves)))]
-        names += [f"the gradient of `{name}`" for name in trained]
-        if differentiable and known:
+        if differentiable and wanted:
             weights = [_pattern_like(output) for output in differentiable] if given is None else [given]
-            gradients = torch.autograd.grad(differentiable, known, weights, allow_unused=True)
+            gradients = torch.autograd.grad(differentiable, wanted, weights, allow_unused=True)
             del differentiable, weights
-        self.reading = Reading(names, gradients) if gradients else Reading([], [])
+        names = [f"input {number + 1}" for number in range(len(leaves))] + [f"`{name}`" for name in trained]
+        self.gradients = Reading([f"the gradient of {name}" for name in names[: len(gradients)]], gradients)
+        self.of_input = gradients[0] if given is not None and gradients else None
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-
-
-def _eps(dtype: torch.dtype) -> float:
+def _rounding_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
@@ -233,74 +399,3 @@ def _leaves_of(outputs: Sequence[Tensor]) -> set[int]:
                 seen.add(below)
                 nodes.append(below)
     return found
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def drawing_from(states: dict[torch.device, Tensor]) -> Iterator[None]:
-    """In this context torch draws what it drew when its random states were read; afterwards they are as before."""
-    now = random_states(states)
-    set_random_states(states)
-    try:
-        yield
-    finally:
-        set_random_states(now)
-
-
-def random_states(devices: Any) -> dict[torch.device, Tensor]:
-    """Read torch's random states of some devices."""
-    return {
-        device: torch.get_rng_state()
-        if device.type == "cpu"
-        else torch.get_device_module(device.type).get_rng_state(device)
-        for device in devices
-    }
-
-
-def set_random_states(states: dict[torch.device, Tensor]) -> None:
-    """Set torch's random states."""
-    for device, state in states.items():
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device.type).set_rng_state(state, device)
-
-
-# --- the verdict ------------------------------------------------------------------------------------------------------
-
-
-def refuse_unless_equal(
-    block: str,
-    plain: Reading,
-    again: Callable[[], Reading],
-    dtype: torch.dtype | None,
-    found: str,
-    device: torch.device,
-) -> None:
-    """Compare a run with a repetition, of which more are made where the two differ.
-
-    Args:
-        block: What errors call the block.
-        plain: The run.
-        again: Repeats it.
-        dtype: Type of what the block returns.
-        found: What a difference means; may name `{what}` and `{error}`.
-        device: Where it runs. Off the CPU, differences of one unit of rounding are none.
-
-    Raises:
-        InexactRecomputationError: If they differ by more than twice the difference between repetitions, or if these
-            differ by more than rounding.
-    """
-    first = again()
-    error, what = plain.difference(first)
-    if error <= _EQUAL:
-        return
-    if math.isfinite(error):
-        noise = max(first.difference(again())[0] for _ in range(_NUM_REPEATS))
-        floor = 0.0 if device.type == "cpu" or dtype is None else _eps(dtype)
-        most = _HALF_NOISE if dtype is None else _MOST_NOISE.get(dtype, _HALF_NOISE)
-        if noise <= most and error <= max(2 * noise, floor):
-            return
-    raise InexactRecomputationError(block, found.format(what=what, error=f"{error:.1e}"))

@@ -10,7 +10,8 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -223,6 +224,39 @@ _python_bytes = None if _python_address is None else _bytes_at(_python_address)
 PYTHON = HostGenerator(random.getstate, random.setstate, _peek_python)
 NUMPY = HostGenerator(_ask_numpy, _put_numpy, _Peek(numpy.random.get_bit_generator, _find_numpy_state))  # type: ignore[attr-defined]
 TORCH = HostGenerator(_ask_torch, _put_torch, _Peek(lambda: torch.default_generator, _find_torch_bytes))
+
+
+# --- torch's, of several devices --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def drawing_from(states: dict[torch.device, torch.Tensor]) -> Iterator[None]:
+    """In this context torch draws what it drew when its random states were read; afterwards they are as before."""
+    now = random_states(states)
+    set_random_states(states)
+    try:
+        yield
+    finally:
+        set_random_states(now)
+
+
+def random_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
+    """Read torch's random states of some devices."""
+    return {
+        device: torch.get_rng_state()
+        if device.type == "cpu"
+        else torch.get_device_module(device.type).get_rng_state(device)
+        for device in devices
+    }
+
+
+def set_random_states(states: dict[torch.device, torch.Tensor]) -> None:
+    """Set torch's random states."""
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device.type).set_rng_state(state, device)
 
 
 # --- as checkpoints keep them -----------------------------------------------------------------------------------------

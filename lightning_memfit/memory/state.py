@@ -113,7 +113,8 @@ class _Held:
         if self.content is None:
             return True
         if is_random_source(value):
-            return str(random_source_state(value)) == str(self.content)
+            state = random_source_state(value)
+            return torch.equal(state, self.content) if isinstance(state, Tensor) else str(state) == str(self.content)
         if isinstance(value, np.ndarray):
             return bool(np.array_equal(value, self.content))
         keys = [key for key, _ in self.content] if isinstance(value, dict) else None

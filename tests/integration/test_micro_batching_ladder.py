@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_memfit.checkpointing.recompute import CheckpointedForward
+from lightning_memfit.checkpointing.apply import CheckpointedForward
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.host_states import absent_bytes

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.checkpointing.recompute import CheckpointedForward
+from lightning_memfit.checkpointing.apply import CheckpointedForward
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.techniques.runs import LanguageModel, assert_same_weights, fit, loader, trainer
 

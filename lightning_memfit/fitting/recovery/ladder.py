@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_memfit.checkpointing.apply import (
     AppliedCheckpointing,
+    CheckpointedForward,
     apply_checkpointing,
     disable_caches,
     is_checkpointed,
@@ -19,7 +20,6 @@ from lightning_memfit.checkpointing.apply import (
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.offload import OffloadPool
 from lightning_memfit.checkpointing.policies import Choice
-from lightning_memfit.checkpointing.recompute import CheckpointedForward
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.host_states import HostStates, reason_to_stay

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.checkpointing import policies, recompute
+from lightning_memfit.checkpointing import check, policies
 from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments, disable_caches
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import CHOICES
@@ -358,11 +358,9 @@ def run_on_graphs(blocks, x):
 def test_devices_of_weights_and_of_what_objects_hold_are_found():
     """On a CUDA device `checkpoint` must be given a tensor there, or it keeps no random state of it."""
     known = Knowledge((OfGraphs(),))
-    known.look_at_devices((Graph(torch.zeros(2)),), {})
+    known.look_at_devices([torch.zeros(2)])
     assert known.devices == (torch.device("cpu"),)
-    assert {value.device.type for value in recompute._tensors_inside((Graph(torch.zeros(2, device="meta")),))} == {
-        "meta"
-    }
+    assert {value.device.type for value in check._tensors_inside((Graph(torch.zeros(2, device="meta")),))} == {"meta"}
 
 
 def test_blocks_whose_arguments_are_objects_are_exact():

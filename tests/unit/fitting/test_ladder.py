@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.checkpointing.apply import apply_checkpointing
-from lightning_memfit.checkpointing.recompute import CheckpointedForward
+from lightning_memfit.checkpointing.apply import CheckpointedForward, apply_checkpointing
 from lightning_memfit.fitting.recovery import ladder as ladder_module
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.ladder import (
