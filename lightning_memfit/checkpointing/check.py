@@ -95,7 +95,10 @@ class FirstCall:
         if self._plain is not None:
             self._compare_results(result, self._plain)
         self._look_at_users(result)
-        self._set_aside()
+        self._state = self._state.only(known.written, known.moves_generators)
+        self._is_over = True
+        if not self._kept:
+            del self._inputs  # they may lie on the host; backward brings them
         (known.settled if self._has_values else known.traced).add(known.modules[0].training)
         return result
 
@@ -103,7 +106,7 @@ class FirstCall:
 
     def _run_plainly(self) -> None:
         known = self._known
-        self._plain = _Run(self._function, self._inputs, known.named_parameters(), self._sides)
+        self._plain = _Run(self._function, self._inputs, known.named_parameters())
         self._note_written()
         self._may_be_light &= self._plain.has_own_leaves
         known.constant_outputs = self._plain.constant_outputs
@@ -134,11 +137,6 @@ class FirstCall:
         self._may_be_light &= not (known.written or known.moves_generators)
         if self._inputs.are_written():
             self._refuse("its forward writes one of its arguments in place. Let it change a copy (`x = x * 2`).")
-
-    def _sides(self) -> list[Tensor]:
-        """Tensors with a graph that the block has just left in attributes: further outputs."""
-        values = (value for group in self._state.changed() for value in group.values().values())
-        return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
     def _compare_results(self, result: Any, plain: "_Run") -> None:
         first = [plain.returned]
@@ -175,15 +173,6 @@ class FirstCall:
             self._known.is_light = share.difference(whole)[0] <= _SAME_SHARE
             self._share = None
 
-    def _set_aside(self) -> None:
-        """Keep of the state what is put back for the recomputation, and what tells changes of attributes by others."""
-        attributes = [group for group in self._state.groups if group.kind == "attributes"]
-        self._attributes = State(attributes, copies_tensors=False, has_generators=False)
-        self._state = self._state.only(self._known.written, self._known.moves_generators)
-        self._is_over = True
-        if not self._kept:
-            del self._inputs  # they may lie on the host; backward brings them
-
     # --- backward ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,10 +195,6 @@ class FirstCall:
 
     def _check(self, plain: "_Run") -> None:
         """Run the block as it is checkpointed, and compare gradients with those of its plain run."""
-        changed = self._attributes.changed()  # by its owner, for the call alone
-        self._known.written = tuple(dict.fromkeys((*self._known.written, *changed)))
-        self._may_be_light &= not changed
-        self._state = self._state.joined(self._attributes.only(changed, has_generators=False))
 
         def again() -> Reading:
             return self._repeat(self._again).gradients
@@ -230,7 +215,7 @@ class FirstCall:
         # What is saved here is no part of the recomputation in which it happens.
         apart = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
         with drawing_from(self._random), self._state.put_back(), apart, self._refusing_errors():
-            return _Run(function, self._inputs, self._known.named_parameters(), self._sides, given)
+            return _Run(function, self._inputs, self._known.named_parameters(), given)
 
     # --- refusals ---
 
@@ -332,7 +317,6 @@ class _Run:
         function: The block.
         inputs: Its arguments.
         parameters: Its parameters by name.
-        sides: Called after forward, returns further outputs.
         given: The gradient of its only output; by default one that no symmetry of a block makes vanish.
 
     Attributes:
@@ -349,7 +333,6 @@ class _Run:
         function: Function,
         inputs: _Inputs,
         parameters: dict[str, nn.Parameter],
-        sides: Callable[[], Sequence[Tensor]],
         given: Tensor | None = None,
     ) -> None:
         with torch.enable_grad():
@@ -361,7 +344,7 @@ class _Run:
             number for number, leaf in enumerate(everything) if isinstance(leaf, Tensor) and not leaf.requires_grad
         )
         self.dtype = max((one.dtype for one in outputs if one.is_floating_point()), key=_rounding_of, default=None)
-        differentiable = [output for output in (*outputs, *sides()) if output.requires_grad]
+        differentiable = [output for output in outputs if output.requires_grad]
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         wanted = [*leaves, *trained.values()]
         self.has_own_leaves = _leaves_of(differentiable) <= set(map(id, wanted))

@@ -251,13 +251,6 @@ class State:
         part._generators = self._generators if has_generators else None
         return part
 
-    def joined(self, other: "State") -> "State":
-        """This state and that of other groups; where both have one, this counts."""
-        part = self.only(self.groups, self._generators is not None)
-        known = {(id(group.module), group.kind) for group in self.groups}
-        part._held += [entry for entry in other._held if (id(entry[0].module), entry[0].kind) not in known]
-        return part
-
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """In this context everything is as it was; afterwards as it is now."""

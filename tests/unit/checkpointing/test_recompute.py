@@ -608,34 +608,34 @@ def test_weights_that_change_between_forward_and_backward_are_refused():
 
 
 class Scaled(nn.Module):
-    """Takes keywords, returns a dict, and reads an attribute that its owner sets for the call alone."""
+    """Takes keywords, returns a dict, and reads an attribute that its owner may set for the call alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
-        self.scale = None
+        self.scale = 0.5
 
     def forward(self, x, *, records=None):
         return {"y": self.inner(x) * self.scale * len(records["seen"]), "none": None, "text": "t"}
 
 
 class Owner(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, scale) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+        self.blocks, self.scale = nn.ModuleList(Scaled() for _ in range(3)), scale
 
     def forward(self, x):
         for block in self.blocks:
             block.scale = 0.5
             x = block(x, records={"seen": [1, 2]})["y"]
-            block.scale = None
+            block.scale = self.scale
         return x
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_structures_and_attributes_that_an_owner_sets_for_a_call(choice):
+def test_structures(choice):
     torch.manual_seed(0)
-    plain, x = Owner(), torch.randn(4, WIDTH)
+    plain, x = Owner(0.5), torch.randn(4, WIDTH)
     ours = copy.deepcopy(plain)
     apply_checkpointing(list(ours.blocks), [choice] * 3)
     for _ in range(3):
@@ -644,6 +644,14 @@ def test_structures_and_attributes_that_an_owner_sets_for_a_call(choice):
             net(x).sum().backward()
         for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_attributes_that_an_owner_sets_for_a_call_are_refused(scale):
+    net = Owner(scale)
+    apply_checkpointing(list(net.blocks), ["full"] * 3)
+    with pytest.raises(InexactRecomputationError, match="Scaled would not be exact"):
+        net(torch.randn(4, WIDTH)).sum().backward()
 
 
 def test_second_derivatives_and_graphs_that_are_kept():
