@@ -5,6 +5,7 @@ small.
 """
 
 from collections.abc import MutableMapping
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -14,18 +15,54 @@ State = MutableMapping[str, Any]
 COMPENSATION = "compensation"
 _DISCARDED_BITS = 16  # float32 has 16 more mantissa bits than bfloat16
 _WORD = (1 << 64) - 1
+_SLICES = 8  # of copies, where arithmetic needs memory of its own: less than a byte per element
+
+
+class Copies:
+    """Float32 tensors in the shapes of some weights, which lie in one `flat` tensor.
+
+    Args:
+        weights: The weights, all on one device.
+        memory_format: Order of the elements; by default the weights' own.
+    """
+
+    def __init__(self, weights: list[Tensor], memory_format: torch.memory_format = torch.preserve_format) -> None:
+        starts = [0, *accumulate(padded(weight.numel()) for weight in weights)]
+        self.flat = torch.empty(starts.pop(), dtype=torch.float32, device=weights[0].device)
+        self.parts = [
+            self.flat.as_strided(weight.shape, _strides(weight, memory_format), start)
+            for weight, start in zip(weights, starts, strict=True)
+        ]
+
+
+def padded(num_elements: int) -> int:
+    """Elements that a weight takes in `Copies`: the next one begins at a multiple of 256 bytes, as kernels like it."""
+    return -(-num_elements // 64) * 64
+
+
+def _strides(weight: Tensor, memory_format: torch.memory_format) -> tuple[int, ...]:
+    if weight.is_contiguous():
+        return weight.stride()
+    return torch.empty_like(weight, device="meta", memory_format=memory_format).stride()
 
 
 class Rounding(Protocol):
-    """How weights are read into float32 and written back."""
+    """How weights are read into float32 and written back; `states` are those of the weights."""
 
     name: str
 
-    def load(self, weight: Tensor, state: State) -> Tensor:
-        """Return a new float32 tensor with the weight's value."""
+    def load(self, weights: list[Tensor], states: list[State], values: Copies, scratch: Copies) -> None:
+        """Write the weights' values into `values`; `scratch` may be overwritten."""
 
-    def store(self, values: Tensor, weight: Tensor, state: State, generator: torch.Generator) -> None:
-        """Write float32 values, which may be overwritten, into the bfloat16 weight."""
+    def store(
+        self,
+        values: Copies,
+        weights: list[Tensor],
+        states: list[State],
+        scratch: Copies,
+        generator: torch.Generator,
+    ) -> None:
+        """Write float32 values into the bfloat16 weights; `values` and `scratch` may be overwritten."""
 
 
 class Stochastic:
@@ -33,13 +70,21 @@ class Stochastic:
 
     name = "stochastic"
 
-    def load(self, weight: Tensor, state: State) -> Tensor:
-        """Return the weight in float32."""
-        return weight.float()
+    def load(self, weights: list[Tensor], states: list[State], values: Copies, scratch: Copies) -> None:
+        """Widen the weights."""
+        torch._foreach_copy_(values.parts, weights)
 
-    def store(self, values: Tensor, weight: Tensor, state: State, generator: torch.Generator) -> None:
+    def store(
+        self,
+        values: Copies,
+        weights: list[Tensor],
+        states: list[State],
+        scratch: Copies,
+        generator: torch.Generator,
+    ) -> None:
         """Round the values and write them."""
-        weight.copy_(round_stochastically_(values, generator))
+        round_stochastically_(values.flat, generator, scratch.flat)
+        torch._foreach_copy_(weights, values.parts)
 
 
 class Kahan:
@@ -50,44 +95,58 @@ class Kahan:
 
     name = "kahan"
 
-    def load(self, weight: Tensor, state: State) -> Tensor:
-        """Return the sum of the weight and the part dropped last time, in float32.
+    def load(self, weights: list[Tensor], states: list[State], values: Copies, scratch: Copies) -> None:
+        """Write the sums of the weights and the parts dropped last time.
 
-        Where other code has written to the weight since (clamping, pruning, averaging), that part no longer belongs to
+        Where other code has written to a weight since (clamping, pruning, averaging), that part no longer belongs to
         it: the sum rounds to another weight, and the weight counts alone.
         """
-        values = weight.float()
-        compensation = state.get(COMPENSATION)
-        if compensation is None:
-            return values
-        # The factor decides ties: the kept part is itself rounded, up to half a unit in last place of the weight.
-        belongs = torch.add(weight, compensation, alpha=0.99) == weight
-        return values.add_(compensation.where(belongs, 0))
+        torch._foreach_copy_(values.parts, weights)
+        pairs = zip(scratch.parts, states, strict=True)
+        kept = [(part, state[COMPENSATION]) for part, state in pairs if COMPENSATION in state]
+        if not kept:
+            return
+        scratch.flat.zero_()
+        torch._foreach_copy_([part for part, _ in kept], [compensation for _, compensation in kept])
+        size = -(-values.flat.numel() // _SLICES)
+        for value, compensation in zip(values.flat.split(size), scratch.flat.split(size), strict=True):
+            # The factor decides ties: the kept part is itself rounded, up to half a unit in last place of the weight.
+            rounded = torch.add(value, compensation, alpha=0.99).to(torch.bfloat16)
+            value.add_(compensation.masked_fill_(rounded != value, 0))
 
-    def store(self, values: Tensor, weight: Tensor, state: State, generator: torch.Generator) -> None:
-        """Write the nearest weight, and the part it drops into the state."""
-        weight.copy_(values)
-        dropped = values.sub_(weight)
-        if COMPENSATION in state:
-            state[COMPENSATION].copy_(dropped)
-        else:
-            state[COMPENSATION] = dropped.to(weight.dtype)
+    def store(
+        self,
+        values: Copies,
+        weights: list[Tensor],
+        states: list[State],
+        scratch: Copies,
+        generator: torch.Generator,
+    ) -> None:
+        """Write the nearest weights, and the parts they drop into the states."""
+        torch._foreach_copy_(weights, values.parts)
+        torch._foreach_copy_(scratch.parts, weights)
+        values.flat.sub_(scratch.flat)
+        for weight, state in zip(weights, states, strict=True):
+            if COMPENSATION not in state:
+                state[COMPENSATION] = torch.empty_like(weight, requires_grad=False)
+        torch._foreach_copy_([state[COMPENSATION] for state in states], values.parts)
 
 
-def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
+def round_stochastically_(values: Tensor, generator: torch.Generator, scratch: Tensor) -> Tensor:
     """Round float32 values, in place, up or down to bfloat16 values whose expectations are the given ones.
 
-    Random bits are added to the 16 that bfloat16 lacks, and these are cut off. It needs 5 bytes of scratch memory per
-    element. Infinities and NaN stay; a value beyond bfloat16's largest may become infinite, as in rounding to nearest.
+    Random bits are added to the 16 that bfloat16 lacks, and these are cut off. It needs a byte of memory per element.
+    Infinities and NaN stay; a value beyond bfloat16's largest may become infinite, as in rounding to nearest.
 
     Args:
         values: Contiguous float32 values.
         generator: Generator on the device of `values`.
+        scratch: Float32 tensor of the same shape, which is overwritten.
 
     Returns:
         The same tensor, `values`.
     """
-    noise = torch.empty_like(values, dtype=torch.int32).random_(0, 1 << _DISCARDED_BITS, generator=generator)
+    noise = scratch.view(torch.int32).random_(0, 1 << _DISCARDED_BITS, generator=generator)
     noise.masked_fill_(values.isnan(), 0)  # otherwise CUDA's NaN, all ones, would overflow to minus zero
     values.view(torch.int32).add_(noise).bitwise_and_(-1 << _DISCARDED_BITS)
     return values
