@@ -4,14 +4,13 @@ Rounding to nearest drops such updates every time, so that training stops making
 small.
 """
 
-from collections.abc import MutableMapping
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-State = MutableMapping[str, Any]
+State = dict[str, Any]
 COMPENSATION = "compensation"
 _DISCARDED_BITS = 16  # float32 has 16 more mantissa bits than bfloat16
 _WORD = (1 << 64) - 1
