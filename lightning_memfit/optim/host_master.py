@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ class HostMaster:
             if slot.handle is None:
                 if weight.requires_grad:
                     slot.follow(self._transfer_of(slot))
-            elif len(_hooks_of(weight)) > 1:
+            elif len(slot.weight._post_accumulate_grad_hooks) > 1:
                 slot.follow_last()
         if self._last_handle is not None:
             self._last_handle.remove()
@@ -393,7 +393,7 @@ class _Slot:
     """One weight, with its exact value, gradient and buffers on the host."""
 
     def __init__(self, weight: Tensor, value: Tensor | None) -> None:
-        self.weight = weight
+        self.weight: Any = weight  # of whose hooks, in their order, torch has no public list
         self.half = weight.data
         self.exact: Tensor | None = None
         self.gradient: Tensor | None = None
@@ -435,13 +435,13 @@ class _Slot:
 
     def follow_last(self) -> None:
         """Let hooks that others have registered since find the gradient, too."""
-        hooks = _hooks_of(self.weight)
+        hooks = self.weight._post_accumulate_grad_hooks
         if next(reversed(hooks)) != self.handle.id:
             hooks[self.handle.id] = hooks.pop(self.handle.id)  # torch does not follow `move_to_end`
 
     def refuse_other_hooks(self) -> None:
         """Raise an error if hooks of others would find no gradient, or another than in a plain run."""
-        hooks = _hooks_of(self.weight)
+        hooks = self.weight._post_accumulate_grad_hooks
         theirs = [hook for hook in hooks.values() if not _is_ours(hook)]
         is_late = bool(theirs) and not _is_ours(next(reversed(hooks.values())))
         if not is_late and (self.gradient is None or not theirs):
@@ -523,7 +523,7 @@ class _Transfer:
                 "its gradient away or returned something, which torch does not allow: it must return None and leave "
                 "`.grad` where it is. Change the gradient in place there, or train without masters."
             )
-        if len(_hooks_of(weight)) > 1:
+        if len(slot.weight._post_accumulate_grad_hooks) > 1:
             slot.refuse_other_hooks()
         if slot.arrival is not None:
             slot.wait()  # the staging memory may still hold the last micro-batch's gradient
@@ -567,10 +567,6 @@ class _Transfer:
                 torch._foreach_copy_(halves, staging, non_blocking=True)
         self._sent = self._stream.record_event()
         torch.cuda.current_stream(device).wait_stream(self._stream)
-
-
-_hooks_of: Any = attrgetter("_post_accumulate_grad_hooks")
-"""Hooks that run when a gradient is complete, in their order (torch has no public way to list them)."""
 
 
 def _add_when(copied: Any, slot: _Slot, is_new: bool) -> None:
