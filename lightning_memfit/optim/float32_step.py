@@ -307,16 +307,15 @@ class Float32Step(Optimizer):
 
     def _step_stand_ins(self, chunk: list[Piece], generator: torch.Generator) -> None:
         weights, piece_states = [piece.weight for piece in chunk], [piece.state for piece in chunk]
-        values, gradients = Copies(weights, self._memory_format), Copies(weights, self._memory_format)
-        self.rounding.load(weights, piece_states, values, gradients)
+        values = Copies(weights, self._memory_format)
+        self.rounding.load(weights, piece_states, values)
+        gradients = values.beside()
         torch._foreach_copy_(gradients.parts, [piece.gradient for piece in chunk])
-        members: dict[int, list[Tensor]] = defaultdict(list)
-        for piece, stand_in, gradient in zip(chunk, values.parts, gradients.parts, strict=True):
-            stand_in.grad = gradient
-            members[piece.place[0]].append(stand_in)
-        groups = [{**self.param_groups[index], "params": params} for index, params in members.items()]
+        groups = self._groups_of(chunk, values, gradients)
         places = dict(zip(values.parts, (piece.place for piece in chunk), strict=True))
         self._step_wrapped(groups, places, dict(zip(values.parts, piece_states, strict=True)))
+        for stand_in in values.parts:
+            stand_in.grad = None
         if self.num_steps == 0 and any(_memory(stand_in) != _memory(values.flat) for stand_in in values.parts):
             raise ValueError(
                 f"{type(self.wrapped).__name__} gives weights other memory in its step (`p.data = ...`), where the new "
@@ -326,6 +325,14 @@ class Float32Step(Optimizer):
         for piece in chunk:
             if piece.span is not None:
                 piece.keep(self.state[piece.parameter])
+
+    def _groups_of(self, chunk: list[Piece], values: Copies, gradients: Copies) -> list[dict[str, Any]]:
+        """Give stand-ins their gradients, and return them in the groups of their weights."""
+        members: dict[int, list[Tensor]] = defaultdict(list)
+        for piece, stand_in, gradient in zip(chunk, values.parts, gradients.parts, strict=True):
+            stand_in.grad = gradient
+            members[piece.place[0]].append(stand_in)
+        return [{**self.param_groups[index], "params": params} for index, params in members.items()]
 
     def _step_others(self) -> None:
         groups = []

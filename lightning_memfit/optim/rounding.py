@@ -4,6 +4,7 @@ Rounding to nearest drops such updates every time, so that training stops making
 small.
 """
 
+from copy import copy
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ State = dict[str, Any]
 COMPENSATION = "compensation"
 _DISCARDED_BITS = 16  # float32 has 16 more mantissa bits than bfloat16
 _WORD = (1 << 64) - 1
-_SLICES = 8  # of copies, where arithmetic needs memory of its own: less than a byte per element
+_SLICES = 8  # of copies, where arithmetic needs memory of its own: less than two bytes per element
 
 
 class Copies:
@@ -33,6 +34,18 @@ class Copies:
             for weight, start in zip(weights, starts, strict=True)
         ]
 
+    def beside(self, dtype: torch.dtype = torch.float32) -> "Copies":
+        """Tensors of other values, in the same shapes and places of another flat tensor."""
+        other = copy(self)
+        other.flat = torch.empty_like(self.flat, dtype=dtype)
+        other.parts = [other.flat.as_strided(part.shape, part.stride(), part.storage_offset()) for part in self.parts]
+        return other
+
+    def free(self) -> None:
+        """Let go of the memory."""
+        self.flat = self.flat.new_empty(0)
+        self.parts.clear()
+
 
 def padded(num_elements: int) -> int:
     """Elements that a weight takes in `Copies`: the next one begins at a multiple of 256 bytes, as kernels like it."""
@@ -50,8 +63,8 @@ class Rounding(Protocol):
 
     name: str
 
-    def load(self, weights: list[Tensor], states: list[State], values: Copies, scratch: Copies) -> None:
-        """Write the weights' values into `values`; `scratch` may be overwritten."""
+    def load(self, weights: list[Tensor], states: list[State], values: Copies) -> None:
+        """Write the weights' values into `values`."""
 
     def store(
         self,
@@ -69,7 +82,7 @@ class Stochastic:
 
     name = "stochastic"
 
-    def load(self, weights: list[Tensor], states: list[State], values: Copies, scratch: Copies) -> None:
+    def load(self, weights: list[Tensor], states: list[State], values: Copies) -> None:
         """Widen the weights."""
         torch._foreach_copy_(values.parts, weights)
 
@@ -94,21 +107,21 @@ class Kahan:
 
     name = "kahan"
 
-    def load(self, weights: list[Tensor], states: list[State], values: Copies, scratch: Copies) -> None:
+    def load(self, weights: list[Tensor], states: list[State], values: Copies) -> None:
         """Write the sums of the weights and the parts dropped last time.
 
         Where other code has written to a weight since (clamping, pruning, averaging), that part no longer belongs to
         it: the sum rounds to another weight, and the weight counts alone.
         """
         torch._foreach_copy_(values.parts, weights)
-        pairs = zip(scratch.parts, states, strict=True)
-        kept = [(part, state[COMPENSATION]) for part, state in pairs if COMPENSATION in state]
-        if not kept:
+        if not any(COMPENSATION in state for state in states):
             return
-        scratch.flat.zero_()
-        torch._foreach_copy_([part for part, _ in kept], [compensation for _, compensation in kept])
+        dropped = values.beside(torch.bfloat16)
+        dropped.flat.zero_()
+        kept = [(part, state) for part, state in zip(dropped.parts, states, strict=True) if COMPENSATION in state]
+        torch._foreach_copy_([part for part, _ in kept], [state[COMPENSATION] for _, state in kept])
         size = -(-values.flat.numel() // _SLICES)
-        for value, compensation in zip(values.flat.split(size), scratch.flat.split(size), strict=True):
+        for value, compensation in zip(values.flat.split(size), dropped.flat.split(size), strict=True):
             # The factor decides ties: the kept part is itself rounded, up to half a unit in last place of the weight.
             rounded = torch.add(value, compensation, alpha=0.99).to(torch.bfloat16)
             value.add_(compensation.masked_fill_(rounded != value, 0))
@@ -125,6 +138,7 @@ class Kahan:
         torch._foreach_copy_(weights, values.parts)
         torch._foreach_copy_(scratch.parts, weights)
         values.flat.sub_(scratch.flat)
+        scratch.free()  # before there is more in the states
         for weight, state in zip(weights, states, strict=True):
             if COMPENSATION not in state:
                 state[COMPENSATION] = torch.empty_like(weight, requires_grad=False)
