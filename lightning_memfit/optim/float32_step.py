@@ -130,6 +130,11 @@ def default_chunk(num_elements: int) -> int:
     return min(_LARGEST_CHUNK, max(_LEAST_CHUNK, num_elements // _CHUNKS))
 
 
+def _of_wrapped(name: str) -> property:
+    """An attribute that is the wrapped optimizer's own; a property, as classes are asked for it too."""
+    return property(lambda self: getattr(self.wrapped, name), lambda self, value: setattr(self.wrapped, name, value))
+
+
 class Float32Step(Optimizer):
     """Wraps an optimizer and steps its bfloat16 weights through float32 copies, a chunk at a time.
 
@@ -177,35 +182,9 @@ class Float32Step(Optimizer):
             raise AttributeError(name)  # not constructed yet
         return getattr(self.wrapped, name)
 
-    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the wrapped optimizer."""
-        return self.wrapped.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.wrapped.param_groups = groups
-
-    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
-    @override
-    def state(self) -> Any:
-        """States of the wrapped optimizer, keyed by the weights."""
-        return self.wrapped.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.wrapped.state = state
-
-    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
-    @override
-    def defaults(self) -> dict[str, Any]:
-        """Defaults of the wrapped optimizer."""
-        return self.wrapped.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.wrapped.defaults = defaults
+    param_groups = _of_wrapped("param_groups")
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -281,10 +260,15 @@ class Float32Step(Optimizer):
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is None or parameter.dtype is not torch.bfloat16:
                     continue
-                self._make_states(group, parameter, index, place)
                 state = self.state[parameter]
+                if not state and hasattr(self.wrapped, "init_state"):
+                    # bitsandbytes chooses the width of states by the weight itself, and could not by a float32 copy.
+                    self.wrapped.init_state(group, parameter, index, place)
                 lay_out(parameter, state)
-                for piece in pieces_of(parameter, (index, place), state, self._limit(parameter, state)):
+                limit = parameter.numel()
+                if limit > self.chunk_elements and can_be_cut(self.wrapped, parameter, state):
+                    limit = self.chunk_elements
+                for piece in pieces_of(parameter, (index, place), state, limit):
                     size = padded(piece.weight.numel())
                     if chunk and (parameter.device != device or filled + size > self.chunk_elements):
                         yield chunk
@@ -294,26 +278,15 @@ class Float32Step(Optimizer):
         if chunk:
             yield chunk
 
-    def _limit(self, parameter: Tensor, state: Mapping[str, Any]) -> int:
-        """Elements of a weight that are stepped at a time."""
-        total = parameter.numel()
-        is_cut = total > self.chunk_elements and can_be_cut(self.wrapped, parameter, state)
-        return self.chunk_elements if is_cut else total
-
-    def _make_states(self, group: dict[str, Any], parameter: Tensor, index: int, place: int) -> None:
-        """Let bitsandbytes choose the width of states by the weight itself, as it could not by a float32 copy."""
-        if hasattr(self.wrapped, "init_state") and not self.state[parameter]:
-            self.wrapped.init_state(group, parameter, index, place)
-
     def _step_stand_ins(self, chunk: list[Piece], generator: torch.Generator) -> None:
-        weights, piece_states = [piece.weight for piece in chunk], [piece.state for piece in chunk]
-        values = Copies(weights, self._memory_format)
-        self.rounding.load(weights, piece_states, values)
+        states = [piece.state for piece in chunk]
+        values = Copies([piece.weight for piece in chunk], self._memory_format)
+        self.rounding.load(values, states)
         gradients = values.beside()
         torch._foreach_copy_(gradients.parts, [piece.gradient for piece in chunk])
         groups = self._groups_of(chunk, values, gradients)
         places = dict(zip(values.parts, (piece.place for piece in chunk), strict=True))
-        self._step_wrapped(groups, places, dict(zip(values.parts, piece_states, strict=True)))
+        self._step_wrapped(groups, places, dict(zip(values.parts, states, strict=True)))
         for stand_in in values.parts:
             stand_in.grad = None
         if self.num_steps == 0 and any(_memory(stand_in) != _memory(values.flat) for stand_in in values.parts):
@@ -321,7 +294,7 @@ class Float32Step(Optimizer):
                 f"{type(self.wrapped).__name__} gives weights other memory in its step (`p.data = ...`), where the new "
                 "values would be lost. Use an optimizer that steps in place."
             )
-        self.rounding.store(values, weights, piece_states, gradients, generator)
+        self.rounding.store(values, states, gradients, generator)
         for piece in chunk:
             if piece.span is not None:
                 piece.keep(self.state[piece.parameter])

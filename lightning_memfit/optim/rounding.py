@@ -6,7 +6,7 @@ small.
 
 from copy import copy
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Copies:
 
     def __init__(self, weights: list[Tensor], memory_format: torch.memory_format = torch.preserve_format) -> None:
         starts = [0, *accumulate(padded(weight.numel()) for weight in weights)]
+        self.weights = weights
         self.flat = torch.empty(starts.pop(), dtype=torch.float32, device=weights[0].device)
         self.parts = [
             self.flat.as_strided(weight.shape, _strides(weight, memory_format), start)
@@ -58,45 +59,19 @@ def _strides(weight: Tensor, memory_format: torch.memory_format) -> tuple[int, .
     return torch.empty_like(weight, device="meta", memory_format=memory_format).stride()
 
 
-class Rounding(Protocol):
-    """How weights are read into float32 and written back; `states` are those of the weights."""
-
-    name: str
-
-    def load(self, weights: list[Tensor], states: list[State], values: Copies) -> None:
-        """Write the weights' values into `values`."""
-
-    def store(
-        self,
-        values: Copies,
-        weights: list[Tensor],
-        states: list[State],
-        scratch: Copies,
-        generator: torch.Generator,
-    ) -> None:
-        """Write float32 values into the bfloat16 weights; `values` and `scratch` may be overwritten."""
-
-
 class Stochastic:
     """Round up or down at random, so that the expectation is the float32 value. Nothing but the weight is stored."""
 
     name = "stochastic"
 
-    def load(self, weights: list[Tensor], states: list[State], values: Copies) -> None:
-        """Widen the weights."""
-        torch._foreach_copy_(values.parts, weights)
+    def load(self, values: Copies, states: list[State]) -> None:
+        """Write the weights, in float32, into `values`."""
+        torch._foreach_copy_(values.parts, values.weights)
 
-    def store(
-        self,
-        values: Copies,
-        weights: list[Tensor],
-        states: list[State],
-        scratch: Copies,
-        generator: torch.Generator,
-    ) -> None:
-        """Round the values and write them."""
+    def store(self, values: Copies, states: list[State], scratch: Copies, generator: torch.Generator) -> None:
+        """Round the values and write them into the weights; `values` and `scratch` are overwritten."""
         round_stochastically_(values.flat, generator, scratch.flat)
-        torch._foreach_copy_(weights, values.parts)
+        torch._foreach_copy_(values.weights, values.parts)
 
 
 class Kahan:
@@ -107,13 +82,13 @@ class Kahan:
 
     name = "kahan"
 
-    def load(self, weights: list[Tensor], states: list[State], values: Copies) -> None:
-        """Write the sums of the weights and the parts dropped last time.
+    def load(self, values: Copies, states: list[State]) -> None:
+        """Write the sums of the weights and the parts dropped last time into `values`.
 
         Where other code has written to a weight since (clamping, pruning, averaging), that part no longer belongs to
         it: the sum rounds to another weight, and the weight counts alone.
         """
-        torch._foreach_copy_(values.parts, weights)
+        torch._foreach_copy_(values.parts, values.weights)
         if not any(COMPENSATION in state for state in states):
             return
         dropped = values.beside(torch.bfloat16)
@@ -126,23 +101,20 @@ class Kahan:
             rounded = torch.add(value, compensation, alpha=0.99).to(torch.bfloat16)
             value.add_(compensation.masked_fill_(rounded != value, 0))
 
-    def store(
-        self,
-        values: Copies,
-        weights: list[Tensor],
-        states: list[State],
-        scratch: Copies,
-        generator: torch.Generator,
-    ) -> None:
-        """Write the nearest weights, and the parts they drop into the states."""
-        torch._foreach_copy_(weights, values.parts)
-        torch._foreach_copy_(scratch.parts, weights)
+    def store(self, values: Copies, states: list[State], scratch: Copies, generator: torch.Generator) -> None:
+        """Write the nearest weights, and the parts they drop into the states; all else is overwritten."""
+        torch._foreach_copy_(values.weights, values.parts)
+        torch._foreach_copy_(scratch.parts, values.weights)
         values.flat.sub_(scratch.flat)
         scratch.free()  # before there is more in the states
-        for weight, state in zip(weights, states, strict=True):
+        for weight, state in zip(values.weights, states, strict=True):
             if COMPENSATION not in state:
                 state[COMPENSATION] = torch.empty_like(weight, requires_grad=False)
         torch._foreach_copy_([state[COMPENSATION] for state in states], values.parts)
+
+
+Rounding: TypeAlias = Stochastic | Kahan
+"""How weights are read into float32 copies and written back. `states` are those of the weights."""
 
 
 def round_stochastically_(values: Tensor, generator: torch.Generator, scratch: Tensor) -> Tensor:

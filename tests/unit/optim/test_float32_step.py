@@ -47,12 +47,12 @@ class Exact:
     def __init__(self):
         self.values = {}
 
-    def load(self, weights, states, values):
-        for weight, value in zip(weights, values.parts, strict=True):
+    def load(self, values, states):
+        for weight, value in zip(values.weights, values.parts, strict=True):
             value.copy_(self.values.get((weight.data_ptr(), weight.numel()), weight))
 
-    def store(self, values, weights, states, scratch, generator):
-        for weight, value in zip(weights, values.parts, strict=True):
+    def store(self, values, states, scratch, generator):
+        for weight, value in zip(values.weights, values.parts, strict=True):
             self.values[weight.data_ptr(), weight.numel()] = value.clone()
             weight.copy_(value)
 

@@ -15,16 +15,16 @@ def round_stochastically_(values, generator):
 
 def loaded(rounding, weight, state):
     values = Copies([weight])
-    rounding.load([weight], [state], values)
+    rounding.load(values, [state])
     return values.parts[0]
 
 
 def step(rounding, weight, state, update, generator):
     """Load a weight, add to it, and store it."""
     values = Copies([weight])
-    rounding.load([weight], [state], values)
+    rounding.load(values, [state])
     values.parts[0].add_(update)
-    rounding.store(values, [weight], [state], values.beside(), generator)
+    rounding.store(values, [state], values.beside(), generator)
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0, 3.1415927, 1e-20, -2.7e30, 1e-40])
