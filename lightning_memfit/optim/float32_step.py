@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.paging import mark_like
-from lightning_memfit.optim.rounding import Rounding, generator_for
+from lightning_memfit.optim.rounding import Copies, Rounding, generator_for, padded
 from lightning_memfit.optim.states import BLOCK_SIZE, FLOAT32_STEP, lay_out, refuse_shapes
 from lightning_memfit.optim.steps import narrowed, refuse_sparse, run_closure, step_below_hooks, take_overrides
 
@@ -69,61 +69,45 @@ def pieces_of(parameter: Tensor, place: tuple[int, int], state: dict[str, Any], 
 
 
 class Piece:
-    """A weight, or the part of it that `span` cuts out of its flat form."""
+    """A weight, its gradient and its optimizer state before the step, or the parts of them that `span` cuts out.
+
+    The state of a part are views of tensors with a value per element or per block, else copies.
+    """
 
     def __init__(self, parameter: Tensor, place: tuple[int, int], before: dict[str, Any], span: slice | None) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
         self.parameter = parameter
         self.place = place
-        self._before = before
-        self._span = span
-        self._views: dict[str, Any] = {}
+        self.span = span
+        if span is None:
+            self.weight, self.gradient, self.state = parameter, gradient, before
+        else:
+            self.weight, self.gradient = parameter.detach().view(-1)[span], gradient.reshape(-1)[span]
+            self._views = {key: self._part(key, value, span) for key, value in before.items()}
+            self.state = dict(self._views)
 
-    @property
-    def num_elements(self) -> int:
-        """Number of elements."""
-        return self.parameter.numel() if self._span is None else self._span.stop - self._span.start
-
-    def weight(self) -> Tensor:
-        """View of the weight."""
-        return self._cut(self.parameter.detach())
-
-    def gradient(self) -> Tensor:
-        """Part of the gradient."""
-        assert self.parameter.grad is not None
-        gradient = self.parameter.grad
-        return gradient if self._span is None else gradient.reshape(-1)[self._span]
-
-    def state(self) -> dict[str, Any]:
-        """The optimizer state before the step: views of tensors with a value per element or per block, else copies."""
-        self._views = {key: self._part(key, value) for key, value in self._before.items()}
-        return dict(self._views)
-
-    def keep(self, state: dict[str, Any], whole: MutableMapping[str, Any]) -> None:
-        """Write the state after the step, which began as `state()`, into the weight's own state."""
-        for key, value in state.items():
+    def keep(self, whole: MutableMapping[str, Any]) -> None:
+        """Write the part's state after the step into the weight's own state."""
+        for key, value in self.state.items():
             if not self._is_part(key, value):
                 whole[key] = value
             elif value is not self._views.get(key):
                 if key not in whole:
-                    whole[key] = torch.empty_like(self.parameter, dtype=value.dtype)
-                self._cut(whole[key]).copy_(value)
+                    whole[key] = torch.empty_like(self.parameter, dtype=value.dtype, requires_grad=False)
+                whole[key].view(-1)[self.span].copy_(value)
 
-    def _cut(self, tensor: Tensor) -> Tensor:
-        return tensor if self._span is None else tensor.view(-1)[self._span]
-
-    def _part(self, key: str, value: Any) -> Any:
-        if self._span is None or not isinstance(value, Tensor):
+    def _part(self, key: str, value: Any, span: slice) -> Any:
+        if not isinstance(value, Tensor):
             return value
         if value.shape == self.parameter.shape:
-            return mark_like(self._cut(value), value)
+            return mark_like(value.view(-1)[span], value)
         if key.startswith(_PER_BLOCK):
-            return mark_like(value[self._span.start // BLOCK_SIZE : -(-self._span.stop // BLOCK_SIZE)], value)
+            return mark_like(value[span.start // BLOCK_SIZE : -(-span.stop // BLOCK_SIZE)], value)
         return value.clone() if value.dim() == 0 else value
 
     def _is_part(self, key: str, value: Any) -> bool:
-        if self._span is None or not isinstance(value, Tensor):
-            return False
-        return value.shape == (self.num_elements,) or key.startswith(_PER_BLOCK)
+        return isinstance(value, Tensor) and (value.shape == self.weight.shape or key.startswith(_PER_BLOCK))
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
@@ -144,6 +128,11 @@ def default_chunk(num_elements: int) -> int:
         num_elements: Bfloat16 weights of the optimizer, in elements.
     """
     return min(_LARGEST_CHUNK, max(_LEAST_CHUNK, num_elements // _CHUNKS))
+
+
+def _of_wrapped(name: str) -> property:
+    """An attribute that is the wrapped optimizer's own; a property, as classes are asked for it too."""
+    return property(lambda self: getattr(self.wrapped, name), lambda self, value: setattr(self.wrapped, name, value))
 
 
 class Float32Step(Optimizer):
@@ -180,6 +169,9 @@ class Float32Step(Optimizer):
         self.chunk_elements = chunk_elements or default_chunk(sum(weight.numel() for weight in weights))
         self.seed = seed
         self.num_steps = 0
+        # bitsandbytes would exchange the memory of others for contiguous ones.
+        is_bitsandbytes = hasattr(optimizer, "init_state")
+        self._memory_format = torch.contiguous_format if is_bitsandbytes else torch.preserve_format
         for name, hooks in vars(optimizer).items():
             if name.endswith("_hooks"):
                 setattr(self, name, hooks)
@@ -190,35 +182,9 @@ class Float32Step(Optimizer):
             raise AttributeError(name)  # not constructed yet
         return getattr(self.wrapped, name)
 
-    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the wrapped optimizer."""
-        return self.wrapped.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.wrapped.param_groups = groups
-
-    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
-    @override
-    def state(self) -> Any:
-        """States of the wrapped optimizer, keyed by the weights."""
-        return self.wrapped.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.wrapped.state = state
-
-    @property  # type: ignore[explicit-override]  # mypy 2.4 misses it where there is a setter
-    @override
-    def defaults(self) -> dict[str, Any]:
-        """Defaults of the wrapped optimizer."""
-        return self.wrapped.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.wrapped.defaults = defaults
+    param_groups = _of_wrapped("param_groups")
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -289,54 +255,57 @@ class Float32Step(Optimizer):
     def _chunks(self) -> Iterator[list[Piece]]:
         """Yield chunks of pieces of the bfloat16 weights: as many as fit, all on one device."""
         chunk: list[Piece] = []
+        filled, device = 0, None
         for index, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is None or parameter.dtype is not torch.bfloat16:
                     continue
-                self._make_states(group, parameter, index, place)
                 state = self.state[parameter]
+                if not state and hasattr(self.wrapped, "init_state"):
+                    # bitsandbytes chooses the width of states by the weight itself, and could not by a float32 copy.
+                    self.wrapped.init_state(group, parameter, index, place)
                 lay_out(parameter, state)
-                limit = self.chunk_elements if can_be_cut(self.wrapped, parameter, state) else parameter.numel()
+                limit = parameter.numel()
+                if limit > self.chunk_elements and can_be_cut(self.wrapped, parameter, state):
+                    limit = self.chunk_elements
                 for piece in pieces_of(parameter, (index, place), state, limit):
-                    if chunk and not self._fits(chunk, piece):
+                    size = padded(piece.weight.numel())
+                    if chunk and (parameter.device != device or filled + size > self.chunk_elements):
                         yield chunk
-                        chunk = []
+                        chunk, filled = [], 0
                     chunk.append(piece)
+                    filled, device = filled + size, parameter.device
         if chunk:
             yield chunk
 
-    def _fits(self, chunk: list[Piece], piece: Piece) -> bool:
-        filled = sum(other.num_elements for other in chunk)
-        same_device = chunk[0].parameter.device == piece.parameter.device
-        return same_device and filled + piece.num_elements <= self.chunk_elements
-
-    def _make_states(self, group: dict[str, Any], parameter: Tensor, index: int, place: int) -> None:
-        """Let bitsandbytes choose the width of states by the weight itself, as it could not by a float32 copy."""
-        if hasattr(self.wrapped, "init_state") and not self.state[parameter]:
-            self.wrapped.init_state(group, parameter, index, place)
-
     def _step_stand_ins(self, chunk: list[Piece], generator: torch.Generator) -> None:
-        states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        members: dict[int, list[Tensor]] = defaultdict(list)
-        places: dict[Tensor, tuple[int, int]] = {}
-        stand_ins = []
-        for piece in chunk:
-            weight, state = piece.weight(), piece.state()
-            stand_in = torch.nn.Parameter(self.rounding.load(weight, state))
-            stand_in.grad = piece.gradient().float()
-            members[piece.place[0]].append(stand_in)
-            places[stand_in] = piece.place
-            if state:
-                states[stand_in] = state
-            stand_ins.append((piece, stand_in))
-        groups = [{**self.param_groups[index], "params": params} for index, params in members.items()]
-        self._step_wrapped(groups, places, states)
-        for _, stand_in in stand_ins:
+        states = [piece.state for piece in chunk]
+        values = Copies([piece.weight for piece in chunk], self._memory_format)
+        self.rounding.load(values, states)
+        gradients = values.beside()
+        torch._foreach_copy_(gradients.parts, [piece.gradient for piece in chunk])
+        groups = self._groups_of(chunk, values, gradients)
+        places = dict(zip(values.parts, (piece.place for piece in chunk), strict=True))
+        self._step_wrapped(groups, places, dict(zip(values.parts, states, strict=True)))
+        for stand_in in values.parts:
             stand_in.grad = None
-        for piece, stand_in in stand_ins:
-            state = states[stand_in]
-            self.rounding.store(stand_in.detach(), piece.weight(), state, generator)
-            piece.keep(state, self.state[piece.parameter])
+        if self.num_steps == 0 and any(_memory(stand_in) != _memory(values.flat) for stand_in in values.parts):
+            raise ValueError(
+                f"{type(self.wrapped).__name__} gives weights other memory in its step (`p.data = ...`), where the new "
+                "values would be lost. Use an optimizer that steps in place."
+            )
+        self.rounding.store(values, states, gradients, generator)
+        for piece in chunk:
+            if piece.span is not None:
+                piece.keep(self.state[piece.parameter])
+
+    def _groups_of(self, chunk: list[Piece], values: Copies, gradients: Copies) -> list[dict[str, Any]]:
+        """Give stand-ins their gradients, and return them in the groups of their weights."""
+        members: dict[int, list[Tensor]] = defaultdict(list)
+        for piece, stand_in, gradient in zip(chunk, values.parts, gradients.parts, strict=True):
+            stand_in.grad = gradient
+            members[piece.place[0]].append(stand_in)
+        return [{**self.param_groups[index], "params": params} for index, params in members.items()]
 
     def _step_others(self) -> None:
         groups = []
@@ -359,6 +328,10 @@ class Float32Step(Optimizer):
         """Run the optimizer's step below its hooks, which belong to the step as a whole."""
         with narrowed(self.wrapped, groups, places, states):
             step_below_hooks(self.wrapped)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _refuse(optimizer: Optimizer, chunk_elements: int | None) -> None:

@@ -64,7 +64,6 @@ class GradientRelease:
         self._places: dict[Tensor, tuple[int, int]] = {}
         """Index of each parameter's group, and its index within that."""
         self._stepped: set[int] = set()
-        self._is_releasing = False
         self._watch: _Watch | None = None
         self._waiting: list[tuple[Tensor, Tensor]] = []
         """Parameters with their gradients, in host memory, while a backward pass is watched."""
@@ -111,6 +110,9 @@ class GradientRelease:
             _refuse_shared_versions([*self._handles, *new])
         for parameter in new:
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._take)
+        hooks = _hooks_of(self._optimizer._optimizer_step_pre_hooks, are_ours=True)
+        self._pre_hooks = [hook for hook in hooks if hook != self._begin_step]
+        self._post_hooks = _hooks_of(self._optimizer._optimizer_step_post_hooks, are_ours=True)
 
     def remove(self) -> None:
         """Take the hooks off. Safe to call twice."""
@@ -151,8 +153,6 @@ class GradientRelease:
             self._waiting.clear()
 
     def _begin_step(self, *_: Any) -> None:
-        if self._is_releasing:
-            return
         self._stepped.clear()
         if self.clip_value is not None:  # gradients that came before their parameter was followed
             for group in self._optimizer.param_groups:
@@ -208,17 +208,12 @@ class GradientRelease:
 
     def _run_step(self) -> None:
         """Run a step with this package's own hooks; those of others see the step as a whole."""
-        optimizer = self._optimizer
-        arguments: tuple[Any, ...] = optimizer, (optimizer,), {}
-        self._is_releasing = True
-        try:
-            for hook in _hooks_of(optimizer._optimizer_step_pre_hooks, are_ours=True):
-                hook(*arguments)
-            step_below_hooks(optimizer)
-            for hook in _hooks_of(optimizer._optimizer_step_post_hooks, are_ours=True):
-                hook(*arguments)
-        finally:
-            self._is_releasing = False
+        arguments: tuple[Any, ...] = self._optimizer, (self._optimizer,), {}
+        for hook in self._pre_hooks:
+            hook(*arguments)
+        step_below_hooks(self._optimizer)
+        for hook in self._post_hooks:
+            hook(*arguments)
 
 
 _WHO_READS = (

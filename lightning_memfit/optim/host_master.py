@@ -9,10 +9,11 @@ to masters and float32 gradients while gradients are looked at, clipped and used
 float32 run would show.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device, sparse_parts
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import state_tensors, tensors_among
-from lightning_memfit.optim.states import has_gaps, lay_out_all
+from lightning_memfit.optim.states import has_gaps, lay_out, lay_out_all
 from lightning_memfit.optim.steps import OutermostStep, refuse_own_step
 
 _HALF = (torch.bfloat16, torch.float16)
+_CHECKED_STEPS = 2  # what is written when a batch ends shows in the next
+_BUCKET = 8  # weights that are sent together
 _LIKE_WEIGHTS = (
     "exp_avg",
     "exp_avg_sq",
@@ -56,7 +59,9 @@ class HostMaster:
     AdamW use their fused kernel unless `foreach` or `fused` was chosen.
 
     Parameters may be frozen, unfrozen and added to the optimizer at any time: call `refresh` before the next forward
-    pass. A half-precision weight that other code writes to is refused at the next step, which would overwrite it.
+    pass. A half-precision weight that other code writes to is refused at the next step, which would overwrite it. Torch
+    counts such writes, except those through `weight.data`: these are found in the first two steps, by their values, and
+    not later.
 
     Host memory per trained weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned bytes,
     each tensor's rounded up to a power of two by torch; per frozen one, its exact value if that was given.
@@ -83,6 +88,11 @@ class HostMaster:
         """Names of weights, for messages."""
         self._optimizer: Optimizer | None = None
         self._slots: dict[Tensor, _Slot] = {}
+        self._weights: list[Tensor] = []
+        """The optimizer's weights when they were last looked at."""
+        self._num_marked = 0
+        self._is_laid_out = False
+        self._checks_left = _CHECKED_STEPS
         self._transfer: _Transfer | None = None
         self._handles: list[Any] = []
         self._last_handle: Any = None
@@ -146,37 +156,43 @@ class HostMaster:
         refuse_own_step(self._optimizer, _OWN_STEP)
         self._is_stepping = self._has_evaluated = False
         self.hide()  # in case the last step failed
-        for group in self._optimizer.param_groups:
-            for weight in group["params"]:
-                slot = self._slots.get(weight)
-                if slot is None and weight.dtype in _HALF:
-                    slot = self._slots[weight] = _Slot(weight, None)
-                if slot is not None and not slot.is_trained:
-                    slot.train()
+        weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+        if len(weights) != len(self._weights) or not all(map(is_, weights, self._weights)):
+            self._weights = weights
+            self._keep_masters_of(weights)
         for weight, slot in self._slots.items():
-            if weight.requires_grad and not slot.is_followed:
-                if self._transfer is None:
-                    self._transfer = _Transfer(weight.device)
-                slot.follow(self._transfer)
-            elif slot.is_followed:
+            if slot.handle is None:
+                if weight.requires_grad:
+                    slot.follow(self._transfer_of(slot))
+            elif len(slot.weight._post_accumulate_grad_hooks) > 1:
                 slot.follow_last()
-        _take_fused_kernel(self._optimizer)
         if self._last_handle is not None:
             self._last_handle.remove()
         # After every other hook of the step, so that these find masters.
         self._last_handle = self._optimizer.register_step_post_hook(self._end)
 
+    def _keep_masters_of(self, weights: list[Tensor]) -> None:
+        assert self._optimizer is not None
+        for weight in weights:
+            slot = self._slots.get(weight)
+            if slot is None and weight.dtype in _HALF:
+                slot = self._slots[weight] = _Slot(weight, None)
+            if slot is not None and not slot.is_trained:
+                slot.train()
+        _take_fused_kernel(self._optimizer)
+
     def wait(self) -> None:
         """Wait until all gradients have arrived."""
         for slot in self._slots.values():
-            slot.wait()
+            if slot.arrival is not None:
+                slot.wait()
 
     def show(self, check: bool = False) -> None:
         """Let weights be their masters, once all gradients have arrived.
 
         Args:
-            check: Read the weights to find changes that their masters did not get. Otherwise only those that torch
-                has counted are found, and weights that have been exchanged.
+            check: In the first steps, read the weights to find changes that their masters did not get. Otherwise only
+                those that torch has counted are found, and weights that have been exchanged.
 
         Raises:
             RuntimeError: If other code has written to a weight, which the next step would overwrite.
@@ -185,8 +201,12 @@ class HostMaster:
             return
         self.wait()
         self._refuse_changes(thoroughly=check)
-        for slot in self._slots.values():
-            slot.show()
+        for weight, slot in self._slots.items():
+            slot.version = weight._version
+            if slot.exact is not None:
+                weight.data = slot.exact
+                if slot.handle is not None:
+                    weight.grad = slot.gradient
         self._is_shown = True
 
     def run_model(self) -> None:
@@ -213,9 +233,23 @@ class HostMaster:
         """
         if not self._is_shown:
             return
-        hidden = [(slot, slot.hide()) for slot in self._slots.values() if slot.exact is not None]
+        sent = []
+        for weight, slot in self._slots.items():
+            if slot.exact is None:
+                continue
+            is_changed = weight._version != slot.version
+            if slot.handle is not None:
+                slot.gradient, weight.grad = weight.grad, None
+            if weight.data_ptr() != slot.exact.data_ptr():
+                is_changed, self._is_laid_out = True, False
+                slot.keep(weight.data.to("cpu"))
+            weight.data = slot.half
+            slot.hidden_version = weight._version
+            if is_changed or written or (written is None and slot.is_trained):
+                sent.append(slot)
         self._is_shown = False
-        self._send([slot for slot, changed in hidden if changed or written or (written is None and slot.is_trained)])
+        if sent:
+            self._transfer_of(sent[0]).to_device(sent)
 
     @contextmanager
     def shown(self, written: bool | None = True) -> Iterator[None]:
@@ -260,8 +294,7 @@ class HostMaster:
         args, closure = args[:1], args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             return args, {**kwargs, "closure": partial(self._evaluate, closure)}
-        assert self._optimizer is not None
-        lay_out_all(self._optimizer)
+        self._lay_out()
         return None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -272,18 +305,27 @@ class HostMaster:
         finally:
             if self._runs_in_closures:
                 self.show()
-        assert self._optimizer is not None
-        lay_out_all(self._optimizer)  # just before a fused kernel: hooks of the closure may have exchanged gradients
+        self._lay_out()
         return loss
+
+    def _lay_out(self) -> None:
+        """Just before a fused kernel: hooks, also those of the closure, may have exchanged gradients."""
+        assert self._optimizer is not None
+        if not self._is_laid_out:
+            lay_out_all(self._optimizer)
+            self._is_laid_out = True
+        for weight in self._weights:
+            gradient = weight.grad
+            if gradient is not None and gradient.layout is torch.strided and gradient.stride() != weight.stride():
+                lay_out(weight, {})
 
     def _end(self, *_: Any) -> None:
         assert self._optimizer is not None
         if not self._step.end():
             return
         self._is_stepping = False
-        for weight, state in self._optimizer.state.items():
-            if weight in self._slots:
-                _keep_states(weight, state)
+        if len(self._optimizer.state) != self._num_marked:
+            self._mark_states()
         self.hide()
 
     def _open(self, optimizer: Optimizer, states: dict[str, Any]) -> None:
@@ -292,11 +334,23 @@ class HostMaster:
 
     def _close(self, *_: Any) -> None:
         assert self._optimizer is not None
+        self._is_laid_out = False
+        self._mark_states()
         if not self._is_stepping:
             self.hide(False)
         _take_fused_kernel(self._optimizer)  # states may come from a run that had another
 
+    def _mark_states(self) -> None:
+        """Mark states as host memory."""
+        assert self._optimizer is not None
+        self._num_marked = len(self._optimizer.state)
+        for weight, state in self._optimizer.state.items():
+            for value in tensors_among(state.values()) if weight in self._slots else ():
+                if value.layout is torch.strided and not is_on_host(value):
+                    keep_on_host(value, Category.OPTIMIZER_STATE, weight)
+
     def _detach(self) -> None:
+        self._weights, self._num_marked, self._is_laid_out = [], 0, False
         self._is_stepping = False
         self._step = OutermostStep()
         if self._last_handle is not None:
@@ -310,22 +364,21 @@ class HostMaster:
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def _send(self, slots: "list[_Slot]") -> None:
-        if not slots:
-            return
+    def _transfer_of(self, slot: "_Slot") -> "_Transfer":
         if self._transfer is None:
-            self._transfer = _Transfer(slots[0].half.device)
-        with torch.no_grad():
-            self._transfer.to_device(slots)
-        _note_sums(slots)
+            self._transfer = _Transfer(slot.half.device)
+        return self._transfer
 
     def _refuse_changes(self, thoroughly: bool) -> None:
         """Raise an error if a weight is no longer what was sent."""
-        real = [slot for slot in self._slots.values() if slot.sum is not None]
-        same = _compare_sums(real) if thoroughly else [True] * len(real)
-        for slot, is_same in zip(real, same, strict=True):
+        thoroughly &= self._checks_left > 0
+        self._checks_left -= thoroughly
+        for weight, slot in self._slots.items():
+            if slot.exact is None or slot.is_fake:
+                continue
             # Rounding may hide a small change, of which only torch's count of writes is left.
-            if is_same and slot.weight.data_ptr() == slot.half.data_ptr() and not slot.was_written():
+            is_same = weight._version == slot.hidden_version and weight.data_ptr() == slot.half.data_ptr()
+            if is_same and not (thoroughly and slot.differs()):
                 continue
             name = self.names.get(slot.weight, f"of shape {tuple(slot.weight.shape)}")
             raise RuntimeError(
@@ -340,37 +393,34 @@ class _Slot:
     """One weight, with its exact value, gradient and buffers on the host."""
 
     def __init__(self, weight: Tensor, value: Tensor | None) -> None:
-        self.weight = weight
+        self.weight: Any = weight  # of whose hooks, in their order, torch has no public list
         self.half = weight.data
         self.exact: Tensor | None = None
         self.gradient: Tensor | None = None
         self.staging: Tensor | None = None
-        self.sum: Tensor | None = None
         self.is_trained = False
+        self.is_fake = isinstance(self.half, FakeTensor)
+        self.version = self.hidden_version = weight._version
+        """Torch's counts of writes when the master was last shown, and when it was last hidden."""
+        self.arrival: Future[None] | None = None
+        """Of a gradient that is on its way."""
+        self.handle: Any = None
+        """Of the hook that sends gradients to the host."""
         self._dtype = weight.dtype if value is None else value.dtype
-        self._version = self._hidden_version = weight._version
         self._buffer: Tensor | None = None
-        self._arrival: Future[None] | None = None
-        self._handle: Any = None
         if value is not None:
-            self._keep(value.detach().to("cpu"))
+            self.keep(value.detach().to("cpu"))
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether gradients are sent to the host."""
-        return self._handle is not None
-
-    def _keep(self, value: Tensor) -> None:
+    def keep(self, value: Tensor) -> None:
+        """Let a value on the host be the exact one."""
         self.exact = value
         keep_on_host(value, Category.PARAMETER, self.weight)
-        if self.sum is None:
-            _note_sums([self])
 
     def train(self) -> None:
         """Make the master, in float32."""
         value = self.half.detach() if self.exact is None else self.exact
         if self.exact is None or value.dtype is not torch.float32:
-            self._keep(value.to("cpu", torch.float32))
+            self.keep(value.to("cpu", torch.float32))
         self.is_trained = True
         self.staging = torch.empty_like(self.half, device="cpu", pin_memory=True) if self.half.is_cuda else None
         reserve_pinned(self.half.nbytes, Category.TEMPORARY, self.weight)
@@ -379,21 +429,19 @@ class _Slot:
         """Send gradients to the host from now on; those that came before move there."""
         if not self.is_trained:
             self.train()
-        self._handle = self.weight.register_post_accumulate_grad_hook(partial(transfer.to_host, self))
+        self.handle = self.weight.register_post_accumulate_grad_hook(partial(transfer.to_host, self))
         if self.weight.grad is not None:
             transfer.to_host(self, self.weight)
 
     def follow_last(self) -> None:
         """Let hooks that others have registered since find the gradient, too."""
-        hooks = _hooks_of(self.weight)
-        if next(reversed(hooks)) != self._handle.id:
-            hooks[self._handle.id] = hooks.pop(self._handle.id)  # torch does not follow `move_to_end`
+        hooks = self.weight._post_accumulate_grad_hooks
+        if next(reversed(hooks)) != self.handle.id:
+            hooks[self.handle.id] = hooks.pop(self.handle.id)  # torch does not follow `move_to_end`
 
     def refuse_other_hooks(self) -> None:
         """Raise an error if hooks of others would find no gradient, or another than in a plain run."""
-        hooks = _hooks_of(self.weight)
-        if self._handle is None or len(hooks) == 1:
-            return
+        hooks = self.weight._post_accumulate_grad_hooks
         theirs = [hook for hook in hooks.values() if not _is_ours(hook)]
         is_late = bool(theirs) and not _is_ours(next(reversed(hooks.values())))
         if not is_late and (self.gradient is None or not theirs):
@@ -406,42 +454,11 @@ class _Slot:
             f"find {found}: gradients are accumulated on the host. Register it {fix}, or train without masters."
         )
 
-    def show(self) -> None:
-        """Let the weight be its master."""
-        self._version = self.weight._version
-        if self.exact is not None:
-            self.weight.data = self.exact
-            if self.is_followed:
-                self.weight.grad = self.gradient
-
-    def hide(self) -> bool:
-        """Let the weight be the one on the device; return whether torch has counted a change of the master."""
-        changed = self.weight._version != self._version
-        if self.exact is not None:
-            if self.is_followed:
-                self.gradient, self.weight.grad = self.weight.grad, None
-            shown = self.weight.data
-            if shown.data_ptr() != self.exact.data_ptr():
-                changed = True
-                self._keep(shown.to("cpu"))
-            self.weight.data = self.half
-        self._hidden_version = self.weight._version
-        return changed
-
-    def was_written(self) -> bool:
-        """Whether torch has counted a change of the weight on the device; it counts none through `.data`."""
-        return self.weight._version != self._hidden_version
-
-    def expect(self) -> bool:
-        """Give the master a gradient, and return whether it is new, so that it must be overwritten."""
-        if self.gradient is not None:
-            return False
-        if self._buffer is None:
-            assert self.exact is not None
-            self._buffer = torch.empty_like(self.exact, requires_grad=False)
-            keep_on_host(self._buffer, Category.GRADIENT, self.weight)
-        self.gradient = self._buffer
-        return True
+    def differs(self) -> bool:
+        """Whether the weight on the device is another than its rounded master."""
+        assert self.exact is not None
+        with _disable_current_modes(), torch.no_grad():  # no part of what a ledger should count
+            return with_changes(self.exact, self.half) is not self.exact
 
     def add(self, gradient: Tensor, is_new: bool) -> None:
         """Add a dense gradient, or write it over what is there."""
@@ -450,6 +467,14 @@ class _Slot:
             self.gradient.copy_(gradient)
         else:
             self.gradient.add_(gradient)
+
+    def make_room(self) -> None:
+        """Give the master a dense gradient, whose values are to be overwritten."""
+        if self._buffer is None:
+            assert self.exact is not None
+            self._buffer = torch.empty_like(self.exact, requires_grad=False)
+            keep_on_host(self._buffer, Category.GRADIENT, self.weight)
+        self.gradient = self._buffer
 
     def add_sparse(self, gradient: Tensor) -> None:
         """Add a sparse gradient, which stays sparse as long as all are."""
@@ -461,25 +486,16 @@ class _Slot:
         else:
             self.gradient = self.gradient + gradient
 
-    def make_dense(self) -> None:
-        """Make room for dense gradients where sparse ones came first."""
-        if self.gradient is not None and self.gradient.layout is not torch.strided:
-            self.gradient = self.gradient.to_dense()
-
-    def add_later(self, arrival: "Future[None]") -> None:
-        """Remember a gradient that is on its way."""
-        self._arrival = arrival
-
     def wait(self) -> None:
         """Wait for the gradient that is on its way."""
-        arrival, self._arrival = self._arrival, None
+        arrival, self.arrival = self.arrival, None
         if arrival is not None:
             arrival.result()
 
     def release(self, keep_master: bool) -> None:
         """Leave the weight alone from now on."""
-        if self._handle is not None:
-            self._handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
         if self.exact is not None and keep_master:
             return_to_device(self.exact)
             value = with_changes(self.exact, self.weight.data)
@@ -500,7 +516,6 @@ class _Transfer:
 
     def to_host(self, slot: _Slot, weight: Tensor) -> None:
         """Move a gradient from the device to the host."""
-        slot.refuse_other_hooks()
         gradient, weight.grad = weight.grad, None
         if gradient is None:
             raise RuntimeError(
@@ -508,44 +523,48 @@ class _Transfer:
                 "its gradient away or returned something, which torch does not allow: it must return None and leave "
                 "`.grad` where it is. Change the gradient in place there, or train without masters."
             )
+        if len(slot.weight._post_accumulate_grad_hooks) > 1:
+            slot.refuse_other_hooks()
+        if slot.arrival is not None:
+            slot.wait()  # the staging memory may still hold the last micro-batch's gradient
         if gradient.layout is not torch.strided:
-            slot.wait()
             slot.add_sparse(gradient)
             return
+        is_new = slot.gradient is None
+        if is_new:
+            slot.make_room()
+        elif slot.gradient.layout is not torch.strided:  # type: ignore[union-attr]
+            slot.gradient = slot.gradient.to_dense()  # type: ignore[union-attr]
         if self._thread is None:
-            slot.make_dense()
-            slot.add(gradient, slot.expect())
+            slot.add(gradient, is_new)
             return
-        slot.wait()  # the staging memory may still hold the last micro-batch's gradient
-        slot.make_dense()
-        is_new = slot.expect()
         self._stream.wait_stream(torch.cuda.current_stream(weight.device))
         with torch.cuda.stream(self._stream):
             assert slot.staging is not None
             slot.staging.copy_(gradient, non_blocking=True)
             copied = self._stream.record_event()
         gradient.record_stream(self._stream)  # keeps its memory from being used again before it is copied
-        slot.add_later(self._thread.submit(_add_when, copied, slot, is_new))
+        slot.arrival = self._thread.submit(_add_when, copied, slot, is_new)
 
+    @torch.no_grad()
     def to_device(self, slots: list[_Slot]) -> None:
-        """Copy masters to the weights, rounding each while the one before it is copied."""
-        if self._stream is None:
-            for slot in slots:
-                assert slot.exact is not None
-                slot.half.copy_(slot.exact)
+        """Copy masters to the weights; rounds some into pinned memory while those before them are copied."""
+        plain = [(slot.half, slot.exact) for slot in slots if slot.staging is None and slot.exact is not None]
+        if plain:
+            torch._foreach_copy_([half for half, _ in plain], [exact for _, exact in plain])
+        pinned = [slot for slot in slots if slot.staging is not None]
+        if not pinned:
             return
         if self._sent is not None:
             self._sent.synchronize()  # the staging memory may still hold the values before these
         device = self._stream.device
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        for slot in slots:
-            assert slot.exact is not None
-            if slot.staging is None:
-                slot.half.copy_(slot.exact)
-                continue
-            slot.staging.copy_(slot.exact)
+        for start in range(0, len(pinned), _BUCKET):
+            bucket = [(slot.half, slot.staging, slot.exact) for slot in pinned[start : start + _BUCKET]]
+            halves, staging, exact = map(list, zip(*bucket, strict=True))
+            torch._foreach_copy_(staging, exact)
             with torch.cuda.stream(self._stream):
-                slot.half.copy_(slot.staging, non_blocking=True)
+                torch._foreach_copy_(halves, staging, non_blocking=True)
         self._sent = self._stream.record_event()
         torch.cuda.current_stream(device).wait_stream(self._stream)
 
@@ -593,32 +612,6 @@ def _sparse_with_changes(exact: Tensor, current: Tensor) -> Tensor:
     return result
 
 
-def _note_sums(slots: Iterable[_Slot]) -> None:
-    for slot in slots:
-        if not isinstance(slot.half, FakeTensor):
-            slot.sum = _sum(slot.half)
-
-
-def _compare_sums(slots: list[_Slot]) -> list[bool]:
-    """Whether each weight still has the sum that was noted; the device is waited for once."""
-    if not slots:
-        return []
-    noted = torch.stack([slot.sum for slot in slots if slot.sum is not None])
-    same: list[bool] = (noted == torch.stack([_sum(slot.half) for slot in slots])).tolist()
-    return same
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    """A sum over the bits of a tensor in half precision, which no sum of rounded values would hide a change from."""
-    with _disable_current_modes(), torch.no_grad():  # no part of what a ledger should count
-        flat = tensor.detach().contiguous().view(-1)
-        count = flat.numel() // 4 * 4 if flat.storage_offset() % 4 == 0 else 0
-        if count == flat.numel():
-            return flat.view(torch.int64).sum()
-        rest = flat[count:].view(torch.int16).sum(dtype=torch.int64)
-        return rest + flat[:count].view(torch.int64).sum()  # wraps around
-
-
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 _OWN_STEP = "which would find weights and gradients in another form than a plain run has"
@@ -642,11 +635,6 @@ def _refuse_shapes(optimizer: Optimizer, states: Mapping[str, Any]) -> None:
                     )
 
 
-def _hooks_of(weight: Tensor) -> Any:
-    """Hooks that run when a gradient is complete, in their order (torch has no public way to list them)."""
-    return weight._post_accumulate_grad_hooks
-
-
 def _is_ours(hook: Any) -> bool:
     hook = getattr(hook, "func", hook)
     return (getattr(hook, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
@@ -662,13 +650,6 @@ def _refuse(optimizer: Optimizer) -> None:
         )
     if not any(weight.dtype in _HALF for group in optimizer.param_groups for weight in group["params"]):
         raise ValueError(f"`optimizer` ({name}) has no weight of bfloat16 or float16.")
-
-
-def _keep_states(weight: Tensor, state: Mapping[str, Any]) -> None:
-    """Mark states as host memory."""
-    for value in tensors_among(state.values()):
-        if value.layout is torch.strided and not is_on_host(value):
-            keep_on_host(value, Category.OPTIMIZER_STATE, weight)
 
 
 def _take_fused_kernel(optimizer: Optimizer) -> None:

@@ -21,7 +21,7 @@ class BufferCopies:
 
     At first buffers of up to 1 MiB are copied, and compared after a step. From then on a module's buffers are copied
     if one of them has changed: torch's batch norm counts its batches, but writes running statistics without raising
-    the version by which a change is known.
+    the version by which a change is known. A module that has its first buffer after two steps is not looked at.
 
     Args:
         module: The module in training.
@@ -30,13 +30,16 @@ class BufferCopies:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._kept: dict[nn.Module, _Kept] = {}
+        self._children: list[nn.Module] = []
+        self._walks_left = 2
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy what changes, as it is now."""
-        for child in self._module.modules():
-            if not child._buffers and child not in self._kept:
-                continue
+        if self._walks_left:
+            self._walks_left -= 1
+            self._children = [child for child in self._module.modules() if child._buffers]
+        for child in self._children:
             kept = self._kept.get(child)
             if kept is None:
                 self._kept[child] = _Kept(_seen(child), _copies(child, _LARGE_BYTES))

@@ -66,6 +66,8 @@ class NonFiniteGuard(Callback):
         self.skipped: list[int] = []
         self._in_a_row: dict[int, int] = {}
         self._words: dict[int, str] = {}
+        self._known: set[int] = set()
+        """The module's parameters, by id, when they were last looked at."""
         self._buffers: BufferCopies | None = None
         self._begins = True
         self._engine: ZeroEngine | None = None
@@ -82,7 +84,7 @@ class NonFiniteGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let DeepSpeed look for such gradients, if it has them."""
         self.skipped, self._in_a_row, self._words, self._is_blind, self._engine = [], {}, {}, False, None
-        self._buffers, self._begins = BufferCopies(pl_module), True
+        self._buffers, self._begins, self._known = BufferCopies(pl_module), True, set()
         if self.patience is not None and pl_module.automatic_optimization:
             self._engine = engine_of(trainer)
         if self._engine is not None:
@@ -101,24 +103,23 @@ class NonFiniteGuard(Callback):
         if self.patience is None or self._engine is not None:
             return
         self._begins = True
-        named = [(name, p) for name, p in pl_module.named_parameters() if p.grad is not None]
-        self._watch_losses(not named)
-        named = _stepped_by(optimizer, pl_module, named)
-        is_finite = _all_finite([p.grad for _, p in named])
+        parameters = [p for p in self._stepped_by(optimizer, pl_module) if p.grad is not None]
+        self._watch_losses(not parameters and (self._is_blind or all(p.grad is None for p in pl_module.parameters())))
+        is_finite = _all_finite([p.grad for p in parameters])
         if trainer.world_size > 1:
             is_finite = trainer.strategy.reduce_boolean_decision(is_finite)
         if is_finite:
-            if named:
+            if parameters:
                 self._in_a_row[id(optimizer)] = 0
             if self._buffers is not None and not pl_module.automatic_optimization:
                 self._buffers.take()  # other optimizers may step in this batch
             return
-        first = next((name for name, p in named if not _all_finite([p.grad])), "one of another rank")
+        broken = {id(p) for p in parameters if not _all_finite([p.grad])}
+        first = next((name for name, p in pl_module.named_parameters() if id(p) in broken), "one of another rank")
         words = f"gradients are not finite, first in parameter order `{first}`"
         self._note(id(optimizer), trainer.global_step, words)
-        gradients = [parameter for _, parameter in named]
-        if not _leave_to_scaler(getattr(trainer.precision_plugin, "scaler", None), optimizer, gradients):
-            for parameter in gradients:
+        if not _leave_to_scaler(getattr(trainer.precision_plugin, "scaler", None), optimizer, parameters):
+            for parameter in parameters:
                 parameter.grad = None
 
     @override
@@ -148,6 +149,14 @@ class NonFiniteGuard(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the copies."""
         self._buffers = None
+
+    def _stepped_by(self, optimizer: Optimizer, module: LightningModule) -> list[torch.nn.Parameter]:
+        """The module's parameters that an optimizer steps; all, if it steps others (masters elsewhere)."""
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ids = set(map(id, stepped))
+        if not ids <= self._known:
+            self._known = {id(parameter) for parameter in module.parameters()}
+        return stepped if ids <= self._known else list(module.parameters())
 
     def _note(self, optimizer: int, step: int, words: str) -> None:
         """Count a step that is left out, put buffers back that it has spoilt, and say so."""
@@ -185,16 +194,6 @@ class NonFiniteGuard(Callback):
             f"{self._words[optimizer]}, {self._in_a_row[optimizer]} steps in a row. Lower the learning rate, clip "
             f"gradients or look at the data.{saved}"
         )
-
-
-def _stepped_by(
-    optimizer: Optimizer, module: LightningModule, named: list[tuple[str, torch.nn.Parameter]]
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """Of parameters, those that an optimizer steps; all, if it steps others than the module's (masters elsewhere)."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not stepped <= {id(parameter) for parameter in module.parameters()}:
-        return named
-    return [(name, parameter) for name, parameter in named if id(parameter) in stepped]
 
 
 def _leave_to_scaler(scaler: Any, optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> bool:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -30,7 +30,6 @@ _SERVED = frozenset(
 )
 """Hooks where the technique has gradients or refuses the hook as a whole, and those outside of training steps."""
 _TRANSFERS = ("transfer_batch_to_device", "lr_scheduler_step")
-_WATCHED_STEPS = 2  # the model runs there, which would be slow if every operation were looked at in every step
 
 
 class RefuseReads(TorchFunctionMode):
@@ -77,34 +76,25 @@ def _is_users(frame: Any) -> bool:
 def refuse_late_reads(
     trainer: pl.Trainer, module: pl.LightningModule, is_absent: Callable[[], bool], message: str
 ) -> Iterator[Callable[[], None]]:
-    """Refuse reads of gradients in hooks between steps, in schedulers, and in the first steps of the module.
+    """Refuse reads of gradients in hooks between steps, in schedulers, and in steps of the module.
 
-    To be called in `on_train_start`. Hooks that are not overridden cost nothing.
+    To be called in `on_train_start`. Hooks that are not overridden cost nothing. The others are watched in their first,
+    second, fourth, eighth call and so on: one that reads gradients in calls between these alone is not found.
 
     Yields:
         Functions that undo one change each.
     """
-    parameters: set[int] = set()
 
-    def find() -> set[int]:
-        parameters.clear()
-        parameters.update(id(parameter) for parameter in module.parameters())  # some may be new
-        return parameters
-
-    def watch(where: str) -> Callable[..., Any]:
-        def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with RefuseReads(find(), is_absent, where, message):
-                return inner(*args, **kwargs)
-
-        return layer
-
-    def watch_first(where: str) -> Callable[..., Any]:
-        left = iter(range(_WATCHED_STEPS))
+    def watch(where: str, runs_model: bool = False) -> Callable[..., Any]:
+        calls = count(1)
 
         def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            call = next(calls)
+            is_watched = call & (call - 1) == 0
             # What is compiled would be compiled once more in a function mode.
-            watched = not is_compiled(module) and next(left, None) is not None
-            with RefuseReads(find(), is_absent, where, message) if watched else nullcontext():
+            if not is_watched or (runs_model and is_compiled(module)):
+                return inner(*args, **kwargs)
+            with RefuseReads({id(parameter) for parameter in module.parameters()}, is_absent, where, message):
                 return inner(*args, **kwargs)
 
         return layer
@@ -119,7 +109,7 @@ def refuse_late_reads(
             if _is_theirs(callback, name):
                 yield wrap_method(callback, name, watch(f"`{name}` of the callback {type(callback).__name__}"))
     for name in ("training_step", "validation_step"):
-        yield wrap_method(trainer.strategy, name, watch_first(f"The module's `{name}`"))
+        yield wrap_method(trainer.strategy, name, watch(f"The module's `{name}`", runs_model=True))
 
 
 def _hooks_of(cls: type) -> list[str]:

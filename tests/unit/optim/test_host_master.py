@@ -298,14 +298,21 @@ class OnDevice:
         self.queue = queue
         self.values = []
 
-    def copy_(self, source, non_blocking=False):
-        assert non_blocking
-        self.queue.waiting.append(lambda: self.values.append(source.item()))
+    @classmethod
+    def copy(cls, targets, sources, non_blocking=False):
+        """In place of `torch._foreach_copy_`."""
+        for target, source in zip(targets, sources, strict=True):
+            if isinstance(target, cls):
+                assert non_blocking
+                target.queue.waiting.append(lambda target=target, source=source: target.values.append(source.item()))
+            else:
+                target.copy_(source)
 
 
 def test_values_that_are_still_being_sent_are_not_overwritten(monkeypatch):
     monkeypatch.setattr(host_master, "DeviceKind", SimpleNamespace(of=lambda device: DeviceKind.of("cuda")))
     monkeypatch.setattr(torch.cuda, "Stream", Queue)
+    monkeypatch.setattr(torch, "_foreach_copy_", OnDevice.copy)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue())
     transfer = host_master._Transfer(torch.device("cpu"))
