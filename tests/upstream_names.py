@@ -112,7 +112,6 @@ NAMES: dict[str, str] = {
     "_defaults": "torchmetrics.Metric",
     "_destroy": "torch.library.Library",
     "_dump_snapshot": "torch.cuda.memory",
-    "_execution_engine": "torch.autograd.Variable",
     "_extract_batch_size": "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection",
     "_chunk_cat": "torch",
     "_fingerprint": "datasets.Dataset",
@@ -169,7 +168,6 @@ NAMES: dict[str, str] = {
     "_is_hsdp": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_is_zerotensor": "torch.Tensor",
     "_last_lr": "torch.optim.lr_scheduler.LRScheduler",
-    "_len_torch_dispatch_stack": "torch._C",
     "_lib": "bitsandbytes.cextension.lib",
     "_load_config": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_local_scalar_dense": "torch.ops.aten",
@@ -234,7 +232,6 @@ NAMES: dict[str, str] = {
     "_swappable_optimizer_subgroup": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_to_copy": "torch.ops.aten",
     "_to_sync": "torchmetrics.Metric",
-    "_top_saved_tensors_default_hooks": "torch._C._autograd",
     "_trainer": "lightning.pytorch.LightningModule",
     "_unique2": "torch.ops.aten",
     "_unsafe_view": "torch.ops.aten",
@@ -251,7 +248,6 @@ NAMES: dict[str, str] = {
     "_version": "torch.Tensor",
     "_metadata": "torch.nn.Module",
     "_schedulers": "torch.optim.lr_scheduler.SequentialLR",
-    "_is_view": "torch.Tensor",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
 }
 

@@ -253,8 +253,7 @@ def _refuse_caches(block: str, values: tuple[Any, ...]) -> None:
 
 def _has_statistics(module: nn.Module) -> bool:
     """Whether a module is known to write its buffers, before a trace has seen it."""
-    norms = (child for child in module.modules() if isinstance(child, nn.modules.batchnorm._NormBase))
-    return any(norm.training and norm.track_running_stats for norm in norms)
+    return any(child.training and getattr(child, "track_running_stats", False) is True for child in module.modules())
 
 
 # --- one run of a block -----------------------------------------------------------------------------------------------
