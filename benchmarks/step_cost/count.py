@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,9 +14,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-WARMUP, CALLS, OPERATORS, TIMES = 5, 3, 1, 9
+WARMUP, CALLS, OPERATORS, TIMES = 12, 3, 3, 9
 STEPS = WARMUP + CALLS + OPERATORS + TIMES
-"""Optimizer steps of a run: those in which first-batch checks may run, then those of each measurement."""
+"""Optimizer steps of a run: those in which something is still checked or learned, then those of each measurement."""
 
 _READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "is_nonzero")
 _COPIES = ("copy_", "_to_copy", "_foreach_copy_")
@@ -31,7 +32,7 @@ class Cost:
     calls: int
     """Calls of Python functions, the median of three steps; generators count each time that they go on."""
     operators: int
-    """Operators below autograd, of forward, backward and optimizer step."""
+    """Operators below autograd, of forward, backward and optimizer step, of the middle one of three steps."""
     reads: dict[str, int]
     """Times by name that the host waits for a value: operators such as that of `.item()`, and `.cpu()`."""
     copies: int
@@ -77,7 +78,7 @@ class StepCost(pl.Callback):
         self._seen = 0
         self._calls: list[int] = []
         self._to_host = Counter[str]()
-        self._operators = _Operators()
+        self._operators: list[_Operators] = []
         self._times: list[float] = []
 
     @override
@@ -88,12 +89,13 @@ class StepCost(pl.Callback):
         if rest:
             return
         sys.setprofile(None)
-        if step == WARMUP + CALLS + OPERATORS:
-            self._operators.__exit__(None, None, None)
+        if WARMUP + CALLS < step <= WARMUP + CALLS + OPERATORS:
+            self._operators[-1].__exit__(None, None, None)
         if step >= WARMUP + CALLS + OPERATORS:
             self._times.append(time.process_time())
         elif step >= WARMUP + CALLS:
-            self._operators.__enter__()
+            self._operators.append(_Operators())
+            self._operators[-1].__enter__()
         elif step >= WARMUP:
             self._calls.append(0)
             sys.setprofile(self._count)
@@ -106,13 +108,14 @@ class StepCost(pl.Callback):
 
     def cost(self) -> Cost:
         """What was measured, once the run has ended."""
-        names = self._operators.names
-        reads = {name: names[name] // OPERATORS for name in _READS if names[name]}
+        steps = sorted((mode.names for mode in self._operators), key=Counter.total)
+        names = steps[len(steps) // 2]
+        reads = {name: names[name] for name in _READS if names[name]}
         reads |= {name: count // CALLS for name, count in self._to_host.items() if count >= CALLS}
         return Cost(
             calls=int(statistics.median(self._calls)),
-            operators=sum(names.values()) // OPERATORS,
+            operators=names.total(),
             reads=reads,
-            copies=sum(names[name] for name in _COPIES) // OPERATORS,
-            milliseconds=1000 * statistics.median(b - a for a, b in zip(self._times, self._times[1:], strict=False)),
+            copies=sum(names[name] for name in _COPIES),
+            milliseconds=1000 * statistics.median(b - a for a, b in pairwise(self._times)),
         )

@@ -19,7 +19,7 @@ Generated from `benchmarks/results/step_cost.json` by `python -m benchmarks.step
 `python -m benchmarks.step_cost.run`. What runs is in `benchmarks/step_cost/rows.py`.
 
 A GPT-2 of 12 small blocks is trained by Lightning's Trainer on one core; the peers run in the same module and Trainer.
-Counted is one step after the first five, logging apart: calls of Python functions, operators below autograd (forward,
+Counted is one step after the first twelve, logging apart: calls of Python functions, operators below autograd (forward,
 backward, optimizer step), operators that copy, and reads, which wait for the device (but for AdamW's step counters,
 which lie in host memory on any device). On a card small micro-batches are bound by the host: there calls are time.
 """
