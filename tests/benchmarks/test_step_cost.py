@@ -65,5 +65,5 @@ def test_the_page_is_what_the_results_give() -> None:
 
 
 def test_reasons_are_those_of_rows_that_exist() -> None:
-    assert notes.pages()["step_cost"] <= {row.name for row in ROWS}
+    assert notes.rows_with_reasons("step_cost") <= {row.name for row in ROWS}
     assert notes.reason("step_cost", "no such row") == notes.UNEXPLAINED
