@@ -25,9 +25,9 @@ class Slower:
     """Whether one of the two didn't have the cores for itself."""
 
     def __str__(self) -> str:
-        busy = "Timed while other programs kept the cores busy."
-        words = busy if self.is_busy else notes.reason(self.result.experiment, self.result.row, self.result)
-        return f"{self.result.title}: {self.times:.2f}x of {self.than}. {words}"
+        words = notes.reason(self.result.experiment, self.result.row, self.result)
+        busy = " Timed while other programs kept the cores busy." if self.is_busy else ""
+        return f"{self.result.title}: {self.times:.2f}x of {self.than}. {words}{busy}"
 
 
 def slower(results: Sequence[Result]) -> list[Slower]:
