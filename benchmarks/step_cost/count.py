@@ -4,7 +4,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -39,10 +39,6 @@ class Cost:
     """Operators that copy tensors; on the CPU nothing tells those to the host from others."""
     milliseconds: float
     """Processor time, the median of nine steps."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 class _Operators(TorchDispatchMode):

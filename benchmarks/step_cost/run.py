@@ -26,7 +26,7 @@ def measure(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def _side(side: Side) -> dict[str, Any]:
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # monitors print a report
-            return {"name": side.name, **side.cost().to_dict()}
+            return {"name": side.name, **vars(side.cost())}
     except Exception as error:
         return {"name": side.name, "failed": f"{type(error).__name__}: {error}"[:300]}
     finally:

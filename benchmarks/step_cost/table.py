@@ -1,6 +1,7 @@
 """Write the page of step costs from its results: `python -m benchmarks.step_cost.table`."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ def page() -> str:
         f"## Over {MOST} times the calls of the peer",
         *(list(_over(record["rows"])) or ["None."]),
         "",
+        "## Reads of the device that the peer doesn't make",
+        *(list(_more_reads(record["rows"])) or ["None."]),
+        "",
         "## All rows",
         "| row | | Python calls | x peer | operators | copies | reads | processor ms |",
         "|---|---|---:|---:|---:|---:|---|---:|",
@@ -59,6 +63,17 @@ def _over(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"- {row['name']}: {found[row['name']]:.2f} times {peer}. {reason('step_cost', row['name'])}"
 
 
+def _more_reads(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        ours, peer = (Counter(side.get("reads", {})) for side in row["sides"][:2])
+        if more := ours - peer:
+            yield f"- {row['name']}: {_counted(more)} more than {row['sides'][1]['name']}."
+
+
+def _counted(reads: dict[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in reads.items()) or "0"
+
+
 def _lines(row: dict[str, Any]) -> Iterator[str]:
     for index, side in enumerate(row["sides"]):
         name = "" if index else row["name"]
@@ -66,10 +81,9 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
             yield f"| {name} | {side['name']} | {shortened(side['failed'])} | | | | | |"
             continue
         times = ratio({"sides": [row["sides"][0], side]}) if index else None
-        reads = ", ".join(f"{count} {what}" for what, count in side["reads"].items()) or "0"
         yield (
             f"| {name} | {side['name']} | {side['calls']:,} | {'' if times is None else f'{times:.2f}'} | "
-            f"{side['operators']:,} | {side['copies']:,} | {reads} | {side['milliseconds']:.1f} |"
+            f"{side['operators']:,} | {side['copies']:,} | {_counted(side['reads'])} | {side['milliseconds']:.1f} |"
         )
 
 
