@@ -23,8 +23,8 @@ A GPT-2 of 12 small blocks is trained by Lightning's Trainer on one core; the pe
 Counted is one step after the first twelve, logging apart: calls of Python functions, operators below autograd (forward,
 backward, optimizer step), operators that copy, and reads, which wait for the device (but for AdamW's step counters,
 which lie in host memory on any device). On a card small micro-batches are bound by the host: there calls are time.
-On the CPU nothing tells which tensors would lie on a device: `.numpy()` or `.tolist()` of what lies on the host, such as
-a generator's state, counts as a read, too.
+On the CPU nothing tells which tensors would lie on a device: `.numpy()` or `.tolist()` of what lies on the host, such
+as a generator's state, counts as a read, too.
 """
 
 
