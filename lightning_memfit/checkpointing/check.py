@@ -1,18 +1,21 @@
 """The first call of a block: it finds out what the block writes, and checks that recomputing it is exact.
 
-The block runs plainly before its call, and as it is checkpointed once more when backward reaches it, from the same
-inputs and state and with the same gradient of its outputs. Gradients are compared by projections (`memory.comparison`),
-so that no more than one block's activations and gradients are alive beside those of the step.
+When backward reaches the block, it runs plainly and as it is checkpointed, from the inputs and the state of its call
+and with the gradients of its outputs. Outputs must be those of the call, and gradients those of the plain run; they are
+compared by projections (`memory.comparison`). So no more than one block's activations and gradients are alive at any
+time, as in the recomputation that follows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_memfit.checkpointing.policies import WatchedWrites, selective_contexts
@@ -26,8 +29,8 @@ from lightning_memfit.checkpointing.recompute import (
     OpaqueResultError,
     in_trace,
 )
-from lightning_memfit.memory.comparison import Reading, explain_difference
-from lightning_memfit.memory.generators import drawing_from, random_states, set_random_states
+from lightning_memfit.memory.comparison import Reading, explain_difference, projected, relative_difference
+from lightning_memfit.memory.generators import drawing_from, random_states
 from lightning_memfit.memory.state import State
 
 _SAME_SHARE = 1e-2
@@ -61,9 +64,9 @@ class FirstCall:
         self._around = around
         self._may_be_light = around is None and not kept
         self._has_values = not in_trace()
-        self._has_run = self._is_over = False
-        self._plain: _Run | None = None
-        self._given: Tensor | None = None
+        self._has_run = False
+        self._returned: Reading | None = None
+        self._given: dict[int, Tensor] = {}
         self._share: Tensor | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -87,31 +90,13 @@ class FirstCall:
         self._state = State(known.groups(), copies_tensors=self._has_values)
         self._inputs = _Inputs(args, kwargs)
         self._random = random_states(known.devices) if self._has_values else {}
-        if self._has_values:
-            self._run_plainly()
-        with self._refusing_errors():
-            result = self._run_checkpointed(args, kwargs)
+        result = self._run_checkpointed(args, kwargs)
         self._note_written()
-        if self._plain is not None:
-            self._compare_results(result, self._plain)
-        self._look_at_users(result)
-        self._state = self._state.only(known.written, known.moves_generators)
-        self._is_over = True
-        if not self._kept:
-            del self._inputs  # they may lie on the host; backward brings them
+        self._look_at_results(result)
         (known.settled if self._has_values else known.traced).add(known.modules[0].training)
         return result
 
     # --- forward ---
-
-    def _run_plainly(self) -> None:
-        known = self._known
-        self._plain = _Run(self._function, self._inputs, known.named_parameters())
-        self._note_written()
-        self._may_be_light &= self._plain.has_own_leaves
-        known.constant_outputs = self._plain.constant_outputs
-        self._state.only(known.written, known.moves_generators).restore()
-        set_random_states(self._random)
 
     def _run_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._known
@@ -135,42 +120,40 @@ class FirstCall:
         known.written = tuple(dict.fromkeys((*known.written, *self._state.changed())))
         known.moves_generators |= self._state.have_generators_moved()
         self._may_be_light &= not (known.written or known.moves_generators)
+        self._state = self._state.only(known.written, known.moves_generators)
         if self._inputs.are_written():
             self._refuse("its forward writes one of its arguments in place. Let it change a copy (`x = x * 2`).")
 
-    def _compare_results(self, result: Any, plain: "_Run") -> None:
-        first = [plain.returned]
-
-        def again() -> Reading:
-            return first.pop() if first else self._repeat(self._function).returned
-
-        self._compare(_returned(result), again, plain, "that changes", "run a second time from where it began")
-
-    def _look_at_users(self, result: Any) -> None:
-        """Find out, for a `LightCall`, whether other code uses the argument that needs gradients, too.
-
-        torch sums the gradients of all uses in the order in which they come. A `LightCall` sums those of a block first,
-        which rounds otherwise.
-        """
+    def _look_at_results(self, result: Any) -> None:
+        """Read what was returned, and follow the gradients that come back."""
         leaves = tree_flatten(result)[0]
         inputs = self._inputs.needing_grad()
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         are_found = all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves)
         self._may_be_light &= are_found and len(outputs) <= 1 and len(inputs) <= 1
+        if not self._kept:
+            del self._inputs  # they may lie on the host; backward brings them
         if not self._has_values:
             self._known.is_light = self._may_be_light
-        elif self._may_be_light and inputs and outputs:
-            outputs[0].register_hook(self._keep_gradient)
+            return
+        self._returned = _returned(result)
+        for number, output in enumerate(outputs):
+            output.register_hook(partial(self._keep_gradient, number))
+        if self._may_be_light and inputs:
             inputs[0].register_hook(self._compare_share)
 
-    def _keep_gradient(self, gradient: Tensor) -> None:
-        if self._plain is not None:
-            self._given = gradient
+    def _keep_gradient(self, number: int, gradient: Tensor) -> None:
+        if self._returned is not None:
+            self._given[number] = gradient
 
     def _compare_share(self, gradient: Tensor) -> None:
+        """Let later calls be light if no other code uses the argument that needs gradients.
+
+        torch sums the gradients of all uses in the order in which they come. A `LightCall` sums those of a block first,
+        which rounds otherwise.
+        """
         if self._share is not None:
-            share, whole = Reading(["share"], [self._share]), Reading(["whole"], [gradient])
-            self._known.is_light = share.difference(whole)[0] <= _SAME_SHARE
+            self._known.is_light = relative_difference(self._share, projected(gradient)) <= _SAME_SHARE
             self._share = None
 
     # --- backward ---
@@ -180,66 +163,75 @@ class FirstCall:
         if not self._has_run:
             self._has_run = True
             return self._function(*args, **kwargs)
-        if self._is_over and self._plain is not None:
+        if self._returned is not None:
             self._inputs = _Inputs(args, kwargs)
         with self._begin_again():
             return self._function(*args, **kwargs)
 
     def _begin_again(self) -> AbstractContextManager[None]:
         """Check the recomputation that begins, and return the context for it. Forward itself may ask for gradients."""
-        if self._is_over and self._plain is not None:
-            self._check(self._plain)
-            self._plain = self._given = None
+        if self._returned is not None:
+            try:
+                self._check(self._returned)
+            except (torch.OutOfMemoryError, MemoryError):
+                warnings.warn(
+                    f"{self._known.name}: there is no room to check in the first batch that recomputing it is exact; "
+                    "training goes on without.",
+                    stacklevel=2,
+                )
+            self._returned, self._given = None, {}
             del self._inputs
         return self._state.put_back()
 
-    def _check(self, plain: "_Run") -> None:
-        """Run the block as it is checkpointed, and compare gradients with those of its plain run."""
+    def _check(self, returned: Reading) -> None:
+        """Run the block plainly and as it is checkpointed, and compare."""
+        known = self._known
+        first = [plain := self._repeat(self._function)]
 
         def again() -> Reading:
-            return self._repeat(self._again).gradients
+            return (first.pop() if first else self._repeat(self._function)).returned
 
-        self._compare(plain.gradients, again, plain, "that has changed since its forward", "when it was recomputed")
-        if self._may_be_light and self._given is not None:
-            self._share = self._repeat(self._again, self._given).of_input
-        else:
-            self._known.is_light = self._may_be_light and not self._inputs.needing_grad()
+        self._compare(returned, again, plain, "run plainly from where it began")
+        self._may_be_light &= plain.has_own_leaves
+        known.constant_outputs = plain.constant_outputs
+        self._share = plain.gradients.values[0] if plain.gradients.values else None
+        self._compare(plain.gradients, lambda: self._repeat(self._again).gradients, plain, "when it was recomputed")
+        if not self._may_be_light:
+            self._share = None
+        elif not self._inputs.needing_grad():
+            known.is_light = True
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
         if self._may_be_light and self._known.takes_light(args, kwargs):
             return LightCall(self._function, self._known).run(args, kwargs)
         return self._known.run(self._function, self._kept, args, kwargs, None)
 
-    def _repeat(self, function: Function, given: Tensor | None = None) -> "_Run":
+    def _repeat(self, function: Function) -> "_Run":
         """Run the block once more from where it began; afterwards everything is as before."""
         # What is saved here is no part of the recomputation in which it happens.
         apart = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
-        with drawing_from(self._random), self._state.put_back(), apart, self._refusing_errors():
-            return _Run(function, self._inputs, self._known.named_parameters(), given)
+        with drawing_from(self._random), self._state.put_back(), apart:
+            try:
+                return _Run(function, self._inputs, self._known.named_parameters(), self._given)
+            except (InexactRecomputationError, torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                self._refuse(f"run once more, it fails ({type(error).__name__}: {error}).", error)
 
     # --- refusals ---
 
     def _refuse(self, found: str, cause: Exception | None = None) -> NoReturn:
         raise InexactRecomputationError(self._known.name, found) from cause
 
-    @contextmanager
-    def _refusing_errors(self) -> Iterator[None]:
-        """What fails here has run plainly before."""
-        try:
-            yield
-        except (InexactRecomputationError, OpaqueResultError, torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:
-            if self._plain is None:  # of a trace
-                raise
-            self._refuse(f"checkpointed, it fails ({type(error).__name__}: {error}).", error)
-
-    def _compare(self, first: Reading, again: Callable[[], Reading], plain: "_Run", reads: str, when: str) -> None:
+    def _compare(self, first: Reading, again: Callable[[], Reading], plain: "_Run", when: str) -> None:
         device = self._known.devices[-1]
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else plain.dtype
         found = explain_difference(first, again, dtype, device)
         if found is not None:
-            self._refuse(f"{found} {when}. It reads something {reads}, and that its modules don't show.")
+            self._refuse(
+                f"{found} {when}. It reads something that changes or that has changed since its forward, and that its "
+                "modules don't show."
+            )
 
 
 def _refuse_caches(block: str, values: tuple[Any, ...]) -> None:
@@ -302,7 +294,7 @@ class _Inputs:
                 new[id(value)] = value.detach()
                 if value.requires_grad:
                     leaves.append(new[id(value)].requires_grad_())
-                    new[id(value)] = leaves[-1].clone()
+                    new[id(value)] = leaves[-1].view_as(leaves[-1])
             return new[id(value)]
 
         args, kwargs = tree_map(renewed, self._given)
@@ -316,23 +308,19 @@ class _Run:
         function: The block.
         inputs: Its arguments.
         parameters: Its parameters by name.
-        given: The gradient of its only output; by default one that no symmetry of a block makes vanish.
+        given: Gradients of those of its outputs that need any, by number. Where they are zero or not finite, as behind
+            layers that begin at zero, others take their place.
 
     Attributes:
         returned: What it returned.
         gradients: The gradients that it gave.
-        of_input: That of its first input, if the gradient of its output was given.
         has_own_leaves: Whether its outputs depend on nothing that needs gradients but its inputs and parameters.
         constant_outputs: Numbers of the outputs that need no gradients.
         dtype: The coarsest type of what it returned.
     """
 
     def __init__(
-        self,
-        function: Function,
-        inputs: _Inputs,
-        parameters: dict[str, nn.Parameter],
-        given: Tensor | None = None,
+        self, function: Function, inputs: _Inputs, parameters: dict[str, nn.Parameter], given: dict[int, Tensor]
     ) -> None:
         with torch.enable_grad():
             args, kwargs, leaves = inputs.apart()
@@ -347,24 +335,28 @@ class _Run:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         wanted = [*leaves, *trained.values()]
         self.has_own_leaves = _leaves_of(differentiable) <= set(map(id, wanted))
-        del result, outputs, everything, args, kwargs
+        weights = [_weight_of(output, given.get(number)) for number, output in enumerate(differentiable)]
+        edges = [get_gradient_edge(output) for output in differentiable]
+        del result, outputs, everything, args, kwargs, differentiable  # not needed while gradients are computed
         gradients: Sequence[Tensor | None] = []
-        if differentiable and wanted:
-            weights = [_pattern_like(output) for output in differentiable] if given is None else [given]
-            gradients = torch.autograd.grad(differentiable, wanted, weights, allow_unused=True)
-            del differentiable, weights
+        if edges and wanted:
+            gradients = torch.autograd.grad(edges, wanted, weights, allow_unused=True)
         names = [f"input {number + 1}" for number in range(len(leaves))] + [f"`{name}`" for name in trained]
         self.gradients = Reading([f"the gradient of {name}" for name in names[: len(gradients)]], gradients)
-        self.of_input = gradients[0] if given is not None and gradients else None
+
+
+def _weight_of(output: Tensor, given: Tensor | None) -> Tensor:
+    """The gradient of an output, or one that no symmetry of a block makes vanish."""
+    if given is not None and given.shape == output.shape:
+        read = projected(given)
+        if bool(read.isfinite().all()) and bool(read.any()):
+            return given
+    values = torch.arange(output.numel(), device=output.device, dtype=torch.float32).mul_(0.7).sin_()
+    return values.reshape(output.shape).to(output.dtype)
 
 
 def _rounding_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
-
-
-def _pattern_like(output: Tensor) -> Tensor:
-    values = torch.arange(output.numel(), device=output.device, dtype=torch.float32).mul_(0.7).sin_()
-    return values.reshape(output.shape).to(output.dtype)
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> set[int]:

@@ -36,7 +36,7 @@ class Reading:
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
         self.names = list(names)
-        self.values = [None if tensor is None else _projected(tensor) for tensor in tensors]
+        self.values = [None if tensor is None else projected(tensor) for tensor in tensors]
 
     def difference(self, other: "Reading") -> tuple[float, str]:
         """Largest relative difference to another reading, and the name of what differs most."""
@@ -47,12 +47,13 @@ class Reading:
                 only = two if one is None else one
                 found = 0.0 if only is None or not bool(only.any()) else math.inf
             else:
-                found = _relative(one, two)
+                found = relative_difference(one, two)
             worst = max(worst, (found, name))
         return worst
 
 
-def _relative(one: Tensor, two: Tensor) -> float:
+def relative_difference(one: Tensor, two: Tensor) -> float:
+    """Difference of two projections, relative to the larger; infinite where only one is finite."""
     same = (one == two) | (one.isnan() & two.isnan())
     if bool(same.all()):
         return 0.0
@@ -60,9 +61,10 @@ def _relative(one: Tensor, two: Tensor) -> float:
     return math.inf if not math.isfinite(difference) else float(difference)
 
 
-def _projected(tensor: Tensor) -> Tensor:
+def projected(tensor: Tensor) -> Tensor:
     """Some random projections of a tensor, on the host and in float64."""
     with _disable_current_modes(), torch.no_grad():  # a few hundred KiB that are no memory of the step
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's part of a `DTensor`
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         if tensor.is_complex():

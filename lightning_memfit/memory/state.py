@@ -8,12 +8,13 @@ tuples of these. Objects of other classes, globals, closures and files are not p
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.memory.generators import NUMPY, PYTHON
 
@@ -86,13 +87,14 @@ class _Held:
         self.back = value
         self.content: Any = None
         self.version = 0
+        if isinstance(value, nn.Parameter) and depth:
+            return  # of another group: DeepSpeed and others keep lists of weights that they give and take
         if isinstance(value, Tensor):
             self.version = value._version
             if value.grad_fn is not None and not keeps_graphs:
                 self.back = value.detach().requires_grad_()
             if copies_tensors and value.grad_fn is None:
-                with torch.no_grad():
-                    self.content = value.detach().clone()
+                self.content = _copied(value)
         elif is_random_source(value):
             self.content = random_source_state(value)
         elif isinstance(value, np.ndarray):
@@ -129,7 +131,8 @@ class _Held:
         if content is None:
             return value
         if isinstance(value, Tensor):
-            value.data.copy_(content)  # no write that torch counts: autograd may have saved it
+            with _unseen(value):
+                value.data.copy_(content)  # no write that torch counts: autograd may have saved it
         elif is_random_source(value):
             set_random_source_state(value, content)
         elif isinstance(value, np.ndarray):
@@ -150,6 +153,16 @@ class _Held:
         return value
 
 
+def _unseen(tensor: Tensor) -> AbstractContextManager[Any]:
+    """No mode sees that a weight is saved: a technique may watch what reads it."""
+    return _disable_current_modes() if isinstance(tensor, nn.Parameter) else nullcontext()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    with torch.no_grad(), _unseen(tensor):
+        return tensor.detach().clone()
+
+
 def _items(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
@@ -158,7 +171,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same values, NaN included."""
     if one.dtype != other.dtype or one.layout is not torch.strided or one.is_quantized:
         return one.dtype == other.dtype and one.layout is not torch.strided
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    with torch.no_grad(), _unseen(one):
+        return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

@@ -844,7 +844,7 @@ class Jacobian(Block):
 def test_transforms_of_torch_func():
     plain = gradients_of(ForwardMode, plainly_called, lambda net: None)
     assert gradients_of(ForwardMode, plainly_called, checkpointed("full")) == plain
-    with pytest.raises(InexactRecomputationError, match="Jacobian would not be exact"):
+    with pytest.raises(RuntimeError, match="jacrev"):
         gradients_of(Jacobian, plainly_called, checkpointed("full"))
     net = Net(Block)
     apply_checkpointing(list(net.blocks), ["full"] * 3)
@@ -885,11 +885,11 @@ class Ragged(Block):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors():
+def test_nested_tensors_are_torchs_own_error():
     plain = gradients_of(Ragged, plainly_called, lambda net: None)
     assert gradients_of(Ragged, plainly_called, checkpointed("offload")) == plain
     for choice in ("full", "keep_matmul"):
-        with pytest.raises(InexactRecomputationError, match="Ragged would not be exact: checkpointed, it fails"):
+        with pytest.raises(RuntimeError, match="NestedTensorImpl"):
             gradients_of(Ragged, plainly_called, checkpointed(choice))
 
 
