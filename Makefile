@@ -71,7 +71,7 @@ aio: $(STAMP)
 # Goes on where it stopped; MORE=--more adds what is asked last. Without a package index, carry the wheels that
 # `make gpu-wheels` collects.
 FOLDER ?= benchmarks/results/gpu
-MINUTES ?= 20
+MINUTES ?= 14
 MORE ?=
 gpu:
 	$(PYTHON) -m benchmarks.gpu.suite --folder $(FOLDER) --minutes $(MINUTES) $(MORE)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from benchmarks.slower import paragraph
 from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.experiment import Experiment, load_experiment
 from lightning_memfit.bench.record import Result, read_result
@@ -36,12 +37,17 @@ def page(file: Path) -> str:
         )
     if first.notes:
         lines += ["", *(f"- {note}" for note in first.notes)]
-    return "\n".join(lines) + "\n" + "".join(map(_section, variants))
+    slower = "".join(paragraph(results_of(one), _title(one)) for one in variants)
+    return "\n".join(lines) + "\n" + slower + "".join(map(_section, variants))
+
+
+def _title(experiment: Experiment) -> str:
+    return f"{experiment.device.upper()}, {experiment.scale} scale"
 
 
 def _section(experiment: Experiment) -> str:
     command = f"memfit bench --experiment {experiment.name} --device {experiment.device} --scale {experiment.scale}"
-    heading = f"\n## {experiment.device.upper()}, {experiment.scale} scale\n"
+    heading = f"\n## {_title(experiment)}\n"
     results = results_of(experiment)
     if not results:
         return f"{heading}Not measured yet: `{command} --folder benchmarks/results`, then this page's command.\n"

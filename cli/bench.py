@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="default: runs/bench")
     parser.add_argument("--only", action="append", default=[], metavar="ROW", help="this row; may be repeated")
+    parser.add_argument(
+        "--fork",
+        action="store_true",
+        help="run rows on one device in forks of this process, which saves them their imports (Linux)",
+    )
     parser.add_argument("--repeat", action="store_true", help="measure finished rows again")
     parser.add_argument(
         "--note", default="", help="goes into every record, for example what else the machine was doing"
@@ -59,6 +66,8 @@ def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     experiment = load_experiment(experiment_file(arguments.experiment), arguments.scale, arguments.device, read_recipe)
     rows = experiment.only(arguments.only)
+    if arguments.fork:  # asking NVML whether there is a device leaves this process without a context
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     check_device(arguments.device)
     runner = Runner(
         experiment.name,
@@ -68,6 +77,7 @@ def main(argv: list[str]) -> int:
         worker_command(),
         lambda row: _command(arguments, row),
         arguments.note,
+        forked=_imported_worker(arguments.device) if arguments.fork else None,
     )
     check_folder("--folder", runner.folder)
     try:
@@ -77,6 +87,32 @@ def main(argv: list[str]) -> int:
         return INTERRUPTED
     _show(experiment, runner, results, arguments.json)
     return int(any(result.status == "failed" for result in results))
+
+
+def _imported_worker(device: str) -> Callable[[list[str]], int] | None:
+    """The worker's main function, with the libraries that every row uses; None if a fork can't use the device.
+
+    Raises:
+        ValueError: If this system doesn't fork safely.
+    """
+    if sys.platform != "linux":
+        raise ValueError("`--fork`: only Linux forks processes safely. Leave it out.")
+    import torch
+    import transformers.modeling_utils  # noqa: F401
+
+    from .bench_worker import main as worker
+
+    process = os.fork()
+    if process == 0:
+        with contextlib.suppress(BaseException):
+            torch.zeros(1, device=device)
+            os._exit(0)
+        os._exit(1)
+    if os.waitpid(process, 0)[1] == 0:
+        return worker
+    message = "an import has used the device already, so that rows run in processes of their own"
+    print(f"memfit: {message}", file=sys.stderr)
+    return None
 
 
 def check_device(device: str) -> None:

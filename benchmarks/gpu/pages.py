@@ -5,13 +5,19 @@ Writes `docs/benchmarks/gpu.md` from the results of the suite, then the pages of
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_pages
+from benchmarks import bench_pages, slower
 from benchmarks.estimator import table as estimator_table
 from benchmarks.gpu.suite import FOLDER, STEPS
+from benchmarks.marks import shortened
+from benchmarks.notes import reason
+from cli.bench import FOLDER as EXPERIMENTS
+from cli.bench import read_recipe
+from lightning_memfit.bench.experiment import load_experiment
+from lightning_memfit.bench.record import Result
 from lightning_memfit.memory import format_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
@@ -50,6 +56,78 @@ def steps(record: list[dict[str, Any]] | None) -> str:
         for step in STEPS
     ]
     return _table(["step", "ended", "seconds"], rows)
+
+
+def at_a_glance(record: list[dict[str, Any]] | None, results: list[Result], searches: dict[str, Any] | None) -> str:
+    """What ran, what did not, and what was slower than its peer.
+
+    Args:
+        record: How the steps of the suite ended.
+        results: Rows of `memfit bench` on CUDA.
+        searches: The record of the fitter.
+    """
+    ended = {row["name"]: row["status"] for row in record or []}
+    named = {status: [step.name for step in STEPS if ended.get(step.name) == status] for status in ended.values()}
+    lines = [f"{status}: {', '.join(names)}." for status, names in sorted(named.items(), key=lambda one: -len(one[1]))]
+    absent = [step.name for step in STEPS if step.name not in ended]
+    if absent:
+        lines.append(f"not run: {', '.join(absent)}.")
+    by_experiment: dict[str, list[Result]] = {}
+    for result in results:
+        by_experiment.setdefault(result.experiment, []).append(result)
+    tables = "".join(slower.paragraph(rows, f"`{name}`") for name, rows in by_experiment.items())
+    found = "".join(f"- {line}\n" for line in slower_searches(searches["rows"] if searches else []))
+    if found:
+        tables += f"\n**Searches that take longer than one of `BatchSizeFinder`**\n\n{found}"
+    return "".join(f"- {line}\n" for line in lines) + (tables or "\nNothing is measured beside a peer yet.\n")
+
+
+def slower_searches(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """A sentence for each model on which the quickest of Lightning's searches took less time than ours."""
+    by_model: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "failed" not in row:
+            by_model.setdefault(row["name"].rsplit(", ", 1)[0], []).append(row)
+    for model, searches in by_model.items():
+        ours = next((row for row in searches if row["name"].endswith("memfit")), None)
+        quickest = min(searches, key=lambda row: float(row["seconds"]))
+        if ours is not None and quickest["seconds"] < slower.LEAST * ours["seconds"]:
+            name = quickest["name"].rsplit(", ", 1)[1]
+            yield (
+                f"{model}: {ours['seconds']:.1f} s, which found {ours['largest']}; {name} {quickest['seconds']:.1f} s, "
+                f"which found {quickest['largest']}. {reason('fitter', model)}"
+            )
+
+
+def cuda_results() -> list[Result]:
+    """Rows of all experiments that were measured on CUDA, in the experiments' order."""
+    experiments = [load_experiment(file, "full", "cuda", read_recipe) for file in sorted(EXPERIMENTS.glob("*.yaml"))]
+    return [result for experiment in experiments for result in bench_pages.results_of(experiment)]
+
+
+def fork(record: dict[str, Any] | None) -> str:
+    """What forks of a process that trains could do, before its first backward pass and after."""
+    if record is None:
+        return _NOT_YET
+    rows = []
+    for moment in ("before_backward", "after_backward"):
+        answer = record.get(moment, {"answered": False})
+        cells = [_cell(answer.get(part)) for part in ("backward", "fake step", "profile")]
+        rows.append([moment.replace("_", " "), "yes" if answer["answered"] else "no", *cells])
+    parent = [
+        f"{name.replace('_', ' ')}: {_cell(record.get(name))}"
+        for name in ("all_reduce_before", "all_reduce_after", "all_reduce_at_the_end")
+    ]
+    difference = record.get("largest_difference")
+    parent.append(f"weights of the parent and of a run without a fork differ by {difference}")
+    table = _table(["fork", "child answered", "backward", "step on fake tensors", "trace of this package"], rows)
+    return _of(record) + table + "".join(f"- {line}\n" for line in parent)
+
+
+def _cell(tried: dict[str, Any] | None) -> str:
+    if tried is None:
+        return "not reached"
+    return shortened(tried["error"]) if "error" in tried else f"yes, {tried['seconds']:.2f} s"
 
 
 def step_time(record: dict[str, Any] | None) -> str:
@@ -116,7 +194,10 @@ def one_run(record: dict[str, Any] | None) -> str:
 def page(folder: Path = FOLDER) -> str:
     """The whole page, from the suite's folder."""
     return (
-        f"{_HEAD}\n## Step time\n{step_time(_read(folder / 'step_time_cuda.json'))}"
+        f"{_HEAD}\n## At a glance\n"
+        f"{at_a_glance(_read(folder / 'suite.json'), cuda_results(), _read(folder / 'fitter_cuda.json'))}"
+        f"\n## Forks of a process that trains\n{fork(_read(folder / 'fork.json'))}"
+        f"\n## Step time\n{step_time(_read(folder / 'step_time_cuda.json'))}"
         f"\n## The largest batch\n{fitter(_read(folder / 'fitter_cuda.json'))}"
         f"\n## GPT-2 XL, fully fine-tuned in 12 GiB\n{_FLAGSHIP}"
         f"{one_run(_read(folder / 'fit_12gib_cuda.json'))}"

@@ -6,7 +6,7 @@
     measure: {warmup_steps: 3, timed_steps: 20, timeout_s: 1800}
     base: {model: ..., data: ..., trainer: ...}         # as for `memfit fit`
     overlays: {1x4: {...}}                              # named pieces of configuration, for this file
-    scales: {small: {base: {...}, measure: {...}}, full: {}}
+    scales: {small: {base: {...}, measure: {...}, overlays: {...}}, full: {}}       # laid over those above
     rows:
       vanilla: {title: ..., layers: [], reference: {samples_per_second: 8.86, memory_mb: 14949}}
       all: {layers: [1x4, fragments/activation_checkpointing, {trainer: {precision: 16-mixed}}]}
@@ -189,9 +189,10 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
     if scale not in scales:
         raise ValueError(f"`--scale {scale}`: {path.name} has no such scale. {closest(scale, list(scales))}")
     chosen = scales[scale] or {}
-    check_keys(chosen, ("base", "measure"), f"scales.{scale}")
+    check_keys(chosen, ("base", "measure", "overlays"), f"scales.{scale}")
     measurement = read_measurement({**(document.get("measure") or {}), **(chosen.get("measure") or {})})
     base = overlay(overlay(QUIET, document["base"]), {"trainer": {"accelerator": accelerator(device)}})
+    overlays = overlay(document.get("overlays") or {}, chosen.get("overlays") or {})
     rows = []
     for name, entry in document["rows"].items():
         entry = entry or {}
@@ -202,7 +203,7 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
         check_keys(entry, ("title", "layers", "reference", "group", "peer", "options"), f"rows.{name}")
         settings = overlay(base, chosen.get("base") or {})
         for layer in entry.get("layers") or []:
-            settings = overlay(settings, resolve_layer(layer, document.get("overlays") or {}, read_recipe))
+            settings = overlay(settings, resolve_layer(layer, overlays, read_recipe))
         settings = overlay(settings, {"trainer": {"max_steps": measurement.num_steps}})
         rows.append(_row(name, entry, settings, measurement))
     source = document.get("source") or {}

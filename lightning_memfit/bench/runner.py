@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,9 @@ class Runner:
     notes: str = ""
     tracking: Tracking | None = None
     """Weights & Biases project to log to, if any."""
+    forked: Callable[[list[str]], int] | None = None
+    """Measures one row like `worker`, given the arguments of its command, in a fork of this process: rows on one device
+    save the time of imports. This process must not have used an accelerator."""
 
     def path(self, row: Row) -> Path:
         """Return the file for a row's record."""
@@ -126,7 +131,7 @@ class Runner:
         (folder / "job.json").write_text(json.dumps(job_of(row, tracking)), encoding="utf-8")
         log = folder / "log.txt"
         with log.open("wb") as file:
-            code = _wait([*self.worker, str(folder)], file, row.measurement.timeout_s)
+            code = _wait(self._start(folder, row, file), row.measurement.timeout_s)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         tail = "\n".join(lines[-_LOG_LINES:])
         said = _combined(folder)
@@ -138,6 +143,13 @@ class Runner:
             if said["error"]["type"] == "SystemExit" and explained:  # the parser refused the configuration
                 said["error"] |= {"type": "Configuration", "message": explained[-1].removeprefix(_EXPLAINED)}
         return said
+
+    def _start(self, folder: Path, row: Row, log: Any) -> Callable[[], "subprocess.Popen[bytes] | _Fork"]:
+        # Ranks of several devices are made by starting the worker's command again.
+        if self.forked is not None and row.settings.get("trainer", {}).get("devices", 1) == 1:
+            return partial(_Fork, self.forked, [str(folder)], log)
+        command = [*self.worker, str(folder)]
+        return lambda: subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def job_of(row: Row, tracking: dict[str, Any] | None) -> dict[str, Any]:
@@ -178,10 +190,39 @@ def _failed(kind: str, message: str, tail: str) -> dict[str, Any]:
     return {"status": "failed", "error": {"type": kind, "message": message, "log_tail": tail}}
 
 
-def _wait(command: list[str], log: Any, timeout_s: float) -> int | None:
-    """Return the exit code of a command, or None if it took too long. It and its children have ended by then."""
+class _Fork:
+    """A function in a fork of this process, with what is used here of `subprocess.Popen`."""
+
+    def __init__(self, function: Callable[[list[str]], int], argv: list[str], log: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=self._run, args=(function, argv, log.fileno()))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @staticmethod
+    def _run(function: Callable[[list[str]], int], argv: list[str], log: int) -> None:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)  # whatever they were
+        sys.exit(function(argv))
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _wait(start: "Callable[[], subprocess.Popen[bytes] | _Fork]", timeout_s: float) -> int | None:
+    """Return the exit code of what is started, or None if it took too long. It and its children have ended by then."""
     with _termination_as_exit():
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = start()
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -203,7 +244,7 @@ def _termination_as_exit() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: "subprocess.Popen[bytes] | _Fork") -> None:
     """End the whole session of a process; with several devices it has child processes."""
     if sys.platform == "win32":
         process.kill()

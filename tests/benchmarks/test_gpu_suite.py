@@ -14,7 +14,7 @@ from benchmarks.estimator import run as estimator
 from benchmarks.estimator.cases import cuda_cases
 from benchmarks.gpu import pages
 from benchmarks.gpu.step_time import compared
-from benchmarks.gpu.suite import ANSWERS, PAGES, STEPS, Step, main, run_suite
+from benchmarks.gpu.suite import ANSWERS, FIRST, PAGES, STEPS, Step, main, run_suite
 from benchmarks.processes import Job, in_a_process, rows_of
 from cli.main import main as cli
 
@@ -70,6 +70,15 @@ def test_a_file_that_is_not_overwritten_is_removed_before_the_step_runs_again(tm
     assert (tmp_path / "plan.yaml").exists(), "a step that passed elsewhere is run where its file is not"
 
 
+def test_what_is_asked_first_fits_into_the_time_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [step.name for step in FIRST] == ["fork", "peers_speed"]
+    assert FIRST[0].limit_s <= 60
+    assert sum(step.limit_s for step in FIRST) <= 14 * 60
+    assert main(["--dry-run"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [step.name for step in (*FIRST, *ANSWERS)]
+
+
 def test_the_answers_take_twenty_minutes_at_most() -> None:
     together = max(step.limit_s for step in ANSWERS if not step.timed)
     assert together + sum(step.limit_s for step in ANSWERS if step.timed) <= 1200
@@ -77,7 +86,9 @@ def test_the_answers_take_twenty_minutes_at_most() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [step.on_cpu() for step in ANSWERS if step.small], ids=lambda step: step.name)
+@pytest.mark.parametrize(
+    "step", [step.on_cpu() for step in (*FIRST, *ANSWERS) if step.small], ids=lambda step: step.name
+)
 def test_every_answer_runs_at_a_small_scale(step: Step, shared_folder: Path) -> None:
     """In order, as `fit_12gib` trains by the plan that `plan_12gib` wrote."""
     (row,) = run_suite((step,), shared_folder, minutes=4)
@@ -85,6 +96,11 @@ def test_every_answer_runs_at_a_small_scale(step: Step, shared_folder: Path) -> 
     if step.name == "step_time":
         text = pages.step_time(json.loads((shared_folder / "step_time_cpu.json").read_text()))
         assert text.count("\n| gpt2-tiny") == 2
+    if step.name == "fork":
+        assert pages.fork(json.loads((shared_folder / "fork.json").read_text())).count(" | yes | yes, ") == 2
+    if step.name == "peers_speed":
+        rows = list((shared_folder / "peers_speed_cpu_small").glob("*.json"))
+        assert len(rows) == 28
     if step.name == "fitter":
         record = json.loads((shared_folder / "fitter_cpu.json").read_text())
         assert [row["fraction"] for row in record["rows"] if row["name"].endswith("memfit")] == [1.0]
@@ -149,21 +165,23 @@ def test_jobs_run_at_once_as_far_as_there_is_room(tmp_path: Path) -> None:
     assert list(rows_of([Job(_waits, Named)], 30, until=time.monotonic())) == []
 
 
-def test_steps_that_time_nothing_run_together(tmp_path: Path) -> None:
+def test_steps_that_time_nothing_and_follow_each_other_run_together(tmp_path: Path) -> None:
     wait = (
         "import pathlib, time\npathlib.Path({me!r}).touch()\n"
         "while not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
     )
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     steps = (
-        Step("timed", ("-c", f"import os; assert os.path.exists({second!r})"), 30),
+        Step("before", ("-c", f"import os; assert not os.path.exists({first!r})"), 30),
         Step("first", ("-c", wait.format(me=first, other=second)), 30, timed=False),
         Step("second", ("-c", wait.format(me=second, other=first)), 30, timed=False),
+        Step("after", ("-c", f"import os; assert os.path.exists({second!r})"), 30),
     )
     assert {row["name"]: row["status"] for row in run_suite(steps, tmp_path, minutes=1)} == {
-        "timed": "passed",
+        "before": "passed",
         "first": "passed",
         "second": "passed",
+        "after": "passed",
     }
 
 
@@ -210,6 +228,22 @@ def test_the_page_is_what_the_results_give() -> None:
     assert pages.PAGE.read_text() == pages.page(), "run `python -m benchmarks.gpu.pages`"
     assert "did not fit" in pages.fitter({"rows": [{"name": "a", "failed": "did not fit"}], **RECORD})
     assert "| predictions | passed | 9 |" in pages.steps([{"name": "predictions", "status": "passed", "seconds": 9.2}])
+
+
+def test_what_took_longer_than_its_peer_is_named() -> None:
+    ours = {"name": "gpt2, memfit", "seconds": 12.8, "largest": 47}
+    theirs = {"name": "gpt2, lightning_power", "seconds": 4.7, "largest": 32}
+    broken = {"name": "gpt2, lightning_binsearch", "failed": "did not fit"}
+    (line,) = pages.slower_searches([ours, theirs, broken])
+    assert line.startswith("gpt2: 12.8 s, which found 47; lightning_power 4.7 s, which found 32. ")
+    text = pages.at_a_glance([{"name": "fork", "status": "failed"}], [], {"rows": [ours, theirs]})
+    assert text.startswith("- failed: fork.\n- not run: peers_speed, predictions, ")
+    assert "- gpt2: 12.8 s" in text
+
+
+def test_a_fork_that_said_nothing_is_told() -> None:
+    text = pages.fork({"before_backward": {"answered": False}, "largest_difference": 0.0, **RECORD})
+    assert "| before backward | no | not reached | not reached | not reached |" in text
 
 
 RECORD = {"hardware": {"device": "H200"}, "versions": {"torch": "2.11.0"}}

@@ -56,6 +56,7 @@ def check_options(peer: str, options: Options, known: tuple[str, ...]) -> None:
 
 
 PEERS = {
+    "torch": "torch by hand",
     "lightning": "plain Lightning",
     "hf_trainer": "HF Trainer",
     "deepspeed": "DeepSpeed by hand",
@@ -64,6 +65,7 @@ PEERS = {
 """Tools by name, in the order of a table's columns."""
 
 _MODULES = {
+    "torch": "torch_loop",
     "lightning": "plain_lightning",
     "hf_trainer": "hf_trainer",
     "deepspeed": "deepspeed_by_hand",

@@ -5,6 +5,7 @@ import os
 from lightning_memfit.bench.peers.by_hand import ByHand
 from lightning_memfit.bench.peers.peer import Options, Peer, UnsupportedError
 from lightning_memfit.bench.peers.task import Task
+from lightning_memfit.bench.peers.torch_loop import run_steps
 from lightning_memfit.bench.peers.watch import Watch
 from lightning_memfit.memory.kind import DeviceKind
 
@@ -30,18 +31,7 @@ def train(task: Task, options: Options, watch: Watch) -> None:
     network = by_hand.prepare(task.network())
     optimizer = by_hand.make_optimizer(network, task)
     watch.follow(network, None if on_host else optimizer)
-    for _ in range(task.max_steps):
-        with watch.step():
-            for _ in range(task.accumulate):
-                batch = watch.next_batch(batches)
-                with task.autocast():
-                    loss = network(**batch).loss / task.accumulate
-                loss.backward()
-                watch.clock.batch_ends(batch, loss)
-                del loss
-            with watch.unfollowed():
-                optimizer.step()
-            optimizer.zero_grad()
+    run_steps(task, watch, batches, network, optimizer, follow_optimizer=False)
     watch.ends()
 
 

@@ -42,6 +42,17 @@ def test_rows_are_base_scale_and_layers_in_this_order(tmp_path):
     assert experiment.folder_name == "mine_cuda_small"
 
 
+def test_a_scale_lays_its_overlays_over_those_of_the_file(tmp_path):
+    half = {"trainer": {"max_epochs": 7}, "data": {"n": 9}}
+    small = {"base": {"data": {"n": 1}}, "overlays": {"half": half}}
+    path = write(tmp_path, scales={"full": {}, "small": small})
+    _, everything = load_experiment(path, "small", "cpu", read_recipe).rows
+    assert everything.settings["trainer"]["precision"] == "bf16-mixed"
+    assert (everything.settings["trainer"]["max_epochs"], everything.settings["data"]["n"]) == (7, 9)
+    _, everything = load_experiment(path, "full", "cpu", read_recipe).rows
+    assert everything.settings["trainer"]["max_epochs"] == -1
+
+
 def test_the_key_follows_what_is_measured_and_nothing_else(tmp_path):
     def keys(**changes: object) -> list[str]:
         return [row.key for row in load_experiment(write(tmp_path, **changes), "small", "cpu", read_recipe).rows]

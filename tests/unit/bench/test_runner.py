@@ -40,12 +40,27 @@ if settings["does"] == "failed because of another":
 """
 
 
-@pytest.fixture
-def make(tmp_path):
+def _forked(argv: list[str]) -> int:
+    """The worker in a fork, which has no arguments of its own."""
+    sys.argv[1:] = argv
+    exec(WORKER, {})
+    return 0
+
+
+@pytest.fixture(params=["process", "fork"])
+def make(tmp_path, request):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
+    command = (sys.executable, str(worker) if request.param == "process" else "no such worker")
     runner = Runner(
-        "mine", "small", "cpu", tmp_path / "out", (sys.executable, str(worker)), lambda row: f"run {row}", "a note"
+        "mine",
+        "small",
+        "cpu",
+        tmp_path / "out",
+        command,
+        lambda row: f"run {row}",
+        "a note",
+        forked=_forked if request.param == "fork" else None,
     )
 
     def row(name: str, does: str = "ok", timeout_s: float = 30.0) -> Row:

@@ -69,6 +69,19 @@ def test_the_hand_written_loop_trains_the_same(lightning: dict[str, Any], tmp_pa
     check(run_peer(tmp_path, "torchao", {"optimizer": "torch.optim.AdamW"}), lightning)
 
 
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "transformer.h"}], ids=["plain", "checkpointed"])
+def test_a_loop_with_torch_alone_trains_the_same(
+    options: dict[str, Any], lightning: dict[str, Any], tmp_path: Path
+) -> None:
+    check(run_peer(tmp_path, "torch", options), lightning)
+
+
+@pytest.mark.parametrize("name", ["transformer.blocks", "transformer.ln_f"])
+def test_blocks_to_checkpoint_must_be_there(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"`options.checkpoint={name}`"):
+        run_peer(tmp_path, "torch", {"checkpoint": name})
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed_trains_the_same(lightning: dict[str, Any], tmp_path: Path) -> None:
@@ -93,7 +106,7 @@ def test_what_a_peer_is_told_shows(lightning: dict[str, Any], tmp_path: Path) ->
     assert saved["measured"]["allocated_bytes"] < lightning["measured"]["allocated_bytes"]
 
 
-@pytest.mark.parametrize("peer", ["lightning", "torchao"])
+@pytest.mark.parametrize("peer", ["lightning", "torch", "torchao"])
 def test_unknown_options_are_refused(peer: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`options.optimiser` is nothing that peer '\w+' knows"):
         run_peer(tmp_path, peer, {"optimiser": "x"})
