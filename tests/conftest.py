@@ -55,11 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow or exhaustive, order files by what they take, and skip tests whose device isn't there."""
     import torch
 
+    sampled: set[Path] = set()
     for item in items:
         if INTEGRATION in item.path.parents:
             item.add_marker(pytest.mark.slow)
         if item.nodeid.startswith(EXHAUSTIVE):
             item.add_marker(pytest.mark.exhaustive)
+            if item.path not in sampled and "gpu" not in item.keywords:
+                item.add_marker(pytest.mark.exhaustive_sample)
+                sampled.add(item.path)
     # Files go to the workers whole, the longest first: one that comes late keeps one of them busy alone.
     seconds: dict[Path, float] = defaultdict(float)
     for item in items:

@@ -1,7 +1,7 @@
 """Private names of upstream's that the package uses: where each is found, and the version it was written for.
 
-`python -m tests.upstream_names` writes them into `docs/architecture.md`. `tests/unit/test_upstream_names.py` fails when
-the package uses a name that is not in `NAMES`, or when a name has moved.
+`python -m tests.upstream_names` prints them as tables. `tests/unit/test_upstream_names.py` fails when the package uses
+a name that is not in `NAMES`, or when a name has moved.
 """
 
 import ast
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
-HEADING = "## Where upstream's private names are used\n"
 
 VERSIONS = {
     "bitsandbytes": "0.50",
@@ -385,30 +383,25 @@ def paths() -> dict[str, set[str]]:
     return {name if "." in name else f"{NAMES[name]}.{name}": files for name, files in used_names().items()}
 
 
-def section() -> str:
-    """The section of the documentation."""
+def library_of(path: str) -> str:
+    """The key of `VERSIONS` that a path belongs to."""
+    library = path.partition(".")[0]
+    return library if library in VERSIONS else "python"
+
+
+def tables() -> str:
+    """What is used of each library, and where, in Markdown."""
     rows: dict[str, dict[str, set[str]]] = defaultdict(dict)
     for path, files in paths().items():
-        library = path.partition(".")[0]
-        rows[library if library in VERSIONS else "python"][path] = files
-    lines = [HEADING.rstrip("\n")]
-    lines.append(
-        "`tests/unit/test_upstream_names.py` looks each of them up, and fails when one moves or is missing here."
-    )
-    lines.append("`python -m tests.upstream_names` writes these tables.")
+        rows[library_of(path)][path] = files
+    lines: list[str] = []
     for library in sorted(rows):
-        lines += ["", f"{library} {VERSIONS[library]}:", "", "| name | used in |", "|---|---|"]
+        lines += [f"{library} {VERSIONS[library]} ({len(rows[library])}):", "", "| name | used in |", "|---|---|"]
         for path, files in sorted(rows[library].items()):
             lines.append(f"| `{path}` | {', '.join(f'`{file}`' for file in sorted(files))} |")
-    return "\n".join(lines) + "\n"
-
-
-def page() -> str:
-    """The page with its section made anew."""
-    before, _, after = PAGE.read_text().partition(HEADING)
-    _, heading, rest = after.partition("\n## ")
-    return before + section() + (heading + rest)
+        lines.append("")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    print(tables())
