@@ -79,8 +79,8 @@ def projected(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _pattern(device: torch.device, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    pattern = torch.rand(_NUM_PROJECTIONS, _LENGTH, generator=generator, dtype=torch.float64) * 2 - 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    pattern = torch.rand(_NUM_PROJECTIONS, _LENGTH, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
     return pattern.to(device, dtype)
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from lightning_memfit.checkpointing import offload, samples
+from lightning_memfit.checkpointing import offload
 from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.host_states import HostStates
-from lightning_memfit.fitting.step import comparison
+from lightning_memfit.memory.comparison import projected
 from lightning_memfit.strategies import optimizers, shards, tensor_parallel
 
 
@@ -43,11 +43,10 @@ def test_states_that_wait() -> None:
     assert HostStates._host_like(SimpleNamespace(_pins=True), state).device.type == "cpu"
 
 
-def test_elements_that_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream: Any = object()
-    assert samples._indices.__wrapped__(100, torch.device("cpu"), stream).device.type == "cpu"
-    monkeypatch.setattr(comparison, "_SIGNS", {})
-    assert set(comparison._signs(torch.device("cpu")).unique().tolist()) == {-1, 1}
+def test_projections() -> None:
+    projected.__globals__["_pattern"].cache_clear()
+    assert projected(host(1.0, 2.0)).device.type == "cpu"
+    projected.__globals__["_pattern"].cache_clear()
 
 
 def test_what_ranks_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
