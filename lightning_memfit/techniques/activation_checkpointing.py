@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,12 +23,14 @@ from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mo
 from lightning_memfit.checkpointing.recompute import in_trace
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.profile.events import CATEGORIES
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget, resolve_budget
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 
 class ActivationCheckpointing(TechniqueCallback):
@@ -245,7 +247,7 @@ def unsupported(run: Run, options: Options) -> str | None:
     return None
 
 
-def cost(profile: ModelProfile, options: Options) -> Cost:
+def cost(profile: "ModelProfile", options: Options) -> Cost:
     """Recomputed products and traffic, or bytes that are moved to the host and back during computation."""
     shares = recomputed_shares(options, profile.num_blocks)
     blocks = max(1, len(shares))
@@ -282,7 +284,7 @@ def recomputed_shares(options: Options, num_blocks: int) -> list[str]:
     return ["full" if mode == "sqrt" else mode] * num_blocks
 
 
-def block_activation_bytes(profile: ModelProfile) -> int:
+def block_activation_bytes(profile: "ModelProfile") -> int:
     """Bytes that blocks keep from forward to backward, at the profile's micro-batch size."""
     events = profile.events
     starts = [at for at, name in events.phases if name == "backward"]
