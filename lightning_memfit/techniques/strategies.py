@@ -134,3 +134,6 @@ STRATEGIES: tuple[Technique, ...] = (
     _infinity("zero_infinity", "ZeRO-3 with optimizer states, gradients and weights on disk", parameters=True),
 )
 """Torch's own strategies first, then DeepSpeed's, from the device to the disk."""
+
+KNOWN = {technique.name: technique for technique in STRATEGIES}
+"""Those of this process by name, as `core.registry.register` adds to them."""
