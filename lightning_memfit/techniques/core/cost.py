@@ -95,6 +95,9 @@ FOREACH_PASSES = 20
 FUSED_PASSES = 7
 """Fused AdamW reads weight, gradient and two states, and writes weight and states."""
 
+HOST_STEP_BYTES = 28
+"""Bytes of host memory that a fused AdamW step reads and writes per parameter: gradient, weight, two states in fp32."""
+
 ROUNDING_CPU_SECONDS = 7.5e-9
 """Seconds per parameter on one core that widening and stochastic rounding of bfloat16 weights add to fused AdamW."""
 
