@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning_memfit
-from lightning_memfit.extras import how_to_install, missing_package
+from lightning_memfit.extras import EXTRAS, how_to_install, is_installed
+from lightning_memfit.memory.error_chain import error_chain
 
 DEBUG_OPTION = "--debug"
 DEBUG_VARIABLE = "MEMFIT_DEBUG"
@@ -78,6 +79,22 @@ def _output_is_closed() -> bool:
         poll.register(sys.stdout.fileno(), select.POLLOUT)
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     return False
+
+
+def missing_package(error: BaseException) -> str | None:
+    """Return the package of an extra whose absence an error tells of, whoever raised it; None if it is something else.
+
+    Args:
+        error: An exception; those that caused it are looked at, too.
+    """
+    for one in error_chain(error):
+        if isinstance(one, ImportError):
+            named = (one.name or "").partition(".")[0]
+            words = {named} if named else set(re.findall(r"\w+", str(one).lower()))
+            found = next((package for package in EXTRAS if package in words and not is_installed(package)), None)
+            if found is not None:
+                return found
+    return None
 
 
 def missing_extra(error: BaseException) -> str | None:

@@ -5,10 +5,7 @@ Importing this module imports no other package than this one; looking for a pack
 
 from __future__ import annotations
 
-import re
 from importlib.util import find_spec
-
-from lightning_memfit.memory.error_chain import error_chain
 
 EXTRAS = {
     "wandb": "wandb",
@@ -57,19 +54,3 @@ def require(package: str, user: str) -> None:
     """
     if not is_installed(package):
         raise ModuleNotFoundError(f"{user} needs {package}: {how_to_install(package)}", name=package)
-
-
-def missing_package(error: BaseException) -> str | None:
-    """Return the package of an extra whose absence an error tells of, whoever raised it; None if it is something else.
-
-    Args:
-        error: An exception; those that caused it are looked at, too.
-    """
-    for one in error_chain(error):
-        if isinstance(one, ImportError):
-            named = (one.name or "").partition(".")[0]
-            words = {named} if named else set(re.findall(r"\w+", str(one).lower()))
-            found = next((package for package in EXTRAS if package in words and not is_installed(package)), None)
-            if found is not None:
-                return found
-    return None

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_of
 from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.memory.conversion import parameter_table
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.models.architecture import build, resolve_config
-from lightning_memfit.profile.record import ParameterInfo
-from lightning_memfit.profile.step import parameter_table
 
 
 def predict(row: dict[str, Any]) -> DeepSpeedMemory:

@@ -13,11 +13,11 @@ from lightning_memfit.estimate.target import Target, device_target, host_target
 from lightning_memfit.estimate.timeline import render
 from lightning_memfit.measure.throughput import count_samples
 from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.kind import DeviceKind, index_of
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.step import parameter_table
 
 _STEPS = 2
 _END = "end"

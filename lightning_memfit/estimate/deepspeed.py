@@ -27,7 +27,8 @@ from lightning_memfit.estimate.deepspeed_sizes import (
 )
 from lightning_memfit.estimate.stage3_gathered import GatherSizes, gathered_levels
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo
+from lightning_memfit.memory.parameters import ParameterInfo
+from lightning_memfit.profile.record import ModelProfile
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
 

@@ -36,8 +36,9 @@ from lightning_memfit.estimate.steady_state import (
     second_step,
 )
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier, format_bytes
+from lightning_memfit.memory.parameters import trained
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
-from lightning_memfit.profile.record import ModelProfile, trained
+from lightning_memfit.profile.record import ModelProfile
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy

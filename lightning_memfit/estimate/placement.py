@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.steady_state import HELD, SteadyState
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.profile.record import ParameterInfo, trained
+from lightning_memfit.memory.parameters import ParameterInfo, trained
 
 _IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
 """Names of parameters of repeated blocks; the group is the block."""

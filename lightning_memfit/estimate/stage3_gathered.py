@@ -17,8 +17,9 @@ import numpy as np
 
 from lightning_memfit.estimate.steady_state import later_phases
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo
+from lightning_memfit.profile.record import ModelProfile
 
 Weight = Hashable
 

@@ -1,4 +1,4 @@
-"""Types of weights: that in which modules are built, and values that stay in float32 when they are converted."""
+"""Types of weights: that in which modules are built, that in which each is stored, and values that stay in float32."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
+
+from lightning_memfit.memory.parameters import ParameterInfo
 
 
 @contextmanager
@@ -49,3 +51,24 @@ def not_converted(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
         return []
     keeping = [child for child in module.modules() if isinstance(child, StaysFloat32)]
     return [tensor for child in keeping for tensor in (*child.parameters(), *child.buffers())]
+
+
+def parameter_table(module: nn.Module, dtype: torch.dtype | None = None) -> tuple[ParameterInfo, ...]:
+    """Every parameter with its stored size; tied ones name the first.
+
+    Args:
+        module: Not changed.
+        dtype: Count floating parameters as after `module.to(dtype)`.
+    """
+    first_name: dict[int, str] = {}
+    kept = set() if dtype is None else {id(tensor) for tensor in not_converted(module, dtype)}
+    table = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shared = first_name.get(id(parameter), "")
+        first_name.setdefault(id(parameter), name)
+        is_converted = parameter.is_floating_point() and id(parameter) not in kept
+        size = dtype.itemsize if dtype and is_converted else parameter.element_size()
+        shape = tuple(parameter.shape)
+        info = ParameterInfo(name, parameter.numel(), size, parameter.requires_grad, len(shape), shared, shape)
+        table.append(info)
+    return tuple(table)

@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from lightning_memfit.optim.optimizers import TORCH_SWITCHES, EightBitForm, optimizer_classes
 from lightning_memfit.optim.paging import drop_false_marks, is_marked, paged_buffer
-from lightning_memfit.optim.rounding import COMPENSATION
 from lightning_memfit.optim.states import (
     BLOCK_SIZE,
+    COMPENSATION,
     MOMENTS,
     NUMBERED,
     Resume,

@@ -2,22 +2,30 @@
 
 A record gives its class, the meaning of that class's hyper-parameters, the size of its states, the time of its step on
 a CPU, and the technique that replaces a module's own optimizer by it. These determine the names that `memfit estimate
---optimizer` takes, the bytes of `estimate.optimizers`, the times of `techniques.core.cost`, the exchanges of
+--optimizer` takes, the bytes of states in estimates, the times of `techniques.core.cost`, the exchanges of
 `ReplaceOptimizer`, the classes that `Optimizer8bit` converts, and the techniques of `techniques.optimizer`.
 
 To add an optimizer, add its record here (docs/guides/how_to_add.md). Records are data: neither torch nor the package of
 an optimizer is imported before `load`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
+from lightning_memfit.memory.parameters import ParameterInfo
+
+_MIN_QUANTIZED = 4096
+"""Tensors with fewer elements keep 32-bit states in bitsandbytes and torchao."""
+
+_MAP_BYTES = 256 * 4
+"""Table of the 256 values that 8-bit codes represent: one per state and optimizer, shared by all tensors."""
+
 
 @dataclass(frozen=True)
 class StateLayout:
-    """States that an optimizer keeps per trained parameter."""
+    """States that an optimizer keeps per trained parameter; exact for torch's and bitsandbytes' optimizers."""
 
     num_states: int
     """State tensors of the parameter's shape."""
@@ -34,6 +42,65 @@ class StateLayout:
     scratch_copies: int | None = 0
     """Copies of all trained weights that a step on CUDA needs in addition to the states (`_foreach_` kernels); None if
     only a trace can tell."""
+
+    def tensor_bytes(self, parameter: ParameterInfo, keep_32bit: bool = False) -> list[int]:
+        """Bytes of every state tensor of one trained parameter. Step counts, which are on the host, are left out.
+
+        Args:
+            parameter: The parameter; factored states need its `shape`.
+            keep_32bit: Whether it is exempt from quantization, as embeddings usually are.
+
+        Raises:
+            ValueError: If the states are factored and the parameter has no shape.
+        """
+        n, itemsize = parameter.numel, parameter.itemsize if self.follows_parameter else 4
+        if self.factored:
+            return self._factored(parameter, itemsize)
+        if self.bits == 32 or n < _MIN_QUANTIZED or keep_32bit:
+            return [itemsize * n] * self.num_states
+        return [-(-n * self.bits // 8), -(-n // self.scale_block) * 4] * self.num_states
+
+    def _factored(self, parameter: ParameterInfo, itemsize: int) -> list[int]:
+        if parameter.dims < 2:
+            return [itemsize * parameter.numel]
+        if not parameter.shape:
+            raise ValueError(f"Factored states follow from the shape of {parameter.name}, which isn't known.")
+        rows, columns = parameter.shape[-2:]
+        return [itemsize * parameter.numel // columns, itemsize * parameter.numel // rows]
+
+    def total_bytes(
+        self, parameters: Iterable[ParameterInfo], rounding_bytes: int = 1, keep_32bit: Collection[str] = ()
+    ) -> int:
+        """Bytes of state of all trainable parameters, tied ones once.
+
+        Args:
+            parameters: Parameter table of a profile.
+            rounding_bytes: Multiple to which the device's allocator rounds every tensor.
+            keep_32bit: Names of parameters exempt from quantization.
+        """
+        sizes = [
+            size
+            for parameter in parameters
+            if parameter.trainable and not parameter.shared_with
+            for size in self.tensor_bytes(parameter, parameter.name in keep_32bit)
+        ]
+        maps = _MAP_BYTES * self.num_states if self.bits == 8 and sizes else 0
+        return sum(-(-size // rounding_bytes) * rounding_bytes for size in sizes) + maps
+
+    def bytes_per_parameter(self, itemsize: int = 4) -> float:
+        """Bytes of state per parameter of a large tensor.
+
+        Args:
+            itemsize: Bytes per element of the weights that are stepped.
+
+        Raises:
+            ValueError: If it depends on shapes.
+        """
+        if self.factored:
+            raise ValueError("Factored states have no fixed bytes per parameter: use `total_bytes`.")
+        if self.bits == 32:
+            return float(self.num_states * (itemsize if self.follows_parameter else 4))
+        return self.num_states * (self.bits / 8 + 4 / self.scale_block)
 
 
 @dataclass(frozen=True)

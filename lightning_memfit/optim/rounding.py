@@ -6,13 +6,13 @@ small.
 
 from copy import copy
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-State = dict[str, Any]
-COMPENSATION = "compensation"
+from lightning_memfit.optim.states import COMPENSATION, State
+
 _DISCARDED_BITS = 16  # float32 has 16 more mantissa bits than bfloat16
 _WORD = (1 << 64) - 1
 _SLICES = 8  # of copies, where arithmetic needs memory of its own: less than two bytes per element

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memfit.optim.optimizers import KERNELS, class_of, optimizer_classes
-from lightning_memfit.optim.rounding import COMPENSATION
 from lightning_memfit.optim.steps import OwnHook
 
 State: TypeAlias = dict[str, Any]
@@ -39,6 +38,8 @@ NUMBERED = ("state1", "state2")
 BLOCK_SIZE = 256  # elements that share one scale, fixed in bitsandbytes' kernels
 RECORD = "lightning_memfit"
 """Key of an optimizer's state dict under which it says what it was."""
+COMPENSATION = "compensation"
+"""State of a bfloat16 weight: what the last step's rounding dropped (`rounding.Kahan`)."""
 FLOAT32_STEP = "float32_step"
 """Key under which `Float32Step` saves how it rounds."""
 _WRAPPED = "__bnb_optimizer_quant_state__"

@@ -21,16 +21,17 @@ from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.block_figures import BlockFigures, BudgetError, block_figures
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING, predict_peak_bytes, predict_total_bytes
-from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.estimate.placement import Placement, deepspeed_placement, torch_placement
 from lightning_memfit.estimate.steady_state import ReleasedGradients, SteadyState, later_phases, released_levels
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.parameters import ParameterInfo, trained
+from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.planner.candidates import with_losses
 from lightning_memfit.planner.course import BlockRun, Course
 from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, TimeModel
 from lightning_memfit.planner.trace_store import CHOICES, TraceStore, passes_of
 from lightning_memfit.profile.events import CATEGORIES, EventList
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo, trained
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core import cost as step_cost
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.sharding import Sharding
@@ -38,7 +39,7 @@ from lightning_memfit.techniques.core.technique import Numerics
 
 _TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
 _INPUT = CATEGORIES.index(Category.INPUT)
-_PLAIN = optimizer_family("adamw")
+_PLAIN = find_optimizer("adamw").states
 
 
 class ForwardBackward:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.profile.background import Starter
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
@@ -38,7 +39,6 @@ from lightning_memfit.profile.step import (
     OptimizerFactory,
     StepOptions,
     copied_others,
-    parameter_table,
 )
 from lightning_memfit.profile.threads import one_at_a_time
 from lightning_memfit.profile.trace import Emulation, Trace, TraceError, not_known, trace_step

@@ -93,6 +93,18 @@ class EventList:
         by_category = np.bincount(self.categories[alive], weights=rounded, minlength=len(CATEGORIES)).astype(np.int64)
         return MemoryBreakdown.device({c: int(by_category[i]) for i, c in enumerate(CATEGORIES)})
 
+    def bytes_kept_by_blocks(self) -> int:
+        """Bytes of activations that blocks keep from forward to backward."""
+        starts = [at for at, name in self.phases if name == "backward"]
+        if not starts:
+            return 0
+        made_in = np.full(len(self.sizes), -1)
+        allocations = self.events > 0
+        made_in[self.storages[allocations]] = self.event_blocks[allocations]
+        alive = self.alive_at(starts[-1] - 1)
+        is_kept = (self.categories[alive] == CATEGORIES.index(Category.ACTIVATION)) & (made_in[alive] >= 0)
+        return int(self.sizes[alive[is_kept]].sum())
+
     def phase_at(self, index: int) -> str:
         """Name of the phase in which event `index` happened."""
         name = "setup"

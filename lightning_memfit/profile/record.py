@@ -1,7 +1,6 @@
 """`ModelProfile`: everything known about a training step, as plain data. Reading one needs numpy, not torch."""
 
 import json
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,6 +10,7 @@ import numpy as np
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.cache_files import checksum
 from lightning_memfit.memory.kind import CUDA, DeviceKind
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.events import EventList, Floats, at_size, is_scratch, with_kept
 
 FORMAT = 6
@@ -18,27 +18,6 @@ FORMAT = 6
 
 class OtherFormatError(ValueError):
     """A file was written by another version of the package."""
-
-
-@dataclass(frozen=True)
-class ParameterInfo:
-    """One parameter of the module."""
-
-    name: str
-    numel: int
-    itemsize: int
-    """Bytes per element as stored while training."""
-    trainable: bool = True
-    dims: int = 1
-    """Number of dimensions; norms and biases have one."""
-    shared_with: str = ""
-    """Name of the parameter it is tied to, if any; tied parameters count once."""
-    shape: tuple[int, ...] = ()
-
-
-def trained(parameters: Collection[ParameterInfo]) -> list[ParameterInfo]:
-    """Trainable parameters, tied ones once."""
-    return [p for p in parameters if p.trainable and not p.shared_with]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Drive a recorded step, by Lightning's own `Trainer.fit` or by a plain loop in the same order.
 
-`run_step` runs either; `kept_random_state` and `parameter_table` are what tracing and measuring need around it.
+`run_step` runs either; `kept_random_state` is what tracing and measuring need around it.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import torch
 from typing_extensions import override
 
 from lightning_memfit.memory import Category
-from lightning_memfit.memory.conversion import not_converted
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.callbacks import CallbackError, is_own, leave_out_other_hooks, runs_at_epoch_start
@@ -32,7 +31,6 @@ from lightning_memfit.profile.fingerprint import has_datamodule
 from lightning_memfit.profile.hooks import StartHooks, begins_epochs, leave_out_hooks
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.ranks import Ranks
-from lightning_memfit.profile.record import ParameterInfo
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.replaced import replaced
 from lightning_memfit.profile.seal import RefusedError, current_seal
@@ -566,27 +564,3 @@ def kept_random_state() -> Iterator[None]:
         torch.set_rng_state(of_torch)
         np.random.set_state(of_numpy)  # noqa: NPY002
         random.setstate(of_python)
-
-
-# --- the parameter table ----------------------------------------------------------------------------------------------
-
-
-def parameter_table(module: torch.nn.Module, dtype: torch.dtype | None = None) -> tuple[ParameterInfo, ...]:
-    """Every parameter with its stored size; tied ones name the first.
-
-    Args:
-        module: Not changed.
-        dtype: Count floating parameters as after `module.to(dtype)`.
-    """
-    first_name: dict[int, str] = {}
-    kept = set() if dtype is None else {id(tensor) for tensor in not_converted(module, dtype)}
-    table = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        shared = first_name.get(id(parameter), "")
-        first_name.setdefault(id(parameter), name)
-        is_converted = parameter.is_floating_point() and id(parameter) not in kept
-        size = dtype.itemsize if dtype and is_converted else parameter.element_size()
-        shape = tuple(parameter.shape)
-        info = ParameterInfo(name, parameter.numel(), size, parameter.requires_grad, len(shape), shared, shape)
-        table.append(info)
-    return tuple(table)

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
-from lightning_memfit.memory.conversion import default_dtype
+from lightning_memfit.memory.conversion import default_dtype, parameter_table
 from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.copying import UncopiedError
 from lightning_memfit.profile.course import Course
@@ -65,7 +66,7 @@ from lightning_memfit.profile.patches import (
 )
 from lightning_memfit.profile.quiet import collector_paused, loggers_at
 from lightning_memfit.profile.ranks import Ranks, RunningGroupError, process_group_of
-from lightning_memfit.profile.record import Growth, ParameterInfo
+from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.repeat import Fold, fold_blocks, fold_groups, plan_fold, unroll
 from lightning_memfit.profile.seal import RefusedError
@@ -75,7 +76,6 @@ from lightning_memfit.profile.step import (
     OptimizerFactory,
     StepOptions,
     copied_others,
-    parameter_table,
 )
 from lightning_memfit.profile.threads import one_at_a_time
 from lightning_memfit.profile.trial import run_copy, trial

@@ -7,9 +7,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_memfit.memory.conversion import parameter_table
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.fake import fake_clone, fake_pretrained_weights
-from lightning_memfit.profile.record import ParameterInfo
-from lightning_memfit.profile.step import parameter_table
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import numpy as np
 from torch import nn
 from typing_extensions import override
 
@@ -18,17 +17,17 @@ from lightning_memfit.checkpointing.apply import (
     refuse_checkpointed,
 )
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
-from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
 from lightning_memfit.checkpointing.recompute import in_trace
-from lightning_memfit.memory import Category, format_bytes, parse_bytes
-from lightning_memfit.profile.events import CATEGORIES
-from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget, resolve_budget
+from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
+    from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget
 
 
 class ActivationCheckpointing(TechniqueCallback):
@@ -111,7 +110,8 @@ class ActivationCheckpointing(TechniqueCallback):
         """Follow the plan with which the run began, if it was made for the same budget and still fits."""
         if self.resolved is None or state_dict.get("budget") != self.budget:
             return
-        plan = CheckpointingPlan(**{**state_dict["plan"]["plan"], "choices": tuple(state_dict["choices"])})
+        saved = {**state_dict["plan"]["plan"], "choices": tuple(state_dict["choices"])}
+        plan = replace(self.resolved.plan, **saved)
         fits = plan.peak_bytes <= self.resolved.limit_bytes and len(plan.choices) == len(self.resolved.plan.choices)
         if not fits or plan.choices == self.resolved.plan.choices:
             return
@@ -160,6 +160,9 @@ class ActivationCheckpointing(TechniqueCallback):
         """Make the plan, unless this is a copy, inside a trace, of a callback that already has one."""
         assert self.budget is not None
         if not in_trace():
+            # Traces, which only a budget needs, are most of this package.
+            from lightning_memfit.techniques.checkpointing_budget import resolve_budget
+
             self.restore()
             self.resolved = resolve_budget(self.budget, trainer, pl_module, ActivationCheckpointing, self.blocks)
         elif self.resolved is None:
@@ -245,11 +248,11 @@ def unsupported(run: Run, options: Options) -> str | None:
     return None
 
 
-def cost(profile: ModelProfile, options: Options) -> Cost:
+def cost(profile: "ModelProfile", options: Options) -> Cost:
     """Recomputed products and traffic, or bytes that are moved to the host and back during computation."""
     shares = recomputed_shares(options, profile.num_blocks)
     blocks = max(1, len(shares))
-    kept = block_activation_bytes(profile)
+    kept = profile.events.bytes_kept_by_blocks()
     flops = profile.block_flops.get("forward", 0) * profile.num_blocks
     recomputed = sum(_RECOMPUTED.get(choice, 0.0) for choice in shares) / blocks
     remade = sum(choice not in ("none", "offload") for choice in shares) / blocks
@@ -280,20 +283,6 @@ def recomputed_shares(options: Options, num_blocks: int) -> list[str]:
     if mode == "selective":
         return ["_".join(["keep", *(name for name in ("matmul", "attention") if name in options["keep"])])] * num_blocks
     return ["full" if mode == "sqrt" else mode] * num_blocks
-
-
-def block_activation_bytes(profile: ModelProfile) -> int:
-    """Bytes that blocks keep from forward to backward, at the profile's micro-batch size."""
-    events = profile.events
-    starts = [at for at, name in events.phases if name == "backward"]
-    if not starts:
-        return 0
-    made_in = np.full(len(events.sizes), -1)
-    allocations = events.events > 0
-    made_in[events.storages[allocations]] = events.event_blocks[allocations]
-    alive = events.alive_at(starts[-1] - 1)
-    is_kept = (events.categories[alive] == CATEGORIES.index(Category.ACTIVATION)) & (made_in[alive] >= 0)
-    return int(events.sizes[alive[is_kept]].sum())
 
 
 TECHNIQUE = Technique(

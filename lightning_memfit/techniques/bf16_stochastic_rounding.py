@@ -1,7 +1,7 @@
 """`StochasticRounding`: bfloat16 weights only, stepped in float32 and rounded so that small updates count."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -12,11 +12,13 @@ from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, Cost, Work, num_trained
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 _ROUNDINGS: dict[str, type[Rounding]] = {"stochastic": Stochastic, "kahan": Kahan}
 
@@ -100,7 +102,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     return None
 
 
-def _cost(profile: ModelProfile, options: Options) -> Cost:
+def _cost(profile: "ModelProfile", options: Options) -> Cost:
     """Weights and gradients are widened, stepped and rounded back: 24 bytes per weight on top of the step itself."""
     count = num_trained(profile)
     if profile.device == "cpu":

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,12 +18,14 @@ from typing_extensions import override
 
 from lightning_memfit.adapters.layer import FrozenLinear, reading
 from lightning_memfit.memory.wrapping import own_attribute, wrap_method
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.lazy_logits import HeadCall, is_freed, whole_in_functions
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 
 class ChunkedLoss(TechniqueCallback):
@@ -436,7 +438,7 @@ def unsupported(run: Run, options: Options) -> str | None:
     return None
 
 
-def _cost(profile: ModelProfile, options: Options) -> Cost:
+def _cost(profile: "ModelProfile", options: Options) -> Cost:
     return Cost(micro_batch=Work(kernels=_KERNELS_PER_CHUNK * int(options.get("num_chunks", 8))))
 
 

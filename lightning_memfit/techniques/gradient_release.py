@@ -1,22 +1,25 @@
 """`GradientRelease`: step during backward, so that gradients are never all alive at once."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from typing_extensions import override
 
+from lightning_memfit.memory.parameters import trained
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim import gradient_release
-from lightning_memfit.profile.record import ModelProfile, trained
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_compiled, run_of
 from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_STEP, BEFORE_ZERO_GRAD, BETWEEN_STEPS
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 
 class GradientRelease(TechniqueCallback):
@@ -185,7 +188,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     return None
 
 
-def _cost(profile: ModelProfile, options: Options) -> Cost:
+def _cost(profile: "ModelProfile", options: Options) -> Cost:
     """Every parameter is stepped separately, so that batched kernels have nothing to batch."""
     return Cost(step=Work(kernels=_KERNELS_PER_STEP * len(trained(profile.parameters))))
 

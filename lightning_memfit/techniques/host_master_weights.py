@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,14 +25,15 @@ from lightning_memfit.memory.host import SPARSE, keep_on_host, return_to_device
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import Refusal, TechniqueCallback
-from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
+from lightning_memfit.techniques.core.cost import FOREACH_PASSES, HOST_STEP_BYTES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides
-from lightning_memfit.techniques.core.sharding import HOST_STEP_BYTES
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 _CONFLICTS = {
     "GradientRelease": "both take gradients away during backward",
@@ -381,7 +382,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     return None
 
 
-def _cost(profile: ModelProfile, options: Options) -> Cost:
+def _cost(profile: "ModelProfile", options: Options) -> Cost:
     """Gradients leave during backward; weights come back after the host has stepped, when nothing else runs."""
     count = num_trained(profile)
     if profile.device == "cpu":

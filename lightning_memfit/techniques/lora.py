@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
@@ -35,12 +35,14 @@ from lightning_memfit.memory.host import copy_to_host
 from lightning_memfit.memory.state_dicts import joined_versions, versioned, versions_of
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.replace import replace_optimizers, take_out
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_compiled
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before, replaces_layers
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
@@ -516,7 +518,7 @@ _LORA = CallbackSpec("lightning_memfit.techniques.lora.Lora")
 _QUANTIZED = "lightning_memfit.techniques.quantized_weights.QuantizedWeights"
 
 
-def _cost(profile: ModelProfile, options: Options) -> Cost:
+def _cost(profile: "ModelProfile", options: Options) -> Cost:
     """Two thin products per weight; no gradients of the weights themselves."""
     linear = [p for p in profile.parameters if p.dims == 2 and not p.shared_with]
     forward = profile.flops.get("forward", 0)
@@ -527,7 +529,7 @@ def _cost(profile: ModelProfile, options: Options) -> Cost:
     return Cost(micro_batch=Work(flops=(3 * thin - 1) * forward))
 
 
-def _quantized_cost(profile: ModelProfile, options: Options) -> Cost:
+def _quantized_cost(profile: "ModelProfile", options: Options) -> Cost:
     """Every weight is read in few bits and written and read in half precision, in forward and in backward."""
     elements = sum(p.numel for p in profile.parameters if p.dims == 2 and not p.shared_with)
     bits = int(options.get("bits", 4))

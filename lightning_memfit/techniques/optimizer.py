@@ -4,20 +4,18 @@ Its techniques, one per optimizer, are derived from the records of `optim.optimi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.exchange import exchange, untranslatable
 from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, class_of, optimizer_classes
 from lightning_memfit.optim.replace import replace_optimizers, schedulers_in
 from lightning_memfit.optim.states import Resume
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import (
     FOREACH_PASSES,
@@ -30,6 +28,9 @@ from lightning_memfit.techniques.core.cost import (
 )
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 
 class ReplaceOptimizer(TechniqueCallback):
@@ -134,7 +135,7 @@ def unsupported(run: Run, options: Options) -> str | None:
     return None
 
 
-def _cost_of_fusing(profile: ModelProfile, record: OptimizerRecord) -> Work:
+def _cost_of_fusing(profile: "ModelProfile", record: OptimizerRecord) -> Work:
     if profile.device == "cpu":
         return other_cpu_step(profile, record.name)
     return Work(device_bytes=-4.0 * (FOREACH_PASSES - FUSED_PASSES) * num_trained(profile))
@@ -149,10 +150,10 @@ def technique_of(record: OptimizerRecord) -> Technique:
     replacement = record.replacement
     if replacement is None:
         raise ValueError(f"`record` ({record.name}) has no `replacement`, which says what its technique is called.")
-    states, fused = optimizer_family(record.name), bool(record.arguments.get("fused"))
+    fused = bool(record.arguments.get("fused"))
 
-    def cost(profile: ModelProfile, options: Options) -> Cost:
-        return Cost(step=_cost_of_fusing(profile, record) if fused else other_states(profile, states, record.name))
+    def cost(profile: "ModelProfile", options: Options) -> Cost:
+        return Cost(step=_cost_of_fusing(profile, record) if fused else other_states(profile, record.name))
 
     given = {"options": dict(replacement.options), "drop": list(replacement.drop)}
     arguments = {"name": record.cls.name, **{name: value for name, value in given.items() if value}}
@@ -179,7 +180,7 @@ def technique_of(record: OptimizerRecord) -> Technique:
         cost=cost,
         package="" if record.package == "torch" else record.package,
         page="optimizer",
-        states=states,
+        states=record.states,
     )
 
 

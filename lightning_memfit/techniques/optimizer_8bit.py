@@ -1,7 +1,7 @@
 """`Optimizer8bit`: the module's own optimizer with 8-bit states."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -9,23 +9,19 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.optim.eight_bit import (
-    check_again,
-    convertible,
-    embedding_parameters,
-    is_paged,
-    to_bitsandbytes,
-)
+from lightning_memfit.optim.eight_bit import check_again, convertible, embedding_parameters, is_paged, to_bitsandbytes
+from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work, other_states, state_bytes
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 
 class Optimizer8bit(TechniqueCallback):
@@ -177,12 +173,12 @@ def _unsupported_paged(run: Run, options: Options) -> str | None:
     return unsupported(run, {**options, "paged": True})
 
 
-def _cost_of_8bit(profile: ModelProfile, options: Options) -> Cost:
-    work = other_states(profile, optimizer_family("adamw_8bit"), "adamw_8bit")
+def _cost_of_8bit(profile: "ModelProfile", options: Options) -> Cost:
+    work = other_states(profile, "adamw_8bit")
     return Cost(step=work + (_paging(state_bytes(profile) / 4) if options.get("paged") else Work()))
 
 
-def _cost_of_paging(profile: ModelProfile, options: Options) -> Cost:
+def _cost_of_paging(profile: "ModelProfile", options: Options) -> Cost:
     return Cost(step=_paging(state_bytes(profile)) if profile.device_kind.has_own_memory else Work())
 
 
@@ -209,7 +205,7 @@ OPTIMIZER_8BIT = Technique(
     cost=_cost_of_8bit,
     package="bitsandbytes",
     dominates=frozenset({"torchao_adamw_8bit", "torchao_adamw_fp8"}),
-    states=optimizer_family("adamw_8bit"),
+    states=find_optimizer("adamw_8bit").states,
 )
 PAGED_OPTIMIZER_8BIT = Technique(
     name="paged_optimizer_8bit",
@@ -221,7 +217,7 @@ PAGED_OPTIMIZER_8BIT = Technique(
     cost=lambda profile, options: _cost_of_8bit(profile, {"paged": profile.device_kind.has_own_memory}),
     package="bitsandbytes",
     page="optimizer_8bit",
-    states=optimizer_family("paged_adamw_8bit"),
+    states=find_optimizer("paged_adamw_8bit").states,
     same_step_as="optimizer_8bit",
     yields_to="optimizer_8bit",
 )
@@ -235,5 +231,5 @@ PAGED_OPTIMIZER = Technique(
     cost=_cost_of_paging,
     package="bitsandbytes",
     page="optimizer_8bit",
-    states=optimizer_family("paged_adamw"),
+    states=find_optimizer("paged_adamw").states,
 )

@@ -7,13 +7,15 @@ A strategy has no callback and is not traced: what it divides and moves is arith
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Options, Technique, supported
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 _MODULE = "lightning_memfit.strategies"
 _LIGHTNING = {0: "DDPStrategy", 3: "ModelParallelStrategy"}
@@ -132,3 +134,6 @@ STRATEGIES: tuple[Technique, ...] = (
     _infinity("zero_infinity", "ZeRO-3 with optimizer states, gradients and weights on disk", parameters=True),
 )
 """Torch's own strategies first, then DeepSpeed's, from the device to the disk."""
+
+KNOWN = {technique.name: technique for technique in STRATEGIES}
+"""Those of this process by name, as `core.registry.register` adds to them."""

@@ -6,17 +6,20 @@ counterpart: `tests/techniques/test_torch_compile.py` fails if it moves.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
-from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.callback import ReversibleCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 
 class TorchCompile(ReversibleCallback):
@@ -89,7 +92,7 @@ _TRAFFIC = 3
 _SECONDS_TO_COMPILE = 30.0
 
 
-def _cost(profile: ModelProfile, options: Options) -> Cost:
+def _cost(profile: "ModelProfile", options: Options) -> Cost:
     allocated = int(profile.events.sizes[profile.events.categories >= 0].sum()) / 2  # two steps were traced
     work = Work(device_bytes=-_FUSED_SHARE * _TRAFFIC * allocated)
     return Cost(micro_batch=work, once_seconds=_SECONDS_TO_COMPILE)

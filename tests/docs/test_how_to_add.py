@@ -15,14 +15,13 @@ from torch import nn
 from lightning_memfit import strategies
 from lightning_memfit.estimate.architectures import NamedRun
 from lightning_memfit.estimate.named_model import optimizer_factory
-from lightning_memfit.estimate.optimizers import optimizer_family
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.optim.exchange import exchange
-from lightning_memfit.optim.optimizers import OPTIMIZERS
+from lightning_memfit.optim.optimizers import OPTIMIZERS, find_optimizer
 from lightning_memfit.planner.candidates import candidates
 from lightning_memfit.planner.memory import standing_bytes, stored_as
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Devices
 from lightning_memfit.profile.build import profile_module
-from lightning_memfit.profile.step import parameter_table
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.core.facts import Facts
 from lightning_memfit.techniques.core.registry import find_technique, register, register_optimizer
@@ -103,7 +102,7 @@ def test_an_optimizer(monkeypatch):
         words.training_step(torch.zeros(2, 4, dtype=torch.long), 0).backward()
         made.step()
         kept = sum(v.nbytes for state in made.state.values() for v in state.values() if v.dim())
-        assert optimizer_family("nadam").total_bytes(parameter_table(words)) == kept
+        assert find_optimizer("nadam").states.total_bytes(parameter_table(words)) == kept
         assert NamedRun("gpt2", optimizer="nadam").optimizer == "nadam"
         assert type(optimizer_factory("nadam")(words)) is torch.optim.NAdam
         setting = Setting().choose("nadam")

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memfit.estimate.deepspeed import OffloadTarget
-from lightning_memfit.estimate.optimizers import OptimizerFamily, optimizer_family
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
+from lightning_memfit.optim.optimizers import StateLayout as OptimizerStates
+from lightning_memfit.optim.optimizers import find_optimizer
 
 
 def layer_activation_bytes(
@@ -94,7 +95,7 @@ STATE_LAYOUTS: dict[str, StateLayout] = {
 def model_states(
     num_parameters: int,
     precision: str = "32-true",
-    optimizer: str | OptimizerFamily = "adamw",
+    optimizer: str | OptimizerStates = "adamw",
     zero_stage: int = 0,
     world_size: int = 1,
     offload_optimizer: OffloadTarget = "none",
@@ -117,7 +118,7 @@ def model_states(
     Raises:
         ValueError: If an argument is out of range, or offloaded at a stage that can't.
     """
-    family = optimizer if isinstance(optimizer, OptimizerFamily) else optimizer_family(optimizer)
+    family = optimizer if isinstance(optimizer, OptimizerStates) else find_optimizer(optimizer).states
     _check(num_parameters, precision, zero_stage, world_size, offload_optimizer, offload_parameters)
     layout = STATE_LAYOUTS[precision]
     trained = num_parameters if num_trainable is None else num_trainable

@@ -17,11 +17,11 @@ from lightning_memfit.device.host import probe_host
 from lightning_memfit.estimate.deepspeed import DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import infinity_sizes
 from lightning_memfit.memory import GIB, MIB, Tier, format_bytes
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.nvme.folder import RunFolder
 from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.nvme.watermark import DiskWatermark, DiskWatermarkError
-from lightning_memfit.profile.record import ParameterInfo
 from tests.helpers.aio import needs_aio_tools
 from tests.helpers.small_drive import drive_without_direct_io, small_drive
 

@@ -16,8 +16,8 @@ import torch
 from lightning_memfit.estimate.deepspeed import DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import infinity_sizes
 from lightning_memfit.memory import MIB, Tier
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.nvme.folder import find_runs
-from lightning_memfit.profile.step import parameter_table
 from tests.helpers.aio import needs_aio
 from tests.helpers.small_drive import small_drive
 from tests.helpers.strategy_launch import finish, launch_anew, selected, start

@@ -28,8 +28,8 @@ from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
 from lightning_memfit.adapters.lora import add_product, frozen_layers
 from lightning_memfit.adapters.quantized import Codes
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.profile.fake import fake_clone
-from lightning_memfit.profile.step import parameter_table
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.lora import Lora
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.techniques.core.facts import Facts, Run
 from lightning_memfit.techniques.core.registry import STRATEGIES, TECHNIQUES, find_technique
 from lightning_memfit.techniques.core.setting import Setting

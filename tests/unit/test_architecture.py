@@ -28,7 +28,7 @@ ALLOWED = {
     "estimate": {"optim", "memory", "device", "profile", "checkpointing"},
     "measure": {"memory", "device"},
     "techniques": {"adapters", "memory", "device", "profile", "estimate", "optim", "checkpointing", "nvme"},
-    "planner": {"memory", "device", "profile", "estimate", "techniques", "checkpointing"},
+    "planner": {"memory", "device", "optim", "profile", "estimate", "techniques", "checkpointing"},
     "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure", "planner", "checkpointing"},
     "bench": {"memory", "device", "profile", "estimate", "techniques", "fitting", "measure"},
     "strategies": {"techniques", "memory", "device", "optim", "checkpointing", "profile", "estimate", "nvme"},

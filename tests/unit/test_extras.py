@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 import lightning_memfit.extras
+from cli.errors import missing_package
 from cli.main import main
 from lightning_memfit.data import PairData, TextData
-from lightning_memfit.extras import EXTRAS, how_to_install, is_installed, missing_package, require
+from lightning_memfit.extras import EXTRAS, how_to_install, is_installed, require
 
 _REPOSITORY = Path(__file__).parents[2]
 

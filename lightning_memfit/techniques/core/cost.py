@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from lightning_memfit.estimate.optimizers import OptimizerFamily
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.parameters import trained
 from lightning_memfit.optim.optimizers import find_optimizer
-from lightning_memfit.profile.record import ModelProfile, trained
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ FOREACH_PASSES = 20
 FUSED_PASSES = 7
 """Fused AdamW reads weight, gradient and two states, and writes weight and states."""
 
+HOST_STEP_BYTES = 28
+"""Bytes of host memory that a fused AdamW step reads and writes per parameter: gradient, weight, two states in fp32."""
+
 ROUNDING_CPU_SECONDS = 7.5e-9
 """Seconds per parameter on one core that widening and stochastic rounding of bfloat16 weights add to fused AdamW."""
 
@@ -118,17 +124,17 @@ def state_bytes(profile: ModelProfile) -> int:
     return profile.events.breakdown_at(len(profile.events) - 1).get(Category.OPTIMIZER_STATE)
 
 
-def other_states(profile: ModelProfile, family: OptimizerFamily, optimizer: str) -> Work:
+def other_states(profile: ModelProfile, optimizer: str) -> Work:
     """Work that a step adds or saves with optimizer states of another size.
 
     Args:
         profile: Profile of the plain step.
-        family: States of the new optimizer.
         optimizer: Name of the new optimizer's record.
     """
     if profile.device == "cpu":
         return other_cpu_step(profile, optimizer)
-    return Work(device_bytes=2.0 * (family.total_bytes(profile.parameters) - state_bytes(profile)))
+    made = find_optimizer(optimizer).states.total_bytes(profile.parameters)
+    return Work(device_bytes=2.0 * (made - state_bytes(profile)))
 
 
 def other_cpu_step(profile: ModelProfile, optimizer: str) -> Work:

@@ -1,5 +1,6 @@
 """Every technique. To add one to this package, write a file with its record and a line here; others use `register`."""
 
+from collections import ChainMap
 from collections.abc import Callable
 from difflib import get_close_matches
 
@@ -56,17 +57,18 @@ TECHNIQUES: tuple[Technique, ...] = (
 STRATEGIES: tuple[Technique, ...] = strategies.STRATEGIES
 """Every strategy. They are techniques of one kind, kept apart because none is a callback that a trace would show."""
 
-_BY_NAME = {technique.name: technique for technique in (*TECHNIQUES, *STRATEGIES)}
+_KNOWN = {technique.name: technique for technique in TECHNIQUES}
+_BY_NAME = ChainMap(strategies.KNOWN, _KNOWN)
 
 
 def techniques() -> tuple[Technique, ...]:
     """Every technique except strategies, registered ones last."""
-    return tuple(technique for technique in _BY_NAME.values() if technique.kind != "strategy")
+    return tuple(_KNOWN.values())
 
 
 def all_strategies() -> tuple[Technique, ...]:
     """Every strategy, registered ones last."""
-    return tuple(technique for technique in _BY_NAME.values() if technique.kind == "strategy")
+    return tuple(strategies.KNOWN.values())
 
 
 def strategy_of(division: Division) -> Technique | None:
@@ -101,10 +103,11 @@ def register(technique: Technique) -> Callable[[], None]:
         raise ValueError(f"`name={technique.name!r}`: there is such a technique already. Choose another name.")
     if technique.kind == "strategy" and technique.sharding is None:
         raise ValueError(f"`sharding` of {technique.name} is None, but a strategy must say what it divides.")
-    _BY_NAME[technique.name] = technique
+    known = strategies.KNOWN if technique.kind == "strategy" else _KNOWN
+    known[technique.name] = technique
 
     def take_off() -> None:
-        _BY_NAME.pop(technique.name, None)
+        known.pop(technique.name, None)
 
     return take_off
 

@@ -22,12 +22,9 @@ from lightning_memfit.estimate.deepspeed import OffloadTarget
 from lightning_memfit.estimate.division import Division
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
+from lightning_memfit.techniques.core.cost import FOREACH_PASSES, HOST_STEP_BYTES, Cost, Work, cpu_seconds, num_trained
 
 _MASTER_BYTES = 4
-HOST_STEP_BYTES = 28
-"""Bytes of host memory that a fused AdamW step reads and writes per parameter: gradient, weight, two states in fp32."""
-
 _DEEPSPEED_STEP_BYTES = 28
 """Bytes of device memory that DeepSpeed moves per parameter in addition to the optimizer: flattening, fp32 gradients,
 their norm, scaling, and the new weights in half precision."""

@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_memfit.estimate.optimizers import OptimizerFamily
 from lightning_memfit.extras import how_to_install, is_installed
-from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.optim.optimizers import StateLayout
 from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Options as Options
 from lightning_memfit.techniques.core.facts import Run, defaults_of
-from lightning_memfit.techniques.core.sharding import Sharding
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
+    from lightning_memfit.techniques.core.sharding import Sharding
 
 Kind = Literal[
     "adapter",
@@ -138,7 +140,7 @@ class Technique:
     masters_on_host: bool = False
     """Whether fp32 weights, gradients and optimizer states are in host memory, and only half-precision weights on the
     device."""
-    states: OptimizerFamily | None = None
+    states: StateLayout | None = None
     """For kind `optimizer`: size of the states of a module that uses AdamW, and whether they are paged."""
     changes_step: bool = True
     """Whether an optimizer step allocates differently from the module's own, so that it is traced again. False for

@@ -3,8 +3,9 @@
 import numpy as np
 
 from lightning_memfit.memory import MIB, Category
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.events import CATEGORIES, EventList
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo
+from lightning_memfit.profile.record import ModelProfile
 
 WEIGHT, GRADIENT, STATE, SCRATCH = 40 * MIB, 40 * MIB, 80 * MIB, 40 * MIB
 SAMPLE = 3 * MIB

@@ -26,8 +26,8 @@ from lightning_memfit.estimate.deepspeed import (
 )
 from lightning_memfit.estimate.deepspeed_sizes import AioSettings, InfinitySizes, infinity_sizes
 from lightning_memfit.memory import GIB, MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.profile.record import ParameterInfo
-from lightning_memfit.profile.step import parameter_table
+from lightning_memfit.memory.conversion import parameter_table
+from lightning_memfit.memory.parameters import ParameterInfo
 from tests.helpers.closed_forms import model_states
 
 LAYERS = tuple(ParameterInfo(f"h.{i}.weight", MIB, 2, shape=(1024, 1024)) for i in range(16))

@@ -143,9 +143,9 @@ def test_arithmetic_needs_no_torch():
         *(f"device.{name}" for name in ("catalogue", "runtime", "allocator")),
         *(f"profile.{name}" for name in ("record", "events", "cache")),
         *(f"estimate.{name}" for name in (
-            "architectures", "estimate", "named", "optimizers", "report", "target",
-            "timeline",
+            "architectures", "estimate", "named", "report", "target", "timeline",
         )),
+        "optim.optimizers",
     ]  # fmt: skip
     code = (
         f"import sys\nfor name in {modules}: __import__('lightning_memfit.' + name)\nsys.exit('torch' in sys.modules)"

@@ -16,9 +16,9 @@ from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.estimate.placement import deepspeed_placement, gathered_bytes, torch_placement
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category, Tier
+from lightning_memfit.memory.conversion import parameter_table
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.models.architecture import build, resolve_config
-from lightning_memfit.profile.record import ParameterInfo
-from lightning_memfit.profile.step import parameter_table
 from lightning_memfit.strategies import host_check
 from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.zero_config import ZeroOptions

@@ -11,11 +11,12 @@ from lightning_memfit.device.runtime import RuntimeMemory
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import Category
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.planner.time import Rates
 from lightning_memfit.planner.trace_store import NotTraced, passes_of, stepping_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.facts import Facts
 from lightning_memfit.techniques.core.setting import Setting

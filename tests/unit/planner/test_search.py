@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_memfit.memory import Category, Tier
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.planner import candidates as module
 from lightning_memfit.planner.candidates import candidates, missing_permissions
 from lightning_memfit.planner.make import make_plan
@@ -11,7 +12,7 @@ from lightning_memfit.planner.numerics import NumericsOf
 from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.time import PassWork
 from lightning_memfit.planner.workload import Devices, Limits
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 
 from .made import MIB, NUM_PARAMETERS, MadeTraceStore, made_workload

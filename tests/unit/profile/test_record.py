@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_memfit.memory.cache_files import write_file
-from lightning_memfit.profile.record import ModelProfile, ParameterInfo
+from lightning_memfit.memory.parameters import ParameterInfo
+from lightning_memfit.profile.record import ModelProfile
 
 from .test_events import HAND_MADE
 

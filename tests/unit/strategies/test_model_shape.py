@@ -3,7 +3,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memfit.profile.step import parameter_table
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.strategies.model_shape import ModelShape
 
 

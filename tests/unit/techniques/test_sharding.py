@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memfit.profile.record import ParameterInfo
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.techniques.core.sharding import Sharding
 
 PROFILE: Any = SimpleNamespace(device="cuda", parameters=(ParameterInfo("weight", 1000, 4, shape=(1000,)),))

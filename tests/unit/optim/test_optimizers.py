@@ -8,11 +8,10 @@ from transformers.optimization import Adafactor
 from lightning_memfit.estimate.architectures import ARCHITECTURES, NamedRun
 from lightning_memfit.estimate.estimate import CUDA_ROUNDING
 from lightning_memfit.estimate.named_model import trace_named
-from lightning_memfit.estimate.optimizers import optimizer_family
 from lightning_memfit.memory import Category
-from lightning_memfit.optim.optimizers import OPTIMIZERS
-from lightning_memfit.profile.record import ParameterInfo, trained
-from lightning_memfit.profile.step import parameter_table
+from lightning_memfit.memory.conversion import parameter_table
+from lightning_memfit.memory.parameters import ParameterInfo, trained
+from lightning_memfit.optim.optimizers import OPTIMIZERS, find_optimizer
 
 SHAPES = [(300, 200), (64,), (5000,), (3, 50, 70), (100, 100), (4096,), (4095,), (1, 7)]
 
@@ -62,14 +61,14 @@ def real_state_bytes(make, module):
 @pytest.mark.parametrize("name", REAL)
 def test_bytes_of_real_states(name, dtype):
     module = torch.nn.ParameterList([torch.randn(shape, dtype=dtype) for shape in SHAPES])
-    assert optimizer_family(name).total_bytes(parameter_table(module)) == real_state_bytes(REAL[name], module)
+    assert find_optimizer(name).states.total_bytes(parameter_table(module)) == real_state_bytes(REAL[name], module)
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers")
 @pytest.mark.parametrize(("name", "real"), [("paged_adamw", "PagedAdamW"), ("paged_adamw_8bit", "PagedAdamW8bit")])
 def test_paged_states_are_as_large(name, real):
     module = torch.nn.ParameterList([torch.randn(shape) for shape in SHAPES])
-    family = optimizer_family(name)
+    family = find_optimizer(name).states
     assert family.paged
     assert family.total_bytes(parameter_table(module)) == real_state_bytes(bitsandbytes_optimizer(real), module)
 
@@ -80,12 +79,12 @@ def test_frozen_and_tied_parameters_have_no_states_of_their_own():
         ParameterInfo("frozen", 100, 4, trainable=False),
         ParameterInfo("tied", 100, 4, shared_with="a"),
     )
-    assert optimizer_family("adamw").total_bytes(table) == 800
+    assert find_optimizer("adamw").states.total_bytes(table) == 800
 
 
 def test_exempt_parameters_keep_32_bits_and_rounding_is_per_tensor():
     table = (ParameterInfo("embedding", 5000, 4), ParameterInfo("weight", 5000, 4))
-    family = optimizer_family("adamw_8bit")
+    family = find_optimizer("adamw_8bit").states
     one_quantized = 2 * (5000 + 4 * 20)
     assert family.total_bytes(table, keep_32bit=("embedding",)) == 2 * 4 * 5000 + one_quantized + 2048
     assert family.total_bytes(table, rounding_bytes=512) == 2 * 2 * (5120 + 512) + 2048
@@ -93,14 +92,14 @@ def test_exempt_parameters_keep_32_bits_and_rounding_is_per_tensor():
 
 def test_adafactor_needs_shapes():
     with pytest.raises(ValueError, match="shape of w"):
-        optimizer_family("adafactor").total_bytes([ParameterInfo("w", 6, 4, dims=2)])
+        find_optimizer("adafactor").states.total_bytes([ParameterInfo("w", 6, 4, dims=2)])
     with pytest.raises(ValueError, match="total_bytes"):
-        optimizer_family("adafactor").bytes_per_parameter()
+        find_optimizer("adafactor").states.bytes_per_parameter()
 
 
 def test_per_parameter_figures_agree_with_large_tensors():
     table = [ParameterInfo("w", 1 << 20, 4, dims=2, shape=(1 << 10, 1 << 10))]
-    for family in map(optimizer_family, OPTIMIZERS):
+    for family in (record.states for record in OPTIMIZERS.values()):
         if not family.factored:
             assert family.total_bytes(table) / (1 << 20) == pytest.approx(family.bytes_per_parameter(), abs=0.002)
 
@@ -126,7 +125,7 @@ def at_the_steps_peak(profile, category):
 )
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_states_and_scratch_memory_agree_with_traces(name, precision):
-    profile, family = traced(name, precision), optimizer_family(name)
+    profile, family = traced(name, precision), find_optimizer(name).states
     states = family.total_bytes(profile.parameters, CUDA_ROUNDING)
     if name == "adamw_fused":  # its kernel reads the counts of steps, which are on the host for others
         states += CUDA_ROUNDING * len(trained(profile.parameters))

@@ -1,0 +1,25 @@
+"""`ParameterInfo`: the table of a module's parameters, from which sizes of states, gradients and shards follow."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter of the module."""
+
+    name: str
+    numel: int
+    itemsize: int
+    """Bytes per element as stored while training."""
+    trainable: bool = True
+    dims: int = 1
+    """Number of dimensions; norms and biases have one."""
+    shared_with: str = ""
+    """Name of the parameter it is tied to, if any; tied parameters count once."""
+    shape: tuple[int, ...] = ()
+
+
+def trained(parameters: Collection[ParameterInfo]) -> list[ParameterInfo]:
+    """Trainable parameters, tied ones once."""
+    return [p for p in parameters if p.trainable and not p.shared_with]
