@@ -261,8 +261,9 @@ BUDGET = "60%"
 def _peak(tried: Tried, callback: Any) -> int:
     from lightning_memfit.profile.build import measure_step
 
-    profile = measure_step(tried.module(), tried.data.batches[0], callbacks=(callback,))
-    return int(profile.events.live_bytes()[profile.events.phases[0][0] :].max())
+    events = measure_step(tried.module(), tried.data.batches[0], callbacks=(callback,)).events
+    second = [at for at, phase in events.phases if phase == "forward"][1]  # blocks are checked in the first batch
+    return int(events.live_bytes()[second:].max())
 
 
 TECHNIQUES: dict[str, Callable[[Tried], dict[str, Any]]] = {

@@ -6,7 +6,6 @@ about as much, relative to their size, as the tensors do (Johnson and Lindenstra
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -70,18 +69,13 @@ def projected(tensor: Tensor) -> Tensor:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
-        pattern = _pattern(tensor.device, dtype)
+        generator = torch.Generator("cpu").manual_seed(0)
+        shape = (_NUM_PROJECTIONS, min(_LENGTH, tensor.numel()))
+        pattern = (torch.rand(shape, generator=generator, dtype=dtype, device="cpu") * 2 - 1).to(tensor.device)
         total = torch.zeros(_NUM_PROJECTIONS, dtype=dtype, device=tensor.device)
         for number, part in enumerate(tensor.detach().reshape(-1).split(_LENGTH)):
             total += pattern[:, : len(part)] @ part.to(dtype) * (1 + (number * 0.618034) % 1)
         return total.cpu().double()
-
-
-@lru_cache(maxsize=2)
-def _pattern(device: torch.device, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(0)
-    pattern = torch.rand(_NUM_PROJECTIONS, _LENGTH, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
-    return pattern.to(device, dtype)
 
 
 def explain_difference(

@@ -44,9 +44,7 @@ def test_states_that_wait() -> None:
 
 
 def test_projections() -> None:
-    projected.__globals__["_pattern"].cache_clear()
     assert projected(host(1.0, 2.0)).device.type == "cpu"
-    projected.__globals__["_pattern"].cache_clear()
 
 
 def test_what_ranks_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
