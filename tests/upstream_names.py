@@ -162,7 +162,6 @@ NAMES: dict[str, str] = {
     "_init_deepspeed_distributed": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_initialize_deepspeed_inference": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_initialize_deepspeed_train": "lightning.pytorch.strategies.DeepSpeedStrategy",
-    "_inst": "random",
     "_is_hsdp": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_is_zerotensor": "torch.Tensor",
     "_last_lr": "torch.optim.lr_scheduler.LRScheduler",

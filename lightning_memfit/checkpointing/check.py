@@ -29,12 +29,12 @@ from lightning_memfit.checkpointing.recompute import (
     OpaqueResultError,
     in_trace,
 )
-from lightning_memfit.memory.comparison import Reading, explain_difference, projected, relative_difference
+from lightning_memfit.memory.comparison import EQUAL, Reading, explain_difference, projected, relative_difference
 from lightning_memfit.memory.generators import drawing_from, random_states
 from lightning_memfit.memory.state import State
 
 _SAME_SHARE = 1e-2
-"""Largest relative difference of two gradients of one tensor that may come from rounding; other uses add more."""
+"""Largest relative difference, off the CPU, of two gradients of one tensor that may come from rounding."""
 
 
 class InexactRecomputationError(RuntimeError):
@@ -85,7 +85,7 @@ class FirstCall:
                 "differentiation, whose tensors don't exist any more when it is recomputed."
             )
         known.is_light = False
-        known.look_at_devices(_tensors_inside((args, kwargs)))
+        known.look_at_devices(_tensors_inside((args, kwargs)), _tensors_in(args))
         self._may_be_light &= known.look_at_parameters() and not any(map(_has_statistics, known.modules))
         self._state = State(known.groups(), copies_tensors=self._has_values)
         self._inputs = _Inputs(args, kwargs)
@@ -153,7 +153,8 @@ class FirstCall:
         which rounds otherwise.
         """
         if self._share is not None:
-            self._known.is_light = relative_difference(self._share, projected(gradient)) <= _SAME_SHARE
+            most = EQUAL if gradient.device.type == "cpu" else _SAME_SHARE
+            self._known.is_light = relative_difference(self._share, projected(gradient)) <= most
             self._share = None
 
     # --- backward ---
@@ -191,19 +192,29 @@ class FirstCall:
         def again() -> Reading:
             return (first.pop() if first else self._repeat(self._function)).returned
 
-        self._compare(returned, again, plain, "run plainly from where it began")
+        self._refuse_difference(returned, again, plain, "run plainly from where it began")
         self._may_be_light &= plain.has_own_leaves
         known.constant_outputs = plain.constant_outputs
         self._share = plain.gradients.values[0] if plain.gradients.values else None
-        self._compare(plain.gradients, lambda: self._repeat(self._again).gradients, plain, "when it was recomputed")
+        # Without gradients, as in the forward pass of a `LightCall`, some kernels are others (attention whose mask is
+        # trained).
+        self._may_be_light = (
+            self._may_be_light
+            and known.takes_light(*self._inputs.given)
+            and self._difference(plain.returned, lambda: self._repeat(self._light).returned, plain) is None
+            and self._difference(plain.gradients, lambda: self._repeat(self._light).gradients, plain) is None
+        )
         if not self._may_be_light:
             self._share = None
+            again = lambda: self._repeat(self._checkpointed).gradients  # noqa: E731
+            self._refuse_difference(plain.gradients, again, plain, "when it was recomputed")
         elif not self._inputs.needing_grad():
             known.is_light = True
 
-    def _again(self, *args: Any, **kwargs: Any) -> Any:
-        if self._may_be_light and self._known.takes_light(args, kwargs):
-            return LightCall(self._function, self._known).run(args, kwargs)
+    def _light(self, *args: Any, **kwargs: Any) -> Any:
+        return LightCall(self._function, self._known).run(args, kwargs)
+
+    def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         return self._known.run(self._function, self._kept, args, kwargs, None)
 
     def _repeat(self, function: Function) -> "_Run":
@@ -223,10 +234,13 @@ class FirstCall:
     def _refuse(self, found: str, cause: Exception | None = None) -> NoReturn:
         raise InexactRecomputationError(self._known.name, found) from cause
 
-    def _compare(self, first: Reading, again: Callable[[], Reading], plain: "_Run", when: str) -> None:
+    def _difference(self, first: Reading, again: Callable[[], Reading], plain: "_Run") -> str | None:
         device = self._known.devices[-1]
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else plain.dtype
-        found = explain_difference(first, again, dtype, device)
+        return explain_difference(first, again, dtype, device)
+
+    def _refuse_difference(self, first: Reading, again: Callable[[], Reading], plain: "_Run", when: str) -> None:
+        found = self._difference(first, again, plain)
         if found is not None:
             self._refuse(
                 f"{found} {when}. It reads something that changes or that has changed since its forward, and that its "
@@ -271,8 +285,8 @@ class _Inputs:
     """Arguments of a block."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given = (args, kwargs)
-        self._versions = [(tensor, tensor._version) for tensor in _tensors_in(self._given)]
+        self.given = (args, kwargs)
+        self._versions = [(tensor, tensor._version) for tensor in _tensors_in(self.given)]
 
     def are_written(self) -> bool:
         """Whether any tensor among them has been written in place."""
@@ -297,7 +311,7 @@ class _Inputs:
                     new[id(value)] = leaves[-1].view_as(leaves[-1])
             return new[id(value)]
 
-        args, kwargs = tree_map(renewed, self._given)
+        args, kwargs = tree_map(renewed, self.given)
         return args, kwargs, leaves
 
 

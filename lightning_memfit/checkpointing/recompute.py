@@ -65,6 +65,7 @@ class Knowledge:
         self.parameters: list[nn.Parameter] = []
         self.devices: tuple[torch.device, ...] = (_CPU,)
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._markers: tuple[Tensor, ...] = ()
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -105,12 +106,11 @@ class Knowledge:
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around, **options: Any
     ) -> Any:
         """Run torch's checkpoint, which saves positional arguments and the random states of the devices of these."""
-        if around is None and len(self.devices) == 1:
+        if around is None and not self._markers:
             return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-        markers = [_nothing_on(device) for device in self.devices[1:]]
-        called = _ByPosition(function, len(markers), tuple(kwargs))
+        called = _ByPosition(function, len(self._markers), tuple(kwargs))
         with (around or nullcontext)():
-            return checkpoint(called, *markers, *args, *kwargs.values(), use_reentrant=False, **options)
+            return checkpoint(called, *self._markers, *args, *kwargs.values(), use_reentrant=False, **options)
 
     def takes_light(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is one for `LightCall`: with the same weights, without autocast, and one input to train."""
@@ -161,11 +161,17 @@ class Knowledge:
             for parameter in self.parameters
         )
 
-    def look_at_devices(self, tensors: Sequence[Tensor]) -> None:
-        """Note the devices whose random states matter: of the modules, and of the tensors among their arguments."""
+    def look_at_devices(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Note the devices whose random states matter.
+
+        Args:
+            tensors: Those among the arguments, and in objects among these.
+            inputs: Those among positional arguments, of whose devices `checkpoint` keeps the random states by itself.
+        """
         own = (tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers()))
-        devices = {tensor.device for tensor in (*own, *tensors)}
-        self.devices = (_CPU, *sorted((one for one in devices if one.type not in ("cpu", "meta")), key=str))
+        devices = {tensor.device for tensor in (*own, *tensors) if tensor.device.type not in ("cpu", "meta")}
+        self.devices = (_CPU, *sorted(devices, key=str))
+        self._markers = tuple(map(_nothing_on, sorted(devices - {tensor.device for tensor in inputs}, key=str)))
 
 
 @lru_cache

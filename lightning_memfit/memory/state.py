@@ -5,6 +5,7 @@ followed if they are numbers, strings, tensors, arrays, generators of random num
 tuples of these. Objects of other classes, globals, closures and files are not part of it.
 """
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -240,7 +241,7 @@ class State:
             (group, {name: _Held(value, copies_tensors, keeps_graphs) for name, value in group.values().items()})
             for group in groups
         ]
-        self._generators = (PYTHON.state(), NUMPY.state()) if has_generators else None
+        self._generators = _host_generators() if has_generators else None
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -253,9 +254,7 @@ class State:
 
     def have_generators_moved(self) -> bool:
         """Whether Python's or NumPy's global generator has drawn since."""
-        return self._generators is not None and not all(
-            now is before for now, before in zip((PYTHON.state(), NUMPY.state()), self._generators, strict=True)
-        )
+        return self._generators is not None and _bytes_of(self._generators) != _bytes_of(_host_generators())
 
     def only(self, groups: Iterable[Group], has_generators: bool) -> "State":
         """The same state of fewer groups."""
@@ -282,6 +281,14 @@ class State:
         if self._generators is not None:
             PYTHON.restore(self._generators[0])
             NUMPY.restore(self._generators[1])
+
+
+def _host_generators() -> tuple[Any, Any]:
+    return PYTHON.state(), NUMPY.state()
+
+
+def _bytes_of(generators: tuple[Any, Any]) -> bytes:
+    return pickle.dumps(generators)
 
 
 def _is_now(held: dict[str, _Held], values: dict[str, Any]) -> bool:

@@ -101,9 +101,7 @@ def planner_of(module, batch, **arguments):
 
 
 def peak_of(profile):
-    second = [at for at, phase in profile.events.phases if phase == "forward"][
-        1
-    ]  # blocks are checked in the first batch
+    _, second, *_ = (at for at, phase in profile.events.phases if phase == "forward")  # the first batch is checked
     return int(profile.events.live_bytes()[second:].max())
 
 
