@@ -86,7 +86,10 @@ class FirstCall:
             )
         known.is_light = False
         known.look_at_devices(_tensors_inside((args, kwargs)), _tensors_in(args))
-        self._may_be_light &= known.look_at_parameters() and not any(map(_has_statistics, known.modules))
+        children = (child for module in known.modules for child in module.modules())
+        # Such layers are known to write buffers before a trace has seen it.
+        have_statistics = any(one.training and getattr(one, "track_running_stats", False) is True for one in children)
+        self._may_be_light &= known.look_at_parameters() and not have_statistics
         self._state = State(known.groups(), copies_tensors=self._has_values)
         self._inputs = _Inputs(args, kwargs)
         self._random = random_states(known.devices) if self._has_values else {}
@@ -186,30 +189,37 @@ class FirstCall:
 
     def _check(self, returned: Reading) -> None:
         """Run the block plainly and as it is checkpointed, and compare."""
-        known = self._known
-        first = [plain := self._repeat(self._function)]
-
-        def again() -> Reading:
-            return (first.pop() if first else self._repeat(self._function)).returned
-
+        plain = self._repeat(self._function)
+        again = self._reader(self._function, "returned", plain)
         self._refuse_difference(returned, again, plain, "run plainly from where it began")
-        self._may_be_light &= plain.has_own_leaves
-        known.constant_outputs = plain.constant_outputs
-        self._share = plain.gradients.values[0] if plain.gradients.values else None
-        # Without gradients, as in the forward pass of a `LightCall`, some kernels are others (attention whose mask is
-        # trained).
-        self._may_be_light = (
-            self._may_be_light
-            and known.takes_light(*self._inputs.given)
-            and self._difference(plain.returned, lambda: self._repeat(self._light).returned, plain) is None
-            and self._difference(plain.gradients, lambda: self._repeat(self._light).gradients, plain) is None
-        )
-        if not self._may_be_light:
-            self._share = None
-            again = lambda: self._repeat(self._checkpointed).gradients  # noqa: E731
+        self._known.constant_outputs = plain.constant_outputs
+        if self._is_light(plain):
+            self._share = plain.gradients.values[0] if plain.gradients.values else None
+            self._known.is_light = not self._inputs.needing_grad()
+        else:
+            again = self._reader(self._checkpointed, "gradients")
             self._refuse_difference(plain.gradients, again, plain, "when it was recomputed")
-        elif not self._inputs.needing_grad():
-            known.is_light = True
+
+    def _is_light(self, plain: "_Run") -> bool:
+        """Whether a `LightCall` returns and gives what the plain run does.
+
+        Its forward pass runs without gradients, in which some kernels are others (attention whose mask is trained).
+        """
+        if not (self._may_be_light and plain.has_own_leaves and self._known.takes_light(*self._inputs.given)):
+            return False
+        try:
+            first = self._repeat(self._light)
+        except InexactRecomputationError:
+            return False
+        return all(
+            self._difference(getattr(plain, read), self._reader(self._light, read, first), plain) is None
+            for read in ("returned", "gradients")
+        )
+
+    def _reader(self, function: Function, read: str, first: "_Run | None" = None) -> Callable[[], Reading]:
+        """A function that reads the block's first run, and with each further call another one."""
+        runs = [] if first is None else [first]
+        return lambda: getattr(runs.pop() if runs else self._repeat(function), read)
 
     def _light(self, *args: Any, **kwargs: Any) -> Any:
         return LightCall(self._function, self._known).run(args, kwargs)
@@ -257,11 +267,6 @@ def _refuse_caches(block: str, values: tuple[Any, ...]) -> None:
             )
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    """Whether a module is known to write its buffers, before a trace has seen it."""
-    return any(child.training and getattr(child, "track_running_stats", False) is True for child in module.modules())
-
-
 # --- one run of a block -----------------------------------------------------------------------------------------------
 
 
@@ -294,7 +299,7 @@ class _Inputs:
 
     def needing_grad(self) -> list[Tensor]:
         """Those of the tensors that need gradients, each once."""
-        return list({id(tensor): tensor for tensor, _ in self._versions if tensor.requires_grad}.values())
+        return list(dict.fromkeys(tensor for tensor, _ in self._versions if tensor.requires_grad))
 
     def apart(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """The arguments in a new graph, and its leaves. As in a plain run, what needs gradients is no leaf itself."""
@@ -344,7 +349,8 @@ class _Run:
         self.constant_outputs = tuple(
             number for number, leaf in enumerate(everything) if isinstance(leaf, Tensor) and not leaf.requires_grad
         )
-        self.dtype = max((one.dtype for one in outputs if one.is_floating_point()), key=_rounding_of, default=None)
+        dtypes = (one.dtype for one in outputs if one.is_floating_point())
+        self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
         differentiable = [output for output in outputs if output.requires_grad]
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         wanted = [*leaves, *trained.values()]
@@ -367,10 +373,6 @@ def _weight_of(output: Tensor, given: Tensor | None) -> Tensor:
             return given
     values = torch.arange(output.numel(), device=output.device, dtype=torch.float32).mul_(0.7).sin_()
     return values.reshape(output.shape).to(output.dtype)
-
-
-def _rounding_of(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> set[int]:

@@ -10,7 +10,7 @@ Which way a block takes, its first call finds out (`check.FirstCall`); later cal
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,12 +171,8 @@ class Knowledge:
         own = (tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers()))
         devices = {tensor.device for tensor in (*own, *tensors) if tensor.device.type not in ("cpu", "meta")}
         self.devices = (_CPU, *sorted(devices, key=str))
-        self._markers = tuple(map(_nothing_on, sorted(devices - {tensor.device for tensor in inputs}, key=str)))
-
-
-@lru_cache
-def _nothing_on(device: torch.device) -> Tensor:
-    return torch.empty(0, device=device)
+        further = sorted(devices - {tensor.device for tensor in inputs}, key=str)
+        self._markers = tuple(torch.empty(0, device=device) for device in further)
 
 
 # --- torch's checkpoint -----------------------------------------------------------------------------------------------
