@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from typing_extensions import override
 
+from lightning_memfit.memory.generators import random_states, set_random_states
+
 Choice = Literal["none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention", "offload"]
 """`none` keeps all activations of a block, `full` only its inputs, `keep_...` its inputs and the outputs they name;
 `offload` keeps them all, in host memory."""
@@ -135,14 +137,14 @@ def selective_contexts(
     """
     if not kept:
         return nullcontext(), nullcontext()
-    states: list[Tensor] = []
+    states: list[dict[torch.device, Tensor]] = []
     forward, recompute = create_selective_checkpoint_contexts(partial(_policy, kept, states, writes))
     return forward, _Skips(recompute, kept, states)
 
 
 def _policy(
     kept: frozenset[Any],
-    states: list[Tensor],
+    states: list[dict[torch.device, Tensor]],
     writes: WatchedWrites | None,
     context: Any,
     operator: Any,
@@ -157,7 +159,7 @@ def _policy(
         device = _device_of(args)
         if device.type != "meta" and torch._guards.detect_fake_mode(args) is None:  # a trace has no values
             with _disable_current_modes():
-                states.append(_random_state(device))
+                states.append(random_states([device]))
     return CheckpointPolicy.MUST_SAVE
 
 
@@ -176,12 +178,6 @@ def _device_of(args: tuple[Any, ...]) -> torch.device:
     return next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
 
 
-def _random_state(device: torch.device) -> Tensor:
-    module = torch if device.type == "cpu" else torch.get_device_module(device.type)
-    state: Tensor = module.get_rng_state(*([] if device.type == "cpu" else [device]))
-    return state
-
-
 class _Skips(TorchDispatchMode):
     """torch's context of a recomputation, which moves the random state on to where it was behind each kept call.
 
@@ -191,7 +187,9 @@ class _Skips(TorchDispatchMode):
         states: Random states behind those calls that drew; where there are none, torch's context is all there is.
     """
 
-    def __init__(self, recompute: AbstractContextManager[Any], kept: frozenset[Any], states: list[Tensor]) -> None:
+    def __init__(
+        self, recompute: AbstractContextManager[Any], kept: frozenset[Any], states: list[dict[torch.device, Tensor]]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recompute = recompute
         self._kept = kept
@@ -213,10 +211,6 @@ class _Skips(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self._kept and _draws(func, args, kwargs or {}):
-            device = _device_of(args)
             with _disable_current_modes():
-                if device.type == "cpu":
-                    torch.set_rng_state(next(self._left))
-                else:
-                    torch.get_device_module(device.type).set_rng_state(next(self._left), device)
+                set_random_states(next(self._left))
         return result
