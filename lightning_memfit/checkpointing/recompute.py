@@ -246,6 +246,7 @@ class LightCall:
         self.known = known
         self.spec: Any = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the block for the first time.
 

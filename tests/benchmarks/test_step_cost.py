@@ -10,6 +10,8 @@ from benchmarks.step_cost.rows import ROWS, Row, Side
 from benchmarks.step_cost.run import measure
 from benchmarks.step_cost.table import MOST, PAGE, RESULT, page, ratio
 
+pytestmark = pytest.mark.own_process
+
 
 @pytest.fixture(scope="module")
 def plain() -> Cost:

@@ -21,6 +21,8 @@ from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from tests.techniques.runs import LanguageModel, fit
 from tests.unit.checkpointing.models import gpt2
 
+pytestmark = pytest.mark.own_process
+
 SIZES = {"n_layer": 12, "n_embd": 64, "n_head": 4}
 STEADY = 4  # neither among the first steps nor one of those that are looked at now and then
 

@@ -15,6 +15,8 @@ from lightning_memfit.checkpointing.recompute import Knowledge
 from lightning_memfit.memory.ledger import StorageLedger
 from tests.unit.checkpointing.models import gpt2
 
+pytestmark = pytest.mark.own_process
+
 LAYERS = 12
 IDS = torch.randint(0, 64, (2, 16))
 
