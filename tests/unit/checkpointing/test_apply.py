@@ -330,10 +330,6 @@ class Graph:
     x: torch.Tensor
 
 
-class Odd(nn.Parameter):
-    """A weight of a type of its own, as quantized and divided ones are."""
-
-
 class OfGraphs(nn.Module):
     """A block that drops, whose argument is an object that holds the tensors."""
 
