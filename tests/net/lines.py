@@ -6,6 +6,7 @@ On `sys.monitoring` (Python 3.12 or later), where a line costs once for each tes
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 
@@ -14,16 +15,21 @@ SOURCES = tuple(f"{ROOT / name}{os.sep}" for name in ("lightning_memfit", "cli")
 
 
 class Recorder:
-    """The lines of one process, by test: a file of its own in `folder`, complete even if the process is killed."""
+    """What one process executes, by test, in a file that it shares with the processes forked from it.
+
+    The file is opened once, and each line written at once: a process may be killed at any time, and a step that is
+    traced may open none.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        path = folder / f"{os.getpid()}.txt"
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.process = os.getpid()
         self.test = ""
-        self.file = -1
         self.monitoring = sys.monitoring
         self.tool = sys.monitoring.COVERAGE_ID
-        # What a module holds is gone when the process ends, and calls go on.
-        self.sources = SOURCES
+        # What a module holds is gone when its process ends, or replaced while a step is traced.
+        self.sources, self.root, self.write = SOURCES, len(str(ROOT)) + 1, os.write
 
     def begin(self) -> None:
         """Call `_start` and `_line` from here on, and in processes that are forked."""
@@ -38,18 +44,17 @@ class Recorder:
     def next(self, test: str) -> None:
         """Note the lines that `test` executes from here on, also those that an earlier one executed."""
         self.test = test
-        if self.test:
-            self._write(f"= {self.test}\n")
+        if test:
+            self.note(f"= {test}")
         self.monitoring.restart_events()
 
-    def _write(self, text: str) -> None:
-        if self.file < 0:
-            path = self.folder / f"{os.getpid()}.lines"
-            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
-        os.write(self.file, text.encode())
+    def note(self, text: str) -> None:
+        """Write a line, with the number of this process before it."""
+        with suppress(OSError):  # a process that closed every descriptor
+            self.write(self.file, f"{self.process} {text}\n".encode())
 
     def _forked(self) -> None:
-        self.file = -1
+        self.process = os.getpid()
         self.next(current())
 
     def _start(self, code: CodeType, _: int) -> object:
@@ -59,10 +64,7 @@ class Recorder:
 
     def _line(self, code: CodeType, line: int) -> object:
         if self.test:
-            try:
-                self._write(f"{code.co_filename[len(str(ROOT)) + 1 :]}:{line}\n")
-            except OSError:  # a test that closed every descriptor
-                self.file = -1
+            self.note(f"{code.co_filename[self.root :]}:{line}")
         return self.monitoring.DISABLE
 
 
@@ -83,11 +85,21 @@ def begin() -> None:
 
 def lines_of(folder: Path) -> Iterator[tuple[str, str, int]]:
     """(test, file, line) of all that `folder` recorded."""
-    for path in folder.glob("*.lines"):
-        test = ""
+    for path in folder.glob("*.txt"):
+        tests: dict[str, str] = {}
         for text in path.read_text().splitlines():
-            if text.startswith("= "):
-                test = text[2:]
-            else:
-                file, _, line = text.rpartition(":")
-                yield test, file, int(line)
+            process, _, rest = text.partition(" ")
+            if rest.startswith("= "):
+                tests[process] = rest[2:]
+            elif not rest.startswith("# "):
+                file, _, line = rest.rpartition(":")
+                yield tests[process], file, int(line)
+
+
+def seconds_of(folder: Path) -> Iterator[tuple[str, str, float]]:
+    """(test, outcome, seconds) of each setup, call and teardown that `folder` recorded."""
+    for path in folder.glob("*.txt"):
+        for text in path.read_text().splitlines():
+            if text.partition(" ")[2].startswith("# "):
+                test, outcome, seconds = text.partition(" ")[2][2:].split("\t")
+                yield test, outcome, float(seconds)

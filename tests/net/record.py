@@ -6,7 +6,6 @@ Processes that a test starts record theirs through a `.pth` file of the environm
     MEMFIT_NET=FOLDER python -m pytest -p tests.net.record -n 2 --dist loadfile
 """
 
-import os
 import site
 import sys
 from pathlib import Path
@@ -39,9 +38,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note how long a test took, in the process that ran it."""
     if recorders and not hasattr(report, "node"):
-        folder = recorders[0].folder
-        with (folder / f"{os.getpid()}.seconds").open("a") as file:
-            file.write(f"{report.nodeid}\t{report.when}\t{report.outcome}\t{report.duration:.3f}\n")
+        recorders[0].note(f"# {report.nodeid}\t{report.outcome}\t{report.duration:.3f}")
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["prepare"]:
