@@ -1,11 +1,11 @@
-# `make quickstart` shows that it runs here, `make fast` is for every change, `make test` for every push, and
-# `make exhaustive` before a release. CI runs `make test` and `make exhaustive-sample` (.ci/run).
+# `make quickstart` shows that it runs here, `make test` is for every change, and `make nightly` is what takes long. CI runs
+# `make test` and a sample of the nightly tests (.ci/run).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart fast test test-versions faults fuzz lint types audit unit exhaustive exhaustive-sample aio format gpu gpu-wheels docs release-check clean
+.PHONY: quickstart test nightly nightly-sample test-versions faults fuzz lint types audit unit aio format gpu gpu-wheels docs release-check clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -34,33 +34,34 @@ unexport PYTHONDONTWRITEBYTECODE
 # Kernels have to be built and loaded with one ninja: another version finds every command changed, and builds them again.
 WITH_OWN_NINJA := PATH=$(abspath $(BIN)):$$PATH
 
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+COUNTED := tests/contract tests/truth/benchmarks
+
 # Tests that count Python calls come first: Python 3.11.2 never comes back from `sys.setprofile` in a process in which
 # steps were traced in several threads.
 unit: $(STAMP)
-	$(WITH_OWN_NINJA) python -m pytest -q -m own_process tests/benchmarks tests/techniques tests/unit/checkpointing
-	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not exhaustive and not own_process"
+	$(WITH_OWN_NINJA) python -m pytest -q -m own_process $(COUNTED)
+	$(WITH_OWN_NINJA) python -m pytest $(SIDE_BY_SIDE) -m "not gpu and not nightly and not own_process"
 
-# What `tests/exhaustive.txt` names.
-exhaustive: $(STAMP)
-	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive and not gpu"
+# Full products of options, kills and full drives, fuzz, pages in a browser, examples, the whole zoo, and what
+# `tests/nightly` has.
+nightly: $(STAMP)
+	$(WITH_OWN_NINJA) python -m pytest $(SIDE_BY_SIDE) -m "nightly and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
-# The first of them in each file, some three minutes on two cores.
-exhaustive-sample: $(STAMP)
-	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive_sample"
-
-# Some eight minutes on two cores: all but what starts processes, compiles, or trains for long.
-fast: $(STAMP)
-	$(WITH_OWN_NINJA) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not medium and not exhaustive and not own_process"
+# The first nightly test of each file: what CI runs.
+nightly-sample: $(STAMP)
+	$(WITH_OWN_NINJA) python -m pytest $(SIDE_BY_SIDE) -m nightly_sample
 
 # 300 mutated recipes and command lines; `make test` has a sample of them.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
-# Everything that may go wrong, provoked; writes docs/reliability.md. Most of it is part of `make test`.
+# Everything that may go wrong, provoked; writes docs/reliability.md.
 faults: $(STAMP)
 	$(WITH_OWN_NINJA) python -m tests.faults
 
-# Tests of units, techniques and strategies under older and the newest supported versions, each in an environment of its
+# Tests of rules, techniques, numerics and strategies under older and the newest supported versions, each in an environment of its
 # own in .venv-versions (some gigabytes each); `make test-versions ONLY=oldest` takes one.
 ONLY ?=
 test-versions: $(STAMP)
@@ -85,7 +86,7 @@ gpu-wheels: $(STAMP)
 # The site, in build/site. It opens from files, and searches where it is served. `make test` builds it, too.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	MEMFIT_NOTEBOOK=1 $(BIN)/python -m pytest -q tests/docs/test_site.py
+	MEMFIT_NOTEBOOK=1 $(BIN)/python -m pytest -q tests/truth/docs/test_site.py
 	@echo "The site is in build/site. Read it with $(BIN)/python -m http.server --directory build/site"
 
 # Build wheel and sdist, install the wheel without extras in a bare environment, and run doctor, estimate and quickstart.

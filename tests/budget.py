@@ -1,7 +1,7 @@
 """How large the package is, beside the ceilings of tests/budget.json.
 
 A number may only fall. Whoever makes it smaller lowers its ceiling (`--write`); raising one by hand is a commit of its
-own that says why. `tests/unit/test_budget.py` fails when a number is above its ceiling.
+own that says why. `tests/truth/test_budget.py` fails when a number is above its ceiling.
 
 `python -m tests.budget` prints a table, `--json` the numbers alone.
 """

@@ -45,29 +45,29 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-INTEGRATION = Path(__file__).parent / "integration"
-_LINES = (Path(__file__).parent / "exhaustive.txt").read_text().splitlines()
-EXHAUSTIVE = tuple(line for line in _LINES if not line.startswith("#"))
+LAYERS = {"rules": 0.1, "contract": 0.5, "numerics": 0.5, "ranks": 10.0, "commands": 1.0, "truth": 0.5, "nightly": 1.0}
+"""Folders of tests, and about how many seconds a test of theirs takes."""
+
+TESTS = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow or exhaustive, order files by what they take, and skip tests whose device isn't there."""
+    """Mark what runs nightly, order files by what they take, and skip tests whose device isn't there."""
     import torch
 
     sampled: set[Path] = set()
-    for item in items:
-        if INTEGRATION in item.path.parents:
-            item.add_marker(pytest.mark.slow)
-        if item.nodeid.startswith(EXHAUSTIVE):
-            item.add_marker(pytest.mark.exhaustive)
-            if item.path not in sampled and "gpu" not in item.keywords:
-                item.add_marker(pytest.mark.exhaustive_sample)
-                sampled.add(item.path)
-    # Files go to the workers whole, the longest first: one that comes late keeps one of them busy alone.
     seconds: dict[Path, float] = defaultdict(float)
     for item in items:
-        seconds[item.path] += 10 if "slow" in item.keywords else 2 if "medium" in item.keywords else 0.1
+        layer = item.path.relative_to(TESTS).parts[0]
+        cases = tuple(case for mark in item.iter_markers("nightly_cases") for case in mark.args)
+        if layer == "nightly" or (cases and item.callspec.id.startswith(cases)):
+            item.add_marker(pytest.mark.nightly)
+        if "nightly" in item.keywords and "gpu" not in item.keywords and item.path not in sampled:
+            item.add_marker(pytest.mark.nightly_sample)
+            sampled.add(item.path)
+        seconds[item.path] += LAYERS.get(layer, 1.0)
+    # Files go to the workers whole, the longest first: one that comes late keeps one of them busy alone.
     items.sort(key=lambda item: (-seconds[item.path], item.path))
     if torch.cuda.is_available():
         return

@@ -4,9 +4,9 @@
     python -m tests.faults --only preemption     # those whose test has this in its name; the others' figures stay
     python -m tests.faults --page     # only the page, docs/reliability.md
 
-Every case is provoked for real: a second process, a signal, a small file system, flipped bytes. The quick ones are part
-of `make test`. Here, kills of sharded runs are repeated 20 times (`MEMFIT_KILLS`), and memory runs out at 20 random
-moments (`MEMFIT_MOMENTS`).
+Every case is provoked for real: a second process, a signal, a small file system, flipped bytes. They run in
+`make test` or `make nightly`, too; here, kills of sharded runs are repeated 20 times (`MEMFIT_KILLS`), and memory runs
+out at 20 random moments (`MEMFIT_MOMENTS`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def _cases(file: str, *rows: tuple[str, str, str]) -> tuple[Case, ...]:
     return tuple(Case(fault, promise, f"{file}::{function}") for fault, promise, function in rows)
 
 
-_CHECKPOINTS = "unit/strategies/test_checkpoint_io.py"
-_LOCK = "unit/planner/test_lock.py"
-_MISTAKES = "unit/cli/test_mistakes.py"
+_CHECKPOINTS = "nightly/strategies/test_checkpoint_io.py"
+_LOCK = "rules/planner/test_lock.py"
+_MISTAKES = "commands/cli/test_mistakes.py"
 GROUPS: dict[str, tuple[Case, ...]] = {
     "Memory runs out": (
         *_cases(
-            "integration/test_micro_batching.py",
+            "numerics/test_micro_batching.py",
             (
                 "in forward, backward or a step, at random",
                 "the batch is repeated in parts; weights are the undisturbed run's",
@@ -67,7 +67,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ),
         ),
         *_cases(
-            "integration/test_sharded_recovery.py",
+            "ranks/test_sharded_recovery.py",
             (
                 "on one rank under FSDP2, hybrid sharding or tensor parallelism",
                 "all repeat the batch; weights within 2e-7",
@@ -80,7 +80,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ),
         ),
         *_cases(
-            "integration/test_zero_micro_batching.py",
+            "ranks/test_zero_micro_batching.py",
             (
                 "on one rank under ZeRO",
                 "all ranks end within seconds and name the size with which `fit` goes on",
@@ -89,7 +89,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "A rank ends": _cases(
-        "integration/test_sharded_failures.py",
+        "ranks/test_sharded_failures.py",
         (
             "by an error of Python",
             "all end within 60 s; the others name its rank and message",
@@ -100,7 +100,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     ),
     "A run is ended": (
         *_cases(
-            "integration/test_preemption.py",
+            "numerics/test_preemption.py",
             (
                 "by SIGTERM, SIGINT, SIGUSR1 or SIGHUP in forward, backward, step, save or validation",
                 "a checkpoint at the next step; exit code 143, 130, 138 or 129; resumed bitwise",
@@ -147,7 +147,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ("and the next step takes longer than the grace time", "it ends then", "test_the_grace_time_is_an_end"),
         ),
         *_cases(
-            "integration/test_checkpoint_kills.py",
+            "nightly/test_checkpoint_kills.py",
             (
                 "by SIGKILL at a random moment while `last.ckpt` is rewritten: one device, DDP, FSDP2, ZeRO-1 to -3, "
                 "to the host and to disk, tensor parallelism",
@@ -202,7 +202,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ("code is hidden in a folder of shards", "it never runs", "test_code_hidden_in_a_sharded_folder_never_runs"),
     ),
     "Several at once": _cases(
-        "unit/strategies/test_two_writers.py",
+        "nightly/strategies/test_two_writers.py",
         (
             "two runs write one checkpoint, a file or a folder",
             "what is there is whole at any moment, and neither fails",
@@ -220,7 +220,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "Kernels that are compiled": _cases(
-        "unit/nvme/test_extensions.py",
+        "rules/nvme/test_extensions.py",
         (
             "the process that compiles or loads DeepSpeed's kernels is killed",
             "who waits takes over",
@@ -233,7 +233,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "Hidden code": _cases(
-        "integration/test_payloads.py",
+        "ranks/test_payloads.py",
         (
             "in a checkpoint of one device, FSDP2 or ZeRO, for `fit`, `export` and `generate`",
             "it never runs; one message and exit code 2",
@@ -246,7 +246,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ("beside a model or tokenizer", "the same", "test_code_beside_a_model_or_tokenizer"),
     ),
     "Accumulation windows": _cases(
-        "integration/test_whole_steps.py",
+        "numerics/test_whole_steps.py",
         (
             "a save is due inside a window: by time, steps, a validation or an epoch's end",
             "it waits for the window's step; resumed bitwise",
@@ -263,7 +263,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     ),
     "Data": (
         *_cases(
-            "integration/test_data_position.py",
+            "ranks/test_data_position.py",
             (
                 "resumed with another batch size, accumulation, number of ranks or workers",
                 "each sample exactly once an epoch",
@@ -277,7 +277,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ),
         ),
         *_cases(
-            "unit/data/test_text.py",
+            "rules/data/test_text.py",
             (
                 "a row without text, of another type, not UTF-8 or no JSON",
                 "one message with the file and the line",
@@ -289,7 +289,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     ),
     "Caches and plans": (
         *_cases(
-            "unit/memory/test_cache_files.py",
+            "rules/memory/test_cache_files.py",
             ("an entry was changed", "it is not believed", "test_an_entry_that_was_changed_is_not_believed"),
             ("the drive is full", "one warning; the command goes on", "test_a_full_drive"),
             ("the drive is read-only", "the same", "test_a_read_only_drive"),
@@ -306,7 +306,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ),
         ),
         *_cases(
-            "integration/test_plan.py",
+            "commands/test_plan.py",
             (
                 "a plan's file over an edited recipe",
                 "it is refused, and what differs named",
@@ -326,7 +326,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ),
         ),
         *_cases(
-            "unit/cli/test_fuzz.py",
+            "commands/cli/test_fuzz.py",
             (
                 "mutated recipes and command lines (300 by `make fuzz`)",
                 "no traceback, no folder, an answer within 10 s",
@@ -336,12 +336,12 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     ),
     "Trackers and numbers": (
         *_cases(
-            "integration/test_tracker_faults.py",
+            "commands/test_tracker_faults.py",
             ("a logger raises", "said once; training goes on", "test_a_logger_that_raises_is_said_once"),
             ("the folder of a CSV log vanishes", "it is made anew", "test_a_folder_that_vanishes_is_made_again"),
         ),
         *_cases(
-            "integration/test_non_finite.py",
+            "numerics/test_non_finite.py",
             (
                 "gradients that are no numbers, with `NonFiniteGuard`",
                 "the step is left out, its first parameter named",

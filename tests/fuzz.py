@@ -1,7 +1,7 @@
 """Mutated recipes and command lines, with fixed seeds: every mistake ends in one message, quickly, and leaves nothing.
 
 `python -m tests.fuzz` runs all 300 in this process and prints a line for each that broke a promise;
-`tests/unit/cli/test_fuzz.py` runs a sample of them.
+`tests/commands/cli/test_fuzz.py` runs a sample of them.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Private names of upstream's that the package uses: where each is found, and the version it was written for.
 
-`python -m tests.upstream_names` prints them as tables. `tests/unit/test_upstream_names.py` fails when the package uses
+`python -m tests.upstream_names` prints them as tables. `tests/truth/test_upstream_names.py` fails when the package uses
 a name that is not in `NAMES`, or when a name has moved.
 """
 

@@ -1,4 +1,6 @@
-"""Run tests of units, techniques and strategies under older and the newest supported versions: `make test-versions`.
+"""Run tests under older and the newest supported versions: `make test-versions`.
+
+Those of rules, techniques, numerics and strategies.
 
 The oldest environment takes the lower bounds of `pyproject.toml`, the newest the pins of `constraints.txt`, so that
 what is claimed is what runs. Wheels of older torch are CUDA builds of some gigabytes; they run on the CPU, too.
@@ -23,9 +25,9 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-versions"
 TESTS = {
-    ("tests/unit", "tests/techniques"): "not gpu and not slow",
+    ("tests/rules", "tests/contract", "tests/numerics", "tests/truth/profile"): "not gpu and not nightly",
     # What transformers, DeepSpeed and FSDP2 do together shows only where ranks train.
-    tuple(f"tests/integration/test_{name}.py" for name in ("zero", "zero_checkpoints", "ddp_and_fsdp2")): "not gpu",
+    tuple(f"tests/ranks/test_{name}.py" for name in ("zero", "zero_checkpoints", "ddp_and_fsdp2")): "not gpu",
 }
 """Files, and which of their tests are run."""
 

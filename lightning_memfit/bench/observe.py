@@ -26,7 +26,7 @@ from lightning_memfit.techniques.core.first_batch import first_batch
 
 # The reducer allocates its buckets outside of any dispatch, so their size is read from DDP itself, by
 # `DistributedDataParallel._get_ddp_logging_data` (torch 2.11 to 2.13), the only place that knows it;
-# `tests/unit/bench/test_observe.py` fails when it moves.
+# `tests/rules/bench/test_observe.py` fails when it moves.
 
 
 def bucket_bytes(model: Any) -> int:

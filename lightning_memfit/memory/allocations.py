@@ -5,7 +5,7 @@ sizes of what it gave out under a profiler only: what was allocated before, and 
 is reported with the size of what lay there under an earlier profiler.
 
 Written for torch 2.11-2.13 (`_enable_profiler_legacy`: the profiler that replaced it takes seconds to start, and some
-builds write two lines to stderr whenever it runs); `tests/unit/memory/test_allocations.py` fails when it moves.
+builds write two lines to stderr whenever it runs); `tests/rules/memory/test_allocations.py` fails when it moves.
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ from lightning_memfit.memory.host import SPARSE, is_on_host, keep_on_host, spars
 
 # A dispatch mode doesn't see the tensors inside such an operator. Written for bitsandbytes 0.50, whose CPU
 # optimizers dequantize, step and quantize with torch operators inside one custom operator; its fake kernel shows none
-# of that. On CUDA the operator is one kernel without scratch memory. A test in `tests/unit/memory` fails when the names
+# of that. On CUDA the operator is one kernel without scratch memory. A test in `tests/rules/memory` fails when names
 # move.
 
 

@@ -39,7 +39,7 @@ from lightning_memfit.optim.steps import TRIAL_RATE, OwnHook, Trial, refuse_spar
 
 # Written for bitsandbytes 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `init_state`, `update_step`,
 # `name2qmap`, `args`, `mng` and the state keys `state1`, `state2`, `absmax1`, `absmax2`;
-# `tests/unit/optim/test_eight_bit.py` fails when these move.
+# `tests/numerics/optim/test_eight_bit.py` fails when these move.
 
 
 class StateWidths:

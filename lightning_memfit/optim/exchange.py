@@ -26,7 +26,7 @@ from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_
 # --- torchao's optimizers under dispatch modes ------------------------------------------------------------------------
 
 # Written for torchao 0.18, whose `step` compiles one function per parameter shape with `fullgraph=True`;
-# `tests/techniques/test_contract.py` fails when the names move.
+# `tests/contract/test_contract.py` fails when the names move.
 _STATES = {"exp_avg": True, "exp_avg_sq": False}
 """Whether each moment has a sign."""
 

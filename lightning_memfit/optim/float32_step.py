@@ -3,7 +3,7 @@
 `Piece` is a weight, or a part of one that an elementwise optimizer can step by itself.
 
 Written for torch 2.11-2.13 (`__setstate__`, attributes that end in `_hooks`) and bitsandbytes 0.50 (`init_state`);
-`tests/unit/optim/test_float32_step.py` fails when these move.
+`tests/numerics/optim/test_float32_step.py` fails when these move.
 """
 
 from collections import defaultdict

@@ -5,7 +5,7 @@ host, whose address bitsandbytes would give to a kernel. And bitsandbytes never 
 really paged, and buffers that nobody holds any more are used again.
 
 Written for bitsandbytes 0.50: `functional.get_paged`, `functional.fill`, `GlobalPageManager.paged_tensors`, and the
-marks `is_paged` and `page_deviceid`; `tests/unit/optim/test_paging.py` fails when these move.
+marks `is_paged` and `page_deviceid`; `tests/numerics/optim/test_paging.py` fails when these move.
 """
 
 import weakref

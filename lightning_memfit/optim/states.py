@@ -5,7 +5,7 @@ every value; narrowing rounds as the optimizer itself does after each step. Stat
 whose states mean nothing elsewhere, are refused before anything is loaded.
 
 bitsandbytes' 8-bit format: Dettmers et al., 2022, arXiv 2110.02861, section 2. Written for bitsandbytes 0.50
-(`state1`, `absmax1`, `qmap1`) and torchao 0.18; `tests/unit/optim/test_states.py` fails when these move.
+(`state1`, `absmax1`, `qmap1`) and torchao 0.18; `tests/numerics/optim/test_states.py` fails when these move.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping

@@ -1,7 +1,7 @@
 """Fake clones: a module's structure with tensors that have shape, dtype and stride but no memory.
 
 Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5 (`is_fake_tensor`);
-`tests/unit/profile/test_fake.py` fails when either moves.
+`tests/truth/profile/test_fake.py` fails when either moves.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 torch remembers what an operator makes of arguments by a key of all that the result may depend on. Putting that key
 together takes most of the time of an operator that is known. Written for torch 2.11-2.13
-(`torch._subclasses.fake_tensor`); `tests/unit/profile/test_fake_mode.py` fails when that moves.
+(`torch._subclasses.fake_tensor`); `tests/truth/profile/test_fake_mode.py` fails when that moves.
 """
 
 import inspect

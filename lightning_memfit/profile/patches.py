@@ -8,7 +8,7 @@
 - Optimizers choose `_foreach_` kernels as they would on CUDA.
 - Python code can read fake tensors as numbers, and compare their addresses but not follow them.
 
-Written for torch 2.11-2.13; each part names the private API that it patches, and `tests/unit/profile/test_patches.py`
+Written for torch 2.11-2.13; each part names the private API that it patches, and `tests/truth/profile/test_patches.py`
 fails when that moves.
 """
 

@@ -1,7 +1,7 @@
 """`TorchCompile`: torch compiles the repeated blocks of a module, for one run.
 
 Undoing `nn.Module.compile` needs the private attribute `_compiled_call_impl` (torch 2.11 to 2.13), which has no public
-counterpart: `tests/techniques/test_torch_compile.py` fails if it moves.
+counterpart: `tests/contract/test_torch_compile.py` fails if it moves.
 """
 
 from collections.abc import Sequence

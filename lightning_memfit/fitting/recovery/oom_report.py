@@ -34,7 +34,7 @@ from lightning_memfit.techniques.core.first_batch import first_batch
 
 # `torch.cuda.memory._record_memory_history` and `_dump_snapshot` are documented by torch, but their names are
 # private, as is `torch._C._cuda_isHistoryEnabled`, which CUDA builds have; written for torch 2.11 to 2.13.
-# `tests/unit/device/test_memory_history.py` fails when they move.
+# `tests/rules/device/test_memory_history.py` fails when they move.
 
 
 _MAX_ENTRIES = 100_000  # number of latest allocations and frees; they take some tens of MiB of host memory

@@ -4,7 +4,7 @@
 loop leaves the first three to `run_step`, which calls `forward`, `backward` and `after_backward` to do what Lightning
 would.
 Counters, hooks, precision plugins, clipping, schedulers and checkpoints stay Lightning's.
-`tests/unit/fitting/test_loop.py` fails when upstream moves.
+`tests/numerics/fitting/test_loop.py` fails when upstream moves.
 """
 
 from collections import OrderedDict

@@ -5,7 +5,7 @@ a generator or a queue that a thread fills, is refused. Large tensors, arrays an
 can't write to them.
 
 This reads `trainer.fit_loop._data_source` (Lightning 2.6), which has no public name:
-`tests/unit/techniques/test_first_batch.py` fails if it moves.
+`tests/contract/techniques/test_first_batch.py` fails if it moves.
 """
 
 import copyreg

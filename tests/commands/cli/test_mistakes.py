@@ -1,0 +1,289 @@
+"""Every mistake that can be seen before training ends in one message and exit code 2, and leaves no run folder."""
+
+import copy
+import time
+
+import pytest
+import yaml
+
+import cli.fit  # noqa: F401  Lightning's log handler must not hold the stderr of one test
+from cli.errors import RunFailedError, readable_errors, report_unexpected
+from cli.main import main
+from tests.fuzz import RECIPE
+
+
+def callback(name, **arguments):
+    return {"class_path": name, "init_args": arguments}
+
+
+LIMIT, BATCHING = "lightning_memfit.MemoryLimit", "lightning_memfit.MicroBatching"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Run a command on the recipe with changes; return the exit code and what was written to stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_command(command="fit", *options, text=None, init_args=None, **sections):
+        recipe = copy.deepcopy(RECIPE)
+        recipe["trainer"] = {**recipe["trainer"], "callbacks": None, **sections.pop("trainer", {})}
+        for section, arguments in (init_args or {}).items():
+            recipe[section]["init_args"] |= arguments
+        content = yaml.safe_dump({**recipe, **sections}) if text is None else text
+        (tmp_path / "recipe.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+        code = main([command, "--config", "recipe.yaml", *options])
+        return code, capfd.readouterr().err
+
+    return run_command
+
+
+def left(folder):
+    return [path.name for path in folder.iterdir() if path.name != "recipe.yaml"]
+
+
+HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 3}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": {"strategy": "none"}}, "invalid strategy name: `strategy='none'`"),
+        ({"trainer": {"devices": [0, 3]}}, "`devices` selected with `CPUAccelerator` should be an int > 0"),
+        ({"trainer": {"devices": "two"}}, "`devices` selected with `CPUAccelerator` should be an int > 0"),
+        (
+            {
+                "trainer": {
+                    "precision": "bf16-mixed",
+                    "plugins": [
+                        callback("lightning.pytorch.plugins.MixedPrecision", precision="16-mixed", device="cpu")
+                    ],
+                }
+            },
+            "Received both `precision=bf16-mixed` and `plugins=",
+        ),
+        (
+            {"trainer": {"callbacks": [callback(BATCHING)] * 2}},
+            "more than one stateful callback of type `MicroBatching`",
+        ),
+        (
+            {"init_args": HEADS},
+            "transformers can't build this 'gpt2' model: `embed_dim` must be divisible by num_heads",
+        ),
+        (
+            {"init_args": HEADS, "trainer": {"logger": None}},
+            "transformers can't build this 'gpt2' model: `embed_dim` must be divisible by num_heads",
+        ),
+        ({"trainer": {"callbacks": [callback(LIMIT, limit="1e400GiB")]}}, "`limit='1e400GiB'` must be a positive size"),
+        ({"trainer": {"callbacks": [callback(LIMIT, limit=f"1e{10**20}GiB")]}}, "must be a positive size"),
+        # Once accepted in silence:
+        ({"trainr": {}}, "there is no option `trainr`. Closest: trainer."),
+        ({"trainer": {"optimiser": {}}}, "there is no option `trainer.optimiser`."),
+        (
+            {"init_args": {"model": {"learning_rat": {}}}},
+            "CausalLM has no argument `learning_rat`. Closest: learning_rate",
+        ),
+        ({"trainer": {"accumulate_grad_batches": -1}}, "`trainer.accumulate_grad_batches=-1` must be greater than or"),
+        ({"trainer": {"gradient_clip_val": float("nan")}}, "`trainer.gradient_clip_val=nan` must be a finite number"),
+        ({"init_args": {"model": {"learning_rate": float("nan")}}}, "`model.init_args.learning_rate=nan` is no number"),
+        (
+            {"trainer": {"callbacks": [callback(LIMIT, limit="1GiB"), callback(LIMIT, limit="2GiB")]}},
+            "There are 2 `MemoryLimit` callbacks (1.00 GiB, 2.00 GiB). Keep one.",
+        ),
+        (
+            {"trainer": {"callbacks": [callback(BATCHING, micro_batch_size=99, global_batch_size=8)]}},
+            "`micro_batch_size=99` is more than `global_batch_size=8`",
+        ),
+        # Once ended in the words of what lies below:
+        ({"trainer": {"devices": -2}}, "`trainer.devices=-2` must be a number of devices, a list of"),
+        ({"trainer": {"devices": "-3"}}, "`trainer.devices=-3` must be a number of devices"),
+        ({"seed_everything": -1}, "`seed_everything=-1` must lie between 0 and 4294967295"),
+        ({"seed_everything": 1 << 32}, "`seed_everything=4294967296` must lie between 0 and 4294967295"),
+        ({"text": yaml.safe_dump({**RECIPE, "trainer": None})}, "`trainer: null` is no section with arguments"),
+        *(
+            (
+                {"trainer": {"default_root_dir": root, "logger": logger}},
+                f"`trainer.default_root_dir='{root}'`: the folder '{root}",
+            )
+            for root in ("/proc/x", "recipe.yaml")
+            for logger in (None, False)
+        ),
+        (
+            {
+                "trainer": {
+                    "logger": {
+                        "class_path": "lightning.pytorch.loggers.CSVLogger",
+                        "init_args": {"save_dir": "recipe.yaml"},
+                    }
+                }
+            },
+            "`save_dir='recipe.yaml'` of CSVLogger: the folder 'recipe.yaml' can't be made: it is a file.",
+        ),
+        # What can't be read:
+        ({"text": b"\xff\xfe\x00m"}, "is no text in UTF-8 (byte 0). Save it as UTF-8."),
+        ({"text": "[1, 2]"}, "is no recipe: it must have sections such as"),
+        ({"text": "# nothing\n"}, "`--config recipe.yaml` is empty"),
+        ({"text": "model: &m {a: *m}"}, "a value contains itself (line 1)"),
+        ({"text": "seed_everything: 1\nseed_everything: 2\n"}, "the key `seed_everything` stands twice (line 2)"),
+        ({"text": "model: " + "[" * 20000}, "nested more than 100 levels deep"),
+    ],
+)
+def test_mistakes(run, tmp_path, changes, message):
+    code, told = run(**changes)
+    assert code == 2
+    assert message in told
+    assert told.count("memfit: error: ") == 1
+    assert "Traceback" not in told
+    assert left(tmp_path) == []
+
+
+def test_a_bomb_of_aliases_is_refused_at_once(run):
+    levels = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+    started = time.process_time()
+    code, told = run(text="a: &a [x, x, x, x, x, x, x, x, x, x]\n" + levels)
+    assert code == 2
+    assert "with its aliases written out it has more than 100,000 values" in told
+    assert time.process_time() - started < 2
+
+
+def test_aliases_that_add_up_to_little_are_no_bomb(run):
+    assert run("fit", "--print_config", text="trainer: &t {max_steps: 3}\n", trainer={})[0] == 0
+
+
+@pytest.mark.parametrize("command", ["fit", "estimate", "plan"])
+def test_plain_mistakes_are_not_said_to_be_untraceable(run, command):
+    code, told = run(command, init_args=HEADS, trainer={"callbacks": [callback("lightning_memfit.MemoryPrediction")]})
+    assert code == 2
+    assert "must be divisible by num_heads" in told
+    assert "traced" not in told
+    assert "measure" not in told
+
+
+def test_a_limit_in_which_no_sample_fits_is_one_message(run, tmp_path):
+    code, told = run(trainer={"callbacks": [callback(LIMIT, limit="60KiB"), callback(BATCHING)]})
+    assert code == 2
+    assert "memfit: error: " in told.splitlines()[-1]
+    assert "Not even a micro-batch of one sample fits" in told.splitlines()[-1]
+    assert "Traceback" not in told
+    assert left(tmp_path) == []
+
+
+def test_a_plan_file_with_a_wrong_number(run, tmp_path):
+    (tmp_path / "plan.yaml").write_text("trainer: {accumulate_grad_batches: -1}\n")
+    code, told = run("fit", "--config", "plan.yaml")
+    assert code == 2
+    assert "`trainer.accumulate_grad_batches=-1` must be" in told
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(run, tmp_path):
+    code, told = run(init_args={"data": {"sequence_length": 100}})
+    assert code == 2
+    assert "longer than the model's 64 positions" in told
+    assert left(tmp_path) == []
+
+
+def test_a_fit_does_not_go_on_from_weights_alone(run, tmp_path):
+    saves = callback("lightning.pytorch.callbacks.ModelCheckpoint", dirpath="saved", save_weights_only=True)
+    trainer = {"callbacks": [saves], "enable_checkpointing": True, "max_steps": 1}
+    assert run(trainer=trainer)[0] == 0
+    (path,) = (tmp_path / "saved").glob("*.ckpt")
+    code, told = run("fit", "--ckpt_path", str(path), trainer=trainer)
+    assert code == 2
+    (line,) = (line for line in told.splitlines() if "memfit: error: " in line)
+    assert f"`ckpt_path={str(path)!r}` holds weights only (`save_weights_only`)" in line
+
+
+def test_a_working_directory_that_was_removed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["estimate", "--config", "quickstart"]) == 2
+    assert capsys.readouterr().err == (
+        "memfit: error: the working directory was removed. Change to one that is there (`cd`).\n"
+    )
+
+
+def test_folders_of_earlier_runs_stay(run, tmp_path):
+    earlier = tmp_path / "runs" / "fuzz" / "version_0"
+    earlier.mkdir(parents=True)
+    (earlier / "config.yaml").write_text("mine")
+    assert run(init_args={"data": {"sequence_length": 100}})[0] == 2
+    assert [path.name for path in (tmp_path / "runs" / "fuzz").iterdir()] == ["version_0"]
+    assert (earlier / "config.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_ends_a_run_that_had_begun(run, tmp_path, debug):
+    """A run that trained keeps its folder; its error is one line, with the traceback in a file or shown on demand."""
+    (tmp_path / "breaking.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Breaks(Callback):\n"
+        "    def on_train_batch_end(self, *_):\n"
+        "        raise LookupError('of the second kind')\n"
+    )
+    options = ["--debug"] if debug else []
+    trainer = {"callbacks": [callback("breaking.Breaks")]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        if debug:
+            with pytest.raises(LookupError, match="of the second kind"):
+                run("fit", *options, trainer=trainer)
+            return
+        code, told = run("fit", *options, trainer=trainer)
+    assert code == 1
+    last = told.splitlines()[-1]
+    assert "memfit: error: LookupError: of the second kind" in last
+    assert "breaking.py:4" in last
+    written = last.partition("The traceback is in ")[2].partition(";")[0]
+    with open(written) as file:
+        assert "Traceback (most recent call last)" in file.read()
+    assert (tmp_path / "runs" / "fuzz" / "version_0" / "config.yaml").exists()
+
+
+def test_only_the_output_s_pipe_ends_in_silence():
+    """A pipe of the run's own that breaks, as a loader's or a tracker's, is an error."""
+    with pytest.raises(BrokenPipeError), readable_errors():
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_package_that_a_begun_run_misses_is_no_mistake_of_the_command(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: None)
+    missing = ModuleNotFoundError("No module named 'wandb'", name="wandb")
+    with readable_errors() as outcome:
+        raise missing
+    assert outcome.code == 2
+    assert 'pip install "lightning-memfit[wandb]"' in capsys.readouterr().err
+    with pytest.raises(RunFailedError), readable_errors():
+        raise RunFailedError from missing
+
+
+def test_messages_of_own_errors_go_without_the_name_of_their_class(capsys):
+    """Its file tells, not its name: a checkout's command line is `cli`, not `lightning_memfit.cli`."""
+    for module, told in (
+        ("cli.errors", "no room"),
+        ("lightning_memfit.memory.units", "no room"),
+        ("mine", "mine.Full: no room"),
+    ):
+        assert report_unexpected(type("Full", (Exception,), {"__module__": module})("no room")) == 2
+        assert capsys.readouterr().err.startswith(f"memfit: error: {told} (")
+
+
+def test_long_messages_are_cut(capsys):
+    error = RuntimeError("\n".join(f"line {number}" for number in range(100)))
+    assert report_unexpected(error) == 2
+    assert report_unexpected(RunFailedError()) == 1
+    told = capsys.readouterr().err
+    assert "line 5 ..." in told
+    assert "line 6" not in told
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "nan"], "`temperature=nan` must be a number from 0 on"),
+        (["--max_new_tokens", "-3"], "`max_new_tokens=-3` must be at least 1"),
+        (["--top_k", "0"], "`top_k=0` must be at least 1"),
+    ],
+)
+def test_numbers_with_which_nothing_is_generated(capsys, options, message):
+    assert main(["generate", "--ckpt_path", "none.ckpt", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,348 @@
+"""Estimates and plans without data, weights or network."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import lightning_memfit.hub
+from cli.main import main
+from cli.recipe_run import load_recipe, parse_batch_shape
+from lightning_memfit.data import PairData, TextData
+from lightning_memfit.estimate.architectures import ARCHITECTURES, is_known, known_configuration
+from lightning_memfit.estimate.named import architecture_of
+from lightning_memfit.memory import GIB
+
+_OWN = """
+import lightning.pytorch as pl, torch
+from transformers import AutoModelForSequenceClassification, GPT2LMHeadModel
+class Tagger(pl.LightningModule):
+    def __init__(self, name: str, auto: bool = True):
+        super().__init__()
+        if auto:
+            self.network = AutoModelForSequenceClassification.from_pretrained(name, num_labels=7)
+        else:
+            self.network = GPT2LMHeadModel.from_pretrained(name)
+    def training_step(self, batch, batch_idx):
+        return self.network(**batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    """A folder with nothing in it, and a hub that can't be reached: its port answers to nobody."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    lightning_memfit.hub.is_reachable.cache_clear()
+    yield tmp_path
+    lightning_memfit.hub.is_reachable.cache_clear()
+
+
+def test_the_readme_s_recipe_needs_neither_data_nor_tokenizer_nor_hub(away, capsys):
+    begun = time.perf_counter()
+    assert main(["estimate", "--config", "gpt2xl", "--device", "A100 80GB", "--json"]) == 0
+    assert time.perf_counter() - begun < 40  # retries alone would take longer
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_parameters"] == 1_557_611_200
+    assert (report["micro_batch_size"], report["sequence_length"]) == (4, 1024)
+    assert {path.name for path in away.iterdir()} == {"cache"}
+
+
+def test_pretrained_weights_in_an_own_module_are_not_loaded(away, capsys):
+    Path("own_tagger.py").write_text(_OWN)
+    Path("own.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "model": {"class_path": "own_tagger.Tagger", "init_args": {"name": "openai-community/gpt2-xl"}},
+                "trainer": {"max_steps": 1, "accelerator": "cpu"},
+            }
+        )
+    )
+    shapes = "input_ids=2x8:int64,attention_mask=2x8:int64,labels=2:int64"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(away))
+        with load_recipe(["--config", "own.yaml"], shapes) as run:
+            assert all(parameter.is_meta for parameter in run.module.parameters())
+            assert run.module.network.score.out_features == 7
+        with load_recipe(["--config", "own.yaml", "--model.auto=false"], shapes) as run:
+            assert all(parameter.is_meta for parameter in run.module.parameters())
+    small = ["--model.name=distilbert/distilbert-base-uncased", f"--batch-shape={shapes}", "--device=12GiB"]
+    assert main(["estimate", "--config", "own.yaml", *small, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_parameters"] == ARCHITECTURES["distilbert-base"].num_parameters + 5 * 769  # 7 classes, not 2
+    assert report["micro_batch_size"] == 2
+
+
+_READS = """
+import lightning.pytorch as pl, numpy, torch
+from transformers import GPT2LMHeadModel
+class Reader(pl.LightningModule):
+    def __init__(self, name: str, late: bool = False, mistake: bool = False):
+        super().__init__()
+        self.name = name
+        if not late:
+            self.configure_model()
+        if mistake:
+            self.width = self.network.config.no_such_width
+    def configure_model(self):
+        self.network = GPT2LMHeadModel.from_pretrained(self.name)
+        self.scale = READ
+    def training_step(self, batch, batch_idx):
+        return self.network(**batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+_SHAPES = "--batch-shape=input_ids=2x8:int64,labels=2x8:int64"
+
+
+@pytest.fixture
+def reader(away, monkeypatch, request):
+    """A recipe whose module reads weights' values where it is made, and a folder with such weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=50, n_positions=16)).save_pretrained("weights")
+    name = f"own_reader_{abs(hash(request.param))}"
+    Path(f"{name}.py").write_text(_READS.replace("READ", request.param))
+    model = {"class_path": f"{name}.Reader", "init_args": {"name": "weights"}}
+    Path("own.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"max_steps": 1, "accelerator": "cpu"}}))
+    monkeypatch.syspath_prepend(str(away))
+    return ["--config", "own.yaml", _SHAPES, "--device=12GiB"]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "2.0 if self.network.lm_head.weight.std() > 1 else 1.0",
+        "numpy.asarray(self.network.lm_head.weight.detach()).mean()",
+        "sum(self.network.transformer.ln_f.weight.tolist())",
+        "torch.nn.Embedding.from_pretrained(self.network.lm_head.weight.detach()).to('cpu')",
+        "torch.nn.init.normal_(torch.empty(8), std=float(self.network.lm_head.weight.std()))",
+        "torch.nn.Linear(8, 50).load_state_dict({**self.network.lm_head.state_dict(), 'bias': torch.zeros(50)})",
+    ],
+    indirect=True,
+)
+def test_weights_whose_values_a_module_reads_are_loaded(reader, capsys):
+    assert main(["estimate", *reader, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_parameters"] >= 50 * 8 + 16 * 8 + 8
+    note = next(note for note in report["notes"] if "were loaded" in note)
+    assert "own_reader" in note
+    assert "in configure_model: `self.scale = " in note
+    assert "KiB of host memory" in note
+
+
+@pytest.mark.parametrize("reader", ["self.network.lm_head.weight.std().item()"], indirect=True)
+def test_weights_that_cannot_be_loaded_are_one_message(reader, capsys, monkeypatch):
+    import lightning_memfit.estimate.target as target
+
+    with monkeypatch.context() as patch:
+        small = target.host_target(8 * GIB)
+        patch.setattr(target, "host_target", lambda: replace(small, capacity_bytes=1000, margin_bytes=0))
+        assert main(["estimate", *reader]) == 2
+    told = capsys.readouterr().err
+    assert "reads values of pretrained weights: " in told
+    assert "1000 B of RAM is free" in told
+    Path("weights/model.safetensors").unlink()
+    assert main(["estimate", *reader]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("memfit: error: own_reader")
+    assert "which can't be loaded" in told
+    assert "Move that line to `configure_model`" in told
+    assert main(["estimate", *reader, "--model.late=true", "--json"]) == 0  # what the message advises
+    report = json.loads(capsys.readouterr().out)
+    assert any("unknown float32 value" in text for text in report["notes"])
+
+
+@pytest.mark.parametrize("reader", ["1.0"], indirect=True)
+def test_another_mistake_loads_no_weights(reader, capsys):
+    Path("weights/model.safetensors").unlink()
+    assert main(["estimate", *reader, "--model.mistake=true"]) == 2
+    assert "no_such_width" in capsys.readouterr().err
+
+
+def test_another_owner_s_model_is_named_where_it_cannot_be_had(away, capsys):
+    assert main(["estimate", "--model", "someone/gpt2-xl"]) == 2
+    told = capsys.readouterr().err
+    assert "`--model someone/gpt2-xl`" in told
+    assert "Closest: gpt2-xl" in told
+    assert "the hub can't be reached" in told
+
+
+def test_the_table_gives_way_to_what_is_named(away):
+    """A folder of that name, another revision and another owner are not the model of the table."""
+    from lightning_memfit.estimate.pretrained import without_weights
+
+    assert is_known("openai-community/gpt2-xl")
+    assert is_known("gpt2-xl")
+    assert not is_known("somebody/gpt2-xl")
+    with without_weights():
+        from transformers import AutoConfig, GPT2Config
+
+        assert AutoConfig.from_pretrained("openai-community/gpt2-xl").n_layer == 48
+        with pytest.raises(OSError, match="couldn't connect"):
+            AutoConfig.from_pretrained("openai-community/gpt2-xl", revision="other", local_files_only=True)
+        GPT2Config(n_layer=3).save_pretrained("openai-community/gpt2-xl")
+        assert AutoConfig.from_pretrained("openai-community/gpt2-xl").n_layer == 3
+
+
+def test_a_list_of_hosts_without_a_proxy_is_no_proxy(away, monkeypatch):
+    monkeypatch.setenv("no_proxy", "localhost")
+    assert not lightning_memfit.hub.is_reachable()
+
+
+def test_weights_that_are_quantized_while_loaded_are_refused(away):
+    from lightning_memfit.estimate.pretrained import without_weights
+
+    with without_weights():
+        from transformers import GPT2LMHeadModel
+
+        with pytest.raises(ValueError, match="QuantizedWeights"):
+            GPT2LMHeadModel.from_pretrained("gpt2", quantization_config={"load_in_4bit": True})
+
+
+def test_published_weights_keep_their_type(away):
+    from lightning_memfit.estimate.pretrained import without_weights
+
+    with without_weights():
+        from transformers import AutoModelForCausalLM
+
+        network = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+        assert (network.dtype, network.device.type) == (torch.bfloat16, "meta")
+        network = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", dtype=torch.float32)
+        assert network.dtype is torch.float32
+
+
+def test_an_unreachable_hub_is_asked_once_and_said(away, capsys):
+    begun = time.perf_counter()
+    assert main(["estimate", "--model", "nobody/nothing-8b"]) == 2
+    assert time.perf_counter() - begun < 10
+    told = capsys.readouterr().err
+    assert "the hub can't be reached" in told
+    assert "Closest: " in told
+
+
+def test_example_batches_have_the_shapes_of_real_ones(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("a b c " * 500)
+    pairs = tmp_path / "a.jsonl"
+    pairs.write_text("".join(json.dumps({"source": f"{n} a", "target": "b"}) + "\n" for n in range(40)))
+    for data in (
+        TextData(str(text), "bytes", sequence_length=16, batch_size=2, num_workers=0, cache_dir=str(tmp_path)),
+        PairData(str(pairs), "bytes", source_length=8, target_length=6, batch_size=2, num_workers=0),
+    ):
+        example = data.example_batch(258)
+        data.prepare_data()
+        data.setup("fit")
+        real = next(iter(data.train_dataloader()))
+        assert {name: (one.shape, one.dtype) for name, one in example.items()} == {
+            name: (one.shape, one.dtype) for name, one in real.items()
+        }
+        assert example["input_ids"].max() < 258
+
+
+_DERIVED = """
+import torch
+from torch.utils.data import DataLoader
+from lightning_memfit.data import TextData
+class Alike(TextData):
+    def load_tokens(self):
+        raise RuntimeError("read")
+class Pictures(TextData):
+    def train_dataloader(self):
+        return DataLoader([{"pixels": torch.zeros(3, 4, 4)}] * 8, batch_size=2)
+    def prepare_data(self): pass
+    def setup(self, stage): pass
+class Known(Pictures):
+    def example_batch(self, vocab_size=None):
+        return {"pixels": torch.zeros(2, 3, 4, 4)}
+"""
+
+
+def test_an_inherited_example_stands_only_for_batches_made_alike(away, capsys, monkeypatch):
+    Path("own_data.py").write_text(_DERIVED)
+    monkeypatch.syspath_prepend(str(away))
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 258}
+    model = {"class_path": "CausalLM", "init_args": {"config": config}}
+    Path("own.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"accelerator": "cpu"}}))
+    model = ["--config", "own.yaml"]
+
+    def load(name):
+        data = [f"--data=own_data.{name}", "--data.dataset=none", "--data.tokenizer=bytes", "--data.sequence_length=16"]
+        with load_recipe([*model, *data]) as run:
+            return set(run.batch), run.notes, run.example
+
+    assert load("Alike") == ({"input_ids", "labels"}, (), load("Alike")[2])
+    assert "`example_batch` of PackedText" in load("Alike")[2]
+    keys, notes, example = load("Pictures")
+    assert (keys, example) == ({"pixels"}, "")
+    assert "`example_batch` of PackedText was not used, as Pictures has its own `train_dataloader`" in notes[0]
+    assert load("Known") == ({"pixels"}, (), load("Known")[2])
+    data = ["--data=own_data.Known", "--data.dataset=none", "--data.tokenizer=bytes"]
+    assert main(["estimate", *model, *data]) == 2
+    told = capsys.readouterr().err
+    assert "cannot tell" in told
+    assert "The batch was made by `example_batch` of Known" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("ids=4x8:int64,labels=4:int64", {"ids": ((4, 8), torch.int64), "labels": ((4,), torch.int64)}),
+        ("4x3x8x8,4:int64", [((4, 3, 8, 8), torch.float32), ((4,), torch.int64)]),
+        ("4x8:bfloat16", ((4, 8), torch.bfloat16)),
+    ],
+)
+def test_batch_shapes(text, shapes):
+    def described(value):
+        if isinstance(value, dict):
+            return {name: described(one) for name, one in value.items()}
+        return [described(one) for one in value] if isinstance(value, list) else (tuple(value.shape), value.dtype)
+
+    assert described(parse_batch_shape(text)) == shapes
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("4x", "'4x' is no shape"),
+        ("a=4,4", "a name of its own"),
+        ("4:int65", "'int65' is no type"),
+        ("0x4", "must have from 1"),
+        ("99999999x99999999", "must have from 1"),
+    ],
+)
+def test_impossible_batch_shapes_are_refused(text, told):
+    with pytest.raises(ValueError, match=told):
+        parse_batch_shape(text)
+
+
+def test_the_table_is_found_by_names_of_the_hub():
+    assert architecture_of("meta-llama/Llama-3.1-8B-Instruct").name == "llama-3.1-8b"
+    assert architecture_of("bert-base-uncased").name == "bert-base"
+    assert known_configuration("someone/gpt2-xl") is None  # may be another model of the same name
+    assert known_configuration("Qwen/Qwen3-8B")["num_hidden_layers"] == 36
+    assert {"llama-3.1-70b", "qwen3-32b", "gemma-3-1b", "mistral-7b-v0.3", "vit-base"} <= set(ARCHITECTURES)
+
+
+def test_the_cache_of_the_hub_is_read(away, monkeypatch):
+    import huggingface_hub
+
+    snapshot = away / "hub" / "models--own--tiny" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(away / "hub"))
+    assert architecture_of("own/tiny").model_type == "gpt2"

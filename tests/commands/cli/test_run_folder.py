@@ -1,0 +1,296 @@
+"""One new folder per run, whatever the logger is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import yaml
+from jsonargparse import Namespace
+
+from cli.main import main
+from cli.run_folder import RunFolder
+
+_DEMOS = "lightning.pytorch.demos.boring_classes"
+_REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "limit_val_batches": 0}
+    trainer |= {"enable_progress_bar": False, "enable_model_summary": False}
+    content = {"model": f"{_DEMOS}.BoringModel", "data": f"{_DEMOS}.BoringDataModule", "trainer": trainer}
+    Path("recipe.yaml").write_text(yaml.safe_dump(content))
+    return "recipe.yaml"
+
+
+def logger(kind, /, **options):
+    return {"class_path": f"lightning.pytorch.loggers.{kind}", "init_args": options}
+
+
+def fit(recipe, logger=None, *more):
+    Path("logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    return main(["fit", "--config", recipe, "--config", "logger.yaml", *more])
+
+
+def folders(parent):
+    return sorted(path.name for path in Path(parent).iterdir())
+
+
+def test_weights_and_biases_twice_and_resumed(recipe, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    offline = logger("WandbLogger", project="mine", save_dir="runs", offline=True)
+    wandb = pytest.importorskip("wandb")
+    for _ in range(2):
+        assert fit(recipe, offline) == 0
+        wandb.finish()
+    [checkpoint] = Path("runs/mine/version_1/checkpoints").iterdir()
+    again = {**offline, "init_args": {**offline["init_args"], "id": "theirs"}}
+    assert fit(recipe, again, f"--ckpt_path={checkpoint}", "--trainer.max_steps=2") == 0
+    wandb.finish()
+    assert fit(recipe, [logger("CSVLogger", save_dir="both"), offline]) == 0
+    wandb.finish()
+    assert {"checkpoints", "config.yaml", "wandb"} <= set(folders("both/lightning_logs/version_0"))
+    assert folders("runs") == ["mine"]
+    assert folders("runs/mine") == ["version_0", "version_1", "version_2"]
+    for run in Path("runs/mine").iterdir():
+        assert folders(run) == ["checkpoints", "config.yaml", "wandb"]
+        assert len(list(run.glob("wandb/offline-run-*"))) == 1
+    saved = yaml.safe_load(Path("runs/mine/version_0/config.yaml").read_text())
+    assert saved["trainer"]["logger"]["init_args"]["save_dir"] == "runs"  # can be run again
+
+
+def test_a_refused_run_leaves_neither_folder_nor_offline_run(recipe, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    pytest.importorskip("wandb")
+    offline = logger("WandbLogger", project="mine", save_dir="runs", offline=True)
+    Path("missing.ckpt").write_text("no checkpoint")
+    assert fit(recipe, offline, "--ckpt_path=missing.ckpt") == 2
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "parent"),
+    [
+        (False, "lightning_logs"),
+        (logger("CSVLogger", save_dir="runs", name="mine"), "runs/mine"),
+        ([logger("CSVLogger", save_dir="runs"), logger("CSVLogger", save_dir="more")], "runs/lightning_logs"),
+    ],
+)
+def test_two_runs_have_two_folders(recipe, chosen, parent):
+    assert fit(recipe, chosen) == fit(recipe, chosen) == 0
+    assert folders(parent) == ["version_0", "version_1"]
+    for run in Path(parent).iterdir():
+        assert {"checkpoints", "config.yaml"} <= set(folders(run))
+    assert not Path("config.yaml").exists()
+    assert not Path("checkpoints").exists()
+    assert fit(recipe, chosen, "--model=lightning.pytorch.demos.boring_classes.BoringModel", "--ckpt_path=no.ckpt") == 2
+    assert folders(parent) == ["version_0", "version_1"]
+
+
+OWN_LOGGERS = """
+from lightning.pytorch.loggers import CSVLogger as Lightnings, Logger
+
+class Fixed(Lightnings):
+    def __init__(self, **options):
+        super().__init__("runs", name="r", **options)
+
+class CSVLogger(Lightnings):  # of the same name
+    def __init__(self, root, **options):
+        super().__init__(root, **options)
+
+class Other(Logger):
+    def __init__(self, save_dir=None, version="0.1"):
+        super().__init__()
+        self._save_dir, self._version = save_dir, version
+    save_dir = property(lambda self: self._save_dir)
+    name = property(lambda self: "other")
+    version = property(lambda self: self._version)
+    def log_metrics(self, metrics, step=None): ...
+    def log_hyperparams(self, params, *more): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "parent", "names"),
+    [
+        ("Fixed", {}, "runs/r", ["version_0", "version_1"]),
+        ("CSVLogger", {"root": "mine"}, "mine/lightning_logs", ["version_0", "version_1"]),
+        ("Other", {}, "lightning_logs", ["version_0", "version_1"]),
+        ("Other", {"save_dir": "mine"}, "mine/other", ["0.1", "version_0"]),
+        ("Other", {"save_dir": "mine", "version": None}, "mine/other", ["version_0", "version_1"]),
+    ],
+)
+def test_a_logger_of_the_users_own_class_says_where(recipe, kind, options, parent, names, monkeypatch):
+    Path("own_loggers.py").write_text(OWN_LOGGERS)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.delitem(sys.modules, "own_loggers", raising=False)
+    chosen = {"class_path": f"own_loggers.{kind}", "init_args": options}
+    assert fit(recipe, chosen, "--ckpt_path=no.ckpt") == 2
+    assert not Path(Path(parent).parts[0]).exists()  # it never began
+    assert fit(recipe, chosen) == fit(recipe, chosen) == 0
+    assert folders(parent) == names
+    for run in Path(parent).iterdir():
+        assert {"checkpoints", "config.yaml"} <= set(folders(run))
+    assert parent.startswith("lightning_logs") or not Path("lightning_logs").exists()
+
+
+def test_a_folder_that_a_logger_goes_on_in_stays(recipe, monkeypatch):
+    """As TensorBoard's with `sub_dir`, it may be deeper than those of versions."""
+    Path("deeper.py").write_text(
+        "from lightning.pytorch.loggers import CSVLogger\n"
+        "class Deeper(CSVLogger):\n"
+        "    @property\n"
+        "    def log_dir(self):\n"
+        "        return super().log_dir + '/deep'\n"
+    )
+    earlier = Path("runs/mine/first/deep")
+    earlier.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    chosen = {"class_path": "deeper.Deeper", "init_args": {"save_dir": "runs", "name": "mine", "version": "first"}}
+    assert fit(recipe, chosen, "--ckpt_path=no.ckpt") == 2
+    assert earlier.exists()
+
+
+@pytest.mark.parametrize("breaks_at", [0, 3])
+@pytest.mark.parametrize("steps", ["by_hand", "its_own"])
+def test_what_a_run_logged_stays_whoever_steps(recipe, monkeypatch, breaks_at, steps):
+    """A step that goes past Lightning's strategy is one, too; so is one that logs before it fails."""
+    Path("stepping.py").write_text(
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "class by_hand(BoringModel):\n"
+        "    automatic_optimization = False\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        optimizer = self.optimizers(use_pl_optimizer=False)\n"
+        "        optimizer.zero_grad()\n"
+        "        self.manual_backward(super().training_step(batch, batch_idx)['loss'])\n"
+        "        optimizer.step()\n"
+        "        self.logger.log_metrics({'mine': 1.0})\n"
+        "        self.logger.save()\n"
+        f"        if batch_idx == {breaks_at}:\n"
+        "            raise LookupError('of the third kind')\n"
+        "class its_own(BoringModel):\n"
+        "    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):\n"
+        "        optimizer.optimizer.step(optimizer_closure)\n"
+        "        self.logger.log_metrics({'mine': 1.0})\n"
+        "        self.logger.save()\n"
+        f"        if batch_idx == {breaks_at}:\n"
+        "            raise LookupError('of the third kind')\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    sys.modules.pop("stepping", None)
+    more = [f"--model=stepping.{steps}", "--trainer.max_steps=-1", "--trainer.max_epochs=1"]
+    code = fit(recipe, logger("CSVLogger", save_dir="runs"), *more)
+    assert "mine" in next(Path("runs").rglob("metrics.csv")).read_text()
+    if breaks_at:
+        assert code == 1
+
+
+def test_what_forked_ranks_wrote_stays_when_they_fail(recipe):
+    """Their steps aren't seen by the process that started them."""
+    Path("breaking.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Breaks(Callback):\n"
+        "    def on_train_batch_end(self, *_):\n"
+        "        raise LookupError('of the second kind')\n"
+    )
+    chosen = logger("CSVLogger", save_dir="runs", version=0)  # ranks that are forked share no new number
+    Path("logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": chosen}}))
+    more = ["--trainer.devices=2", "--trainer.strategy=ddp_fork", "--trainer.callbacks+=breaking.Breaks"]
+    command = [sys.executable, "-m", "cli", "fit", "--config", recipe, "--config", "logger.yaml", *more]
+    environment = {**os.environ, "PYTHONPATH": f"{_REPOSITORY}{os.pathsep}."}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert "memfit: error: rank " in run.stderr.splitlines()[-1]
+    assert "LookupError: of the second kind (" in run.stderr.splitlines()[-1]
+    assert "breaking.py:4)" in run.stderr.splitlines()[-1]
+    assert list(Path().rglob("version_0/config.yaml")), run.stderr[-3000:]
+
+
+def test_a_model_that_cannot_be_made_leaves_no_folder(recipe):
+    model = "--model=lightning_memfit.models.CausalLM"
+    assert fit(recipe, logger("CSVLogger", save_dir="runs"), model, "--model.learning_rate=-1") == 2
+    assert not Path("runs").exists()
+
+
+def test_a_saved_configuration_can_be_run_again(recipe):
+    assert fit(recipe, logger("CSVLogger", save_dir="runs")) == 0
+    assert main(["fit", "--config", "runs/lightning_logs/version_0/config.yaml"]) == 0
+    assert folders("runs/lightning_logs") == ["version_0", "version_1"]
+
+
+def test_a_version_of_the_user_is_not_overwritten(recipe, capsys):
+    named = logger("CSVLogger", save_dir="runs", version="best")
+    assert fit(recipe, named) == 0
+    saved = Path("runs/lightning_logs/best/config.yaml")
+    before = saved.read_text()
+    assert fit(recipe, named) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("memfit: error: 'runs/lightning_logs/best/config.yaml' is that of an earlier run")
+    assert "another `version`" in told
+    assert saved.read_text() == before
+
+
+def test_runs_at_an_address(recipe, capsys):
+    """Lightning's own loggers have a folder for each run there, and others say what is missing."""
+    files = fsspec.filesystem("memory")
+    at = [logger("CSVLogger", save_dir="memory://logs"), False]
+    for _ in range(2):
+        assert fit(recipe, at[0]) == 0
+    assert fit(recipe, at[1], "--trainer.default_root_dir=memory://plain") == 0
+    for version in ("logs/lightning_logs/version_0", "logs/lightning_logs/version_1", "plain"):
+        assert files.exists(f"/{version}/config.yaml")
+        assert files.find(f"/{version}/checkpoints")
+    capsys.readouterr()
+    assert fit(recipe, at[1], "--trainer.default_root_dir=memory://plain") == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("memfit: error: 'memory://plain/config.yaml' is that of an earlier run")
+    assert "only CSVLogger and TensorBoardLogger" in told
+    assert folders(".") == ["logger.yaml", "recipe.yaml"]
+    files.rm("/logs", recursive=True)
+    files.rm("/plain", recursive=True)
+
+
+def test_addresses_that_are_no_places_of_files(tmp_path, monkeypatch):
+    """A tracking server says nothing of where files lie; W&B would make a local folder named after the address."""
+    monkeypatch.chdir(tmp_path)
+    server = Namespace(class_path="MLFlowLogger", init_args=Namespace(tracking_uri="http://localhost:1"))
+    assert RunFolder(Namespace(logger=server)).path == Path("lightning_logs/version_0")
+    remote = Namespace(class_path="WandbLogger", init_args=Namespace(save_dir="s3://bucket"))
+    with pytest.raises(ValueError, match=r"`save_dir='s3://bucket'` of WandbLogger is an address"):
+        RunFolder(Namespace(logger=remote))
+
+
+@pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK"])
+def test_only_the_first_machine_makes_the_folder(name, tmp_path, monkeypatch):
+    """Lightning's own launcher, started on each machine, has no rank yet when the folder is made."""
+    monkeypatch.chdir(tmp_path)
+    run = Namespace(logger=False, num_nodes=2)
+    monkeypatch.setenv(name, "1")
+    assert RunFolder(run).path == Path("lightning_logs/version_0")
+    assert folders(".") == []
+    monkeypatch.setenv(name, "0")
+    assert RunFolder(run).path == Path("lightning_logs/version_0")
+    assert folders("lightning_logs") == ["version_0"]
+    monkeypatch.setenv(name, "1")  # left over from another job
+    assert RunFolder(Namespace(logger=False, num_nodes=1)).path == Path("lightning_logs/version_1")
+    assert folders("lightning_logs") == ["version_0", "version_1"]
+
+
+@pytest.mark.nightly
+def test_ranks_that_torchrun_starts_share_the_first_one_s_folder(recipe):
+    Path("logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": False, "devices": 2, "strategy": "ddp"}}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    finished = subprocess.run(
+        [*torchrun, "-m", "cli", "fit", "--config", recipe, "--config", "logger.yaml"],
+        env={**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert folders("lightning_logs") == ["version_0"]
+    assert folders("lightning_logs/version_0") == ["checkpoints", "config.yaml"]

@@ -1,0 +1,178 @@
+"""The recipes that people come for: they run with their quick override, are estimated from their files alone, and are
+listed with figures that are still what an estimate says."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.recipe_sizes.__main__ import DEVICES, PAGES, PLANS, models, own_model, page, row_of, wanted
+from cli.main import main
+from cli.recipe_files import SIZES, TASKS, available, resolve
+from cli.recipes import by_task_and_memory
+from lightning_memfit.estimate.architectures import known_configuration
+from tests.helpers.strategy_launch import run_program
+
+ROOT = Path(__file__).parents[3]
+RUN_ALL = """
+import sys
+from cli.main import main
+for name in sys.argv[1:]:
+    kind = name.partition("_")[0]
+    quick = f"quick/{kind if kind in ('chat', 'dpo') else name}"
+    print("RESULT", name, main(["fit", "--config", name, "--config", quick]), flush=True)
+"""
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 512}
+KINDS = {"llama3": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text", "mistral": "mistral"}
+
+
+def read(name):
+    return yaml.safe_load(Path(resolve(name)).read_text())
+
+
+@pytest.mark.nightly
+def test_each_runs_with_its_quick_override(tmp_path):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run = run_program(RUN_ALL, *TASKS, cwd=tmp_path, env=environment, timeout=420)
+    assert len(TASKS) == 10
+    for name in TASKS:
+        assert f"RESULT {name} 0" in run.stdout, run.stderr[-4000:]
+        assert list((tmp_path / "runs" / name).rglob("*.ckpt"))
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    """No connection can be opened, and nothing is in the cache of the hub."""
+
+    def refuse(*_, **__):
+        raise OSError("there is no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+
+LANGUAGE = [recipe for recipe, task in TASKS.items() if task.takes_model]
+OWN_MODEL = {
+    "vit": {"num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64},
+    "convnext": {"depths": [1, 1, 6, 1], "hidden_sizes": [8, 16, 16, 16]},
+    "whisper": {"encoder_layers": 6, "decoder_layers": 6, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 51865},
+    "diffusion_unet": {"sample_size": 128, "norm_num_groups": 4, "block_out_channels": [8, 8], "layers_per_block": 1}
+    | {"down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2},
+}
+
+
+@pytest.mark.parametrize("recipe", OWN_MODEL)
+def test_an_estimate_of_images_and_speech_needs_no_more(no_network, capsys, recipe):
+    small = [f"--model.config={json.dumps(OWN_MODEL[recipe])}", "--data.batch_size=2"]
+    assert main(["estimate", "--config", recipe, *small, "--device", "12GiB", "--json", "--no-cache"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["micro_batch_size"] == 2
+    assert found["largest_micro_batch_size"] > 2
+    assert not os.listdir()
+
+
+def test_the_reference_of_dpo_is_counted(no_network, capsys):
+    """As a second model of frozen weights, or as none where adapters are left out."""
+    found, config = {}, json.dumps(TINY | {"num_hidden_layers": 2})
+    for recipe in ("dpo_full", "dpo_lora"):
+        small = [f"--model.config={config}", "--data.sequence_length=16", "--data.batch_size=1"]
+        arguments = ["--config", recipe, *small, "--device", "12GiB", "--json", "--no-cache"]
+        assert main(["estimate", *arguments]) == 0
+        found[recipe] = json.loads(capsys.readouterr().out)
+    full, lora = found["dpo_full"], found["dpo_lora"]
+    assert full["num_parameters"] == 2 * full["num_trainable"]
+    assert lora["num_parameters"] == full["num_trainable"]
+
+
+@pytest.mark.nightly_cases("chat_qlora-gemma3", "dpo_full-qwen3", "dpo_lora-llama3")
+@pytest.mark.parametrize(("recipe", "model"), list(zip(LANGUAGE, [*KINDS, "qwen3", "llama3"], strict=True)))
+def test_an_estimate_needs_neither_data_nor_weights_nor_network(no_network, capsys, recipe, model):
+    """Of the recipe as it is with a model laid over it; only the architecture is a small one of the same class."""
+    changes = {**TINY, **({"layer_types": ["sliding_attention"] * 5 + ["full_attention"]} if model == "gemma3" else {})}
+    small = [f"--model.config={json.dumps(changes)}", "--data.sequence_length=64", "--data.batch_size=2"]
+    arguments = ["--config", recipe, "--config", f"models/{model}", *small, "--device", "12GiB", "--json", "--no-cache"]
+    assert main(["estimate", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    length = None if recipe.startswith("dpo") else 64  # a sample is two conversations
+    assert (found["micro_batch_size"], found["sequence_length"]) == (2, length)
+    assert found["largest_micro_batch_size"] > 2
+    assert not os.listdir()
+
+
+@pytest.mark.parametrize("name", models())
+def test_every_model_is_one_that_estimates_know_offline(name):
+    overlay = read(name)
+    pretrained = overlay["model"]["init_args"]["pretrained"]
+    assert overlay["data"]["init_args"]["tokenizer"] == pretrained
+    assert known_configuration(pretrained)["model_type"] == KINDS[name.removeprefix("models/")]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_recipe_says_what_it_is_for(name):
+    recipe, task = read(name), TASKS[name]
+    data = recipe["data"]["init_args"]
+    assert recipe["trainer"]["logger"]["init_args"]["name"] == name
+    assert data.get("tokenizer") in (None, recipe["model"]["init_args"].get("pretrained"))
+    assert (data.get("tokenizer") is not None) == (task.takes_model or name == "whisper")
+    sizes = {f"{data.get('sequence_length', 0):,} tokens", f"2 x {data.get('sequence_length', 0):,} tokens"}
+    side = data.get("image_size")
+    assert task.sample in {*sizes, f"{side} x {side} pixels", "30 s of sound"}
+    first = available()[name].read_text().splitlines()[0].lower()
+    assert task.words.partition(",")[0].split()[0] in first
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext", "whisper"])
+def test_models_of_images_and_speech_are_known_offline(name):
+    assert known_configuration(own_model(name)) is not None
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+ROWS = json.loads(SIZES.read_text())["rows"]
+
+
+def test_every_recipe_is_listed_with_every_model():
+    listed = [(row["recipe"], row["model"]) for row in ROWS]
+    assert sorted(listed) == sorted((recipe, model or own_model(recipe)) for recipe, model in wanted())
+    for row in ROWS:
+        sizes = [row["largest_micro_batch"][device] for device in DEVICES]
+        assert sizes == sorted(sizes)
+
+
+def test_the_list_shows_the_file(capsys):
+    assert main(["recipes"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith("\n".join(by_task_and_memory(ROWS)) + "\n")
+    for row in ROWS:
+        (line,) = (line for line in printed.splitlines() if row["recipe"] in line and f" {row['model']} " in line)
+        assert line.split()[-3:] == [str(row["largest_micro_batch"][device] or "-") for device in DEVICES]
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_the_page_shows_the_files(file):
+    assert page(PAGES[file], ROWS, json.loads(PLANS.read_text())["rows"], file.read_text()) == file.read_text()
+
+
+def test_every_recipe_is_on_a_page_with_a_plan_for_each_card():
+    shown = [recipe for recipes in PAGES.values() for recipe in recipes]
+    assert sorted(shown) == sorted(TASKS)
+    plans = [(row["recipe"], row["device"]) for row in json.loads(PLANS.read_text())["rows"]]
+    assert sorted(plans) == sorted((recipe, device) for recipe in TASKS for device in DEVICES)
+
+
+@pytest.mark.nightly
+def test_a_recorded_size_is_what_an_estimate_says(tmp_path, monkeypatch):
+    """The first row's; `python -m benchmarks.recipe_sizes` writes them all."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    row = ROWS[0]
+    now = row_of(row["recipe"], row["model"])
+    assert now["num_parameters"] == row["num_parameters"]
+    for device in DEVICES:
+        assert now["largest_micro_batch"][device] == pytest.approx(row["largest_micro_batch"][device], rel=0.1, abs=1)

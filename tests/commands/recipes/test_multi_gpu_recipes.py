@@ -1,0 +1,117 @@
+"""The recipes for several GPUs run here with their quick override, and are what their first lines say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cli.recipe_files import available, resolve
+from lightning_memfit.estimate.architectures import ARCHITECTURES
+from tests.helpers.aio import needs_aio
+from tests.helpers.strategy_launch import run_program
+
+pytest.importorskip("deepspeed")
+ROOT = Path(__file__).parents[3]
+GPT2 = ("gpt2xl_ddp", "gpt2xl_fsdp2", "gpt2xl_zero2", "gpt2xl_zero3_offload", "multi_node")
+RECIPES = (*GPT2, "blenderbot_zero2")
+FROM_DISK = "gpt2xl_zero_infinity"
+TOGETHER = "gpt2large_tensor_parallel"
+FOR = {"blenderbot_zero2": "# Blenderbot 400M", TOGETHER: "# GPT-2 Large"}
+RUN_ALL = """
+import sys
+from cli.main import main
+for name in sys.argv[1:]:
+    quick = "quick/blenderbot_zero2" if name == "blenderbot_zero2" else "quick/gpt2xl"
+    one_rank = ["--trainer.strategy.init_args.sharding_size=1"] if name == "multi_node" else []
+    print("RESULT", name, main(["fit", "--config", name, "--config", quick, *one_rank]), flush=True)
+"""
+
+
+def read(name):
+    return yaml.safe_load(Path(resolve(name)).read_text())
+
+
+def _interpreter(code, *arguments, **options):
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **options)
+
+
+def run_all(folder, *names, start=run_program, **variables):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment |= variables
+    run = start(RUN_ALL, *names, cwd=folder, env=environment, timeout=420)
+    for name in names:
+        assert f"RESULT {name} 0" in run.stdout, run.stderr[-4000:]
+        assert list((folder / "runs" / name).rglob("*.ckpt"))
+
+
+def test_each_runs_with_its_quick_override(tmp_path):
+    run_all(tmp_path, *RECIPES)
+
+
+@pytest.mark.nightly
+@needs_aio
+def test_the_recipe_from_disk_takes_its_folder_from_the_environment(tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    kept = {name: os.environ[name] for name in ("HOME", "PATH", "TORCH_EXTENSIONS_DIR") if name in os.environ}
+    # In an interpreter of its own, which removes its folder on the drive as it exits.
+    run_all(tmp_path, FROM_DISK, start=_interpreter, MEMFIT_NVME_PATH=str(drive), **kept)
+    assert list(drive.iterdir()) == []
+
+
+@pytest.mark.nightly
+def test_two_processes_compute_together(tmp_path):
+    command = [sys.executable, "-m", "lightning_memfit.cli", "fit", "--config", TOGETHER, "--config", "quick/gpt2xl"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    arguments = [*command, "--trainer.devices=2"]
+    run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "2 blocks like GPT-2's among 2 ranks each" in run.stdout
+    (folder,) = (tmp_path / "runs" / TOGETHER).rglob("*.ckpt")
+    assert (folder / "meta.pt").is_file()
+    assert "summary/measured_peak_gib" in next(folder.parents[1].glob("metrics.csv")).read_text()
+
+
+@pytest.mark.parametrize("name", [*RECIPES, FROM_DISK, TOGETHER])
+def test_every_recipe_says_what_it_is_for(name):
+    first = available()[name].read_text().splitlines()[0]
+    assert first.startswith(FOR.get(name, "# GPT-2 XL"))
+    assert read(name)["trainer"]["logger"]["init_args"]["name"] == name
+
+
+def test_the_offload_recipe_is_the_published_configuration():
+    recipe = read("gpt2xl_zero3_offload")
+    assert recipe["data"]["init_args"]["batch_size"] == 16
+    assert recipe["data"]["init_args"]["sequence_length"] == 128
+    assert recipe["model"]["init_args"]["learning_rate"] == 5e-4
+    assert recipe["trainer"]["strategy"]["init_args"]["stage"] == 3
+    assert recipe["trainer"]["strategy"]["init_args"]["offload_optimizer"] is True
+    assert (recipe["trainer"]["devices"], recipe["trainer"]["precision"]) == (1, "16-mixed")
+
+
+def test_the_seq2seq_recipe_is_the_published_configuration():
+    recipe = read("blenderbot_zero2")
+    strategy = recipe["trainer"]["strategy"]["init_args"]
+    assert recipe["data"]["init_args"]["batch_size"] == 200
+    assert (strategy["stage"], strategy["bucket_size"]) == (2, 200_000_000)
+    assert all(strategy["config"]["zero_optimization"].values())
+    assert strategy["config"]["fp16"]["initial_scale_power"] == 15
+    assert (recipe["trainer"]["devices"], recipe["trainer"]["precision"]) == (2, "16-mixed")
+
+
+def test_the_heads_can_be_divided():
+    recipe = read(TOGETHER)
+    assert recipe["model"]["init_args"]["pretrained"] == "openai-community/gpt2-large"
+    heads, together = ARCHITECTURES["gpt2-large"].config["n_head"], recipe["trainer"]["strategy"]["init_args"]
+    assert (
+        heads % together["tensor_parallel_size"] == recipe["trainer"]["devices"] % together["tensor_parallel_size"] == 0
+    )
+
+
+def test_two_machines_shard_within_each():
+    recipe = read("multi_node")["trainer"]
+    assert recipe["num_nodes"] == 2
+    assert recipe["strategy"]["init_args"]["sharding_size"] == recipe["devices"]

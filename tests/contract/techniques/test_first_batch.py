@@ -1,0 +1,386 @@
+import random
+import threading
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_memfit.fitting.auto import MemFit
+from lightning_memfit.fitting.size.prediction import MemoryPrediction
+from lightning_memfit.fitting.step.callback import MicroBatching
+from lightning_memfit.techniques.core.first_batch import first_batch
+from tests.contract.runs import LanguageModel, trainer
+
+
+class Count(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class Read(pl.Callback):
+    """Reads in `setup`, as techniques do, and collects what the run gets."""
+
+    def __init__(self):
+        self.read = None
+        self.batches = []
+
+    def setup(self, trainer, pl_module, stage):
+        numpy_state = np.random.get_state()[1].copy()  # noqa: NPY002
+        states = torch.get_rng_state(), random.getstate()
+        self.read = first_batch(trainer)
+        assert torch.equal(states[0], torch.get_rng_state())
+        assert np.array_equal(numpy_state, np.random.get_state()[1])  # noqa: NPY002
+        assert states[1] == random.getstate()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append(batch)
+
+
+class Idle(LanguageModel):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+def run(data, reader=True):
+    callback = Read()
+    if not reader:
+        callback.setup = lambda *args, **kwargs: None
+    torch.manual_seed(0)
+    trainer([callback], max_epochs=1, max_steps=-1).fit(Idle(n_layer=1), data)
+    return callback
+
+
+def shuffled(generator):
+    return DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize("own_generator", [True, False])
+def test_the_run_gets_the_batches_it_would_have_got(own_generator):
+    generators = [torch.Generator().manual_seed(5) if own_generator else None for _ in range(2)]
+    ours, plain = run(shuffled(generators[0])), run(shuffled(generators[1]), reader=False)
+    assert ours.read[0].shape == (2,)
+    assert torch.equal(ours.batches[0][0], plain.batches[0][0])
+
+
+def test_iterable_data():
+    callback = run(DataLoader(Count(), batch_size=3))
+    assert callback.read.tolist() == callback.batches[0].tolist() == [0, 1, 2]
+
+
+def test_a_list_of_batches():
+    assert run([torch.ones(2), torch.zeros(2)]).read.tolist() == [1, 1]
+
+
+def test_an_iterator_is_refused():
+    with pytest.raises(ValueError, match="use it up"):
+        run(iter([torch.ones(2)]))
+
+
+def test_empty_data_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        run([])
+
+
+# --- the data are as they were ----------------------------------------------------------------------------------------
+
+CALLS = []
+
+
+class OneShot(IterableDataset):
+    """Goes on where it was, as a stream does."""
+
+    def __init__(self):
+        self.numbers = list(range(64))
+
+    def __iter__(self):
+        while self.numbers:
+            yield torch.tensor([float(self.numbers.pop(0))])
+
+
+class OwnIterator(IterableDataset):
+    def __init__(self):
+        self.numbers = iter(range(64))
+
+    def __iter__(self):
+        return (torch.tensor([float(number)]) for number in self.numbers)
+
+
+class Counting(Dataset):
+    """Gives other samples every time."""
+
+    total = 0
+
+    def __init__(self):
+        self.calls = 0
+        self.generator = torch.Generator().manual_seed(3)
+        self.numbers = np.random.default_rng(0)
+        self.seen = []
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        self.calls += 1
+        Counting.total += 1
+        CALLS.append(place)
+        self.seen.append(place)
+        drawn = torch.rand((), generator=self.generator).item() + self.numbers.random()
+        return torch.tensor([self.calls + Counting.total + len(CALLS) + drawn])
+
+
+class Lines(IterableDataset):
+    """Reads an open file."""
+
+    def __init__(self):
+        self.file = open(__file__)  # noqa: SIM115
+
+    def __iter__(self):
+        while line := self.file.readline():
+            yield torch.tensor([float(len(line))])
+
+
+class InPlace(Dataset):
+    """Changes its samples."""
+
+    def __init__(self, count=64):
+        self.samples = [{"x": torch.zeros(1)} for _ in range(count)]
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        self.samples[place]["x"] += 1 + place
+        return self.samples[place]["x"].clone()
+
+
+class Shuffling(torch.utils.data.Sampler):
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(np.random.default_rng(self.epoch).permutation(64).tolist())
+
+    def __len__(self):
+        return 64
+
+
+class Batches:
+    """No DataLoader; gives other batches in every epoch."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        for number in range(8):
+            yield torch.full((2, 1), float(self.epoch + number))
+
+
+LOADERS = {
+    "stream": lambda: DataLoader(OneShot(), batch_size=2),
+    "iterator": lambda: DataLoader(OwnIterator(), batch_size=2),
+    "counters": lambda: DataLoader(Counting(), batch_size=2, shuffle=True),
+    "open file": lambda: DataLoader(Lines(), batch_size=2),
+    "in place": lambda: DataLoader(InPlace(), batch_size=2),
+    "many samples in place": lambda: DataLoader(InPlace(20_000), batch_size=2),
+    "sampler": lambda: DataLoader(TensorDataset(torch.rand(64, 1)), batch_size=2, sampler=Shuffling()),
+    "no loader": lambda: Batches(),
+}
+
+
+class Regression(pl.LightningModule):
+    """Fits numbers, and remembers them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.batches = []
+
+    def training_step(self, batch, batch_idx):
+        batch = batch[0] if isinstance(batch, list) else batch
+        self.batches.append(batch.clone())
+        return self.net(batch / 64).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, loader):
+        super().__init__()
+        self.loader, self.opened = loader, 0
+
+    def train_dataloader(self):
+        self.opened += 1
+        return self.loader
+
+
+def trained(loader, *callbacks):
+    Counting.total = 0
+    CALLS.clear()
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
+    module, data = Regression(), Data(loader)
+    trainer(callbacks, max_epochs=2, max_steps=6).fit(module, data)
+    assert data.opened == 1
+    return module
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("make", [MemoryPrediction, MicroBatching, lambda: MemFit(allow=["exact"])])
+def test_training_sees_the_same_data(make, name):
+    plain, ours = trained(LOADERS[name]()), trained(LOADERS[name](), make())
+    assert len(plain.batches) == len(ours.batches) == 6
+    for one, other in zip(plain.batches, ours.batches, strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(plain.net.weight, ours.net.weight, rtol=1e-4, atol=0)  # `MemFit` fuses the optimizer
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_there_is_a_prediction(name):
+    callback = MemoryPrediction()
+    trained(LOADERS[name](), callback)
+    assert callback.estimate is not None
+
+
+class Generated(IterableDataset):
+    def __init__(self):
+        self.numbers = (torch.tensor([float(number)]) for number in range(64))
+
+    def __iter__(self):
+        return self.numbers
+
+
+class Fed(IterableDataset):
+    """Reads a queue that a thread fills."""
+
+    def __init__(self):
+        import queue
+
+        self.waiting = queue.Queue()
+        threading.Thread(target=lambda: [self.waiting.put(float(number)) for number in range(64)]).start()
+
+    def __iter__(self):
+        while True:
+            yield torch.tensor([self.waiting.get()])
+
+
+class Writing(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        Path(f"{place}.txt").write_text("x")
+        return torch.tensor([float(place)])
+
+
+class Native:
+    """As `h5py.File`: neither pickled nor copied."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("Native objects cannot be pickled")
+
+    def __getitem__(self, place):
+        return torch.tensor([float(place)])
+
+
+class Opened(Dataset):
+    def __init__(self):
+        self.file = Native()
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        return self.file[place]
+
+
+class Shared(Dataset):
+    """Writes to a large tensor."""
+
+    def __init__(self):
+        self.values = torch.zeros(64, 10_000)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        self.values[place] += 1 + place
+        return self.values[place, :1].clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Generated, "generator"),
+        (Fed, "Queue"),
+        (Opened, "`Opened.file`, a .*Native"),
+        (Writing, "writes to"),
+        (Shared, "writes to a tensor of the data"),
+    ],
+)
+def test_what_can_not_be_read_unchanged_is_refused_trained_and_predicted_from_its_first_batch(
+    kind, words, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    plain, callback = trained(DataLoader(kind(), batch_size=2)), MemoryPrediction()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.warns(UserWarning, match=f"comes with the first batch of training.*{words}"):
+        ours = trained(DataLoader(kind(), batch_size=2), callback)
+    readable = MemoryPrediction()
+    trained(DataLoader([torch.tensor([float(number)]) for number in range(64)], batch_size=2), readable)
+    kept = 64 * 8  # batches of an epoch that the module keeps, where its length is known
+    assert callback.estimate.allocated_bytes == pytest.approx(readable.estimate.allocated_bytes, abs=kept)
+    assert vars(callback)["on_train_batch_start"] is None
+    for one, other in zip(plain.batches, ours.batches, strict=True):
+        assert torch.equal(one, other)
+
+
+class Replay(IterableDataset):
+    """Knows the module that learns from it, and what trains it."""
+
+    def __init__(self):
+        self.module = None
+        self.step = 0
+
+    def __iter__(self):
+        while True:
+            self.step += 1
+            yield torch.tensor([self.step + self.module.net.weight.item()])
+
+
+class Attaching(pl.Callback):
+    def __init__(self, data):
+        self.data = data
+
+    def setup(self, trainer, pl_module, stage):
+        self.data.module, self.data.trainer = pl_module, trainer
+
+
+def test_data_that_know_the_module_are_read():
+    data, callback = Replay(), MemoryPrediction()
+    module = trained(DataLoader(data, batch_size=2), Attaching(data), callback)
+    assert callback.estimate is not None
+    assert data.module is module
+    plain = Replay()
+    assert torch.equal(trained(DataLoader(plain, batch_size=2), Attaching(plain)).batches[-1], module.batches[-1])
+
+
+def test_large_data_is_not_copied():
+    values = torch.rand(1 << 20, 4)
+    from lightning_memfit.techniques.core import first_batch as reading
+
+    (dataset,), shared = reading._copied((TensorDataset(values),), None)
+    assert dataset.tensors[0] is values
+    assert [one.data_ptr() for one in shared] == [values.data_ptr()]
+    array = np.zeros(1 << 20)
+    (view,), _ = reading._copied((array,), None)
+    assert np.shares_memory(view, array)
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1

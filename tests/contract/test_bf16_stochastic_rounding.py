@@ -1,0 +1,113 @@
+import copy
+
+import bitsandbytes
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch.optim import lr_scheduler
+
+from lightning_memfit.fitting.size.prediction import MemoryPrediction
+from lightning_memfit.models.optimizer import weight_decay_groups
+from lightning_memfit.optim.float32_step import Float32Step
+from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from tests.contract.runs import LanguageModel, assert_same_weights, fit, trainer
+
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+
+def scheduled(module):
+    optimizer = torch.optim.AdamW(weight_decay_groups(module, 0.1), lr=1e-2)
+    warm_up = lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2)
+    schedule = lr_scheduler.SequentialLR(optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 6)], [2])
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def module():
+    return LanguageModel(scheduled, **NO_DROPOUT)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("kwargs", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}])
+def test_trains_close_to_float32_and_leaves_the_module_as_it_was(rounding, kwargs):
+    plain = fit(module=module, **kwargs)
+    ours = fit([StochasticRounding(rounding)], module, precision="bf16-true", **kwargs)
+    (optimizer,), (reference,) = ours.seen["trainer"].optimizers, plain.seen["trainer"].optimizers
+    assert type(optimizer) is Float32Step
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in reference.param_groups]
+    torch.testing.assert_close(torch.stack(ours.losses).float(), torch.stack(plain.losses), rtol=2e-2, atol=0)
+    assert all(p.dtype is torch.bfloat16 for p in ours.parameters())
+    assert vars(ours).keys() == vars(plain).keys()
+
+
+def test_global_random_state_is_left_alone():
+    kahan, stochastic = (
+        fit([StochasticRounding(rounding)], precision="bf16-true", max_steps=1) for rounding in ("kahan", "stochastic")
+    )
+    assert torch.equal(kahan.losses[0], stochastic.losses[0])  # dropout drew the same numbers
+    state = torch.get_rng_state()
+    fit([StochasticRounding()], precision="bf16-true", max_steps=1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_other_seeds_round_differently():
+    first, second, third = (fit([StochasticRounding(seed=s)], module, precision="bf16-true") for s in (0, 0, 1))
+    assert_same_weights(first, second)
+    assert not torch.equal(first.model.lm_head.weight, third.model.lm_head.weight)
+
+
+def test_a_checkpoint_without_rounding_is_refused(tmp_path):
+    fit(module=module, precision="bf16-true", max_steps=1).seen["trainer"].save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match="of a run without StochasticRounding"):
+        fit([StochasticRounding()], module, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "kwargs", "message"),
+    [
+        ([StochasticRounding()], {}, "precision='bf16-true'"),
+        ([StochasticRounding()], {"precision": "bf16-mixed"}, "bf16-mixed"),
+        ([StochasticRounding(), Optimizer8bit()], {"precision": "bf16-true"}, "List Optimizer8bit first"),
+    ],
+)
+def test_conflicts_are_refused_with_the_reason(callbacks, kwargs, message):
+    callbacks = copy.deepcopy(callbacks)
+    with pytest.raises(ValueError, match=message):
+        callbacks[0].setup(trainer(callbacks, **kwargs), LanguageModel(), "fit")
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="rounding='up'"):
+        StochasticRounding("up")
+    with pytest.raises(ValueError, match="chunk_elements=8"):
+        StochasticRounding(chunk_elements=8)
+
+
+def test_a_prediction_before_the_run_keeps_the_order_of_conversions():
+    module = fit([Optimizer8bit(), StochasticRounding(), MemoryPrediction()], precision="bf16-true")
+    optimizer = module.seen["trainer"].optimizers[0]
+    assert isinstance(optimizer.wrapped, bitsandbytes.optim.AdamW8bit)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_layers_that_are_unfrozen_later_and_rebuilt_optimizers(rounding):
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.model.transformer.h[0])
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.model.transformer.h[0], optimizer, lr=1e-3)
+            elif epoch == 2:
+                pl_module.trainer.strategy.setup_optimizers(pl_module.trainer)
+
+    def trained(module):
+        return torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=1e-3)
+
+    def run(callbacks, precision):
+        module = lambda: LanguageModel(trained, **NO_DROPOUT)  # noqa: E731
+        return fit([*callbacks, Unfreeze()], module, precision=precision, max_steps=-1, max_epochs=3)
+
+    ours, plain = run([StochasticRounding(rounding)], "bf16-true"), run([], "32-true")
+    assert type(ours.seen["trainer"].optimizers[0]) is Float32Step
+    torch.testing.assert_close(torch.stack(ours.losses).float(), torch.stack(plain.losses), rtol=3e-2, atol=0)

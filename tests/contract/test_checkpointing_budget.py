@@ -1,0 +1,150 @@
+import itertools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.estimate.block_figures import BudgetError
+from lightning_memfit.profile.build import measure_step
+from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from tests.contract.runs import LanguageModel, assert_same_weights, fit, loader, trainer
+
+
+def build():
+    return LanguageModel(n_layer=5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traces_are_shared():
+    """Every plan here is for the same step: what a choice does to it is traced once, and not anew for each budget."""
+    known = {}
+
+    def traced(module, batch, options, emulation, techniques, **settings):
+        *others, callback = techniques
+        assert not others
+        assert callback.blocks is None
+        key = (callback.mode, callback.keep, callback.choices, options, emulation, settings["shorten"])
+        if key not in known:
+            known[key] = trace_step(module, batch, options, emulation, techniques, **settings)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_memfit.techniques.checkpointing_budget.trace_step", traced)
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return fit(module=build)
+
+
+@pytest.fixture(scope="module")
+def peak(plain):
+    profile = measure_step(build(), next(iter(loader())))
+    return int(profile.events.live_bytes()[profile.events.phases[0][0] :].max())
+
+
+def test_losses_weights_and_random_numbers_are_those_of_the_plain_run(plain, caplog):
+    callback = ActivationCheckpointing(budget="60%")
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        ours = fit([callback], build)
+    assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
+    assert_same_weights(ours, plain)
+    assert vars(ours).keys() == vars(plain).keys()
+    choices = callback.resolved.plan.choices
+    assert len(choices) == 5
+    assert len(set(choices)) > 1
+    said = [record.message for record in caplog.records if record.message.startswith("ActivationCheckpointing: ")]
+    assert len(said) == 1
+    for part in ("budget 60%", " x none", "predicted peak", "% more time", "5 x GPT2Block found"):
+        assert part in said[0]
+
+
+def test_executed_peak_is_within_a_size(peak):
+    callback = ActivationCheckpointing(budget=peak - 100_000)
+    fit([callback], build)
+    plan = callback.resolved.plan
+    profile = measure_step(build(), next(iter(loader())), callbacks=(ActivationCheckpointing(choices=plan.choices),))
+    measured = int(profile.events.live_bytes()[profile.events.phases[0][0] :].max())
+    assert measured <= peak - 100_000 < peak
+    assert plan.peak_bytes == pytest.approx(measured, rel=0.005)
+
+
+def test_auto_keeps_a_memory_limit(plain, peak):
+    limit = MemoryLimit(peak - 50_000)
+    callback = ActivationCheckpointing(budget="auto")
+    ours = fit([limit, callback], build)
+    assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
+    assert limit.ledger.num_ooms == 0
+    assert set(callback.resolved.plan.choices) != {"none"}
+    with pytest.raises(torch.OutOfMemoryError):
+        fit([MemoryLimit(peak - 50_000)], build)
+
+
+def test_auto_on_the_cpu_needs_a_limit():
+    with pytest.raises(ValueError, match="MemoryLimit"):
+        fit([ActivationCheckpointing(budget="auto")], build)
+
+
+def test_out_of_reach_names_the_least_and_leaves_nothing():
+    module = build()
+    with pytest.raises(BudgetError, match="least that any plan needs"):
+        trainer([ActivationCheckpointing(budget="100kB")]).fit(module, loader())
+    assert "configure_model" not in vars(module)
+
+
+def test_a_resumed_run_follows_the_same_plan(tmp_path):
+    first = ActivationCheckpointing(budget="60%")
+    fit([first], build).seen["trainer"].save_checkpoint(tmp_path / "a.ckpt")
+    choices = first.resolved.plan.choices
+    other = (*choices[1:], choices[0])
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    state = checkpoint["callbacks"]["ActivationCheckpointing"]
+    assert tuple(state["choices"]) == first.resolved.plan.choices != other
+    state["choices"] = list(other)  # as another version of the planner might have chosen
+    torch.save(checkpoint, tmp_path / "b.ckpt")
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            blocks = pl_module.model.transformer.h
+            seen.append(tuple(getattr(vars(b).get("forward"), "choice", "none") for b in blocks))
+
+    same, changed = ActivationCheckpointing(budget="60%"), ActivationCheckpointing(budget="61%")
+    fit([same, Watch()], build, tmp_path / "b.ckpt", max_steps=6)
+    fit([changed, Watch()], build, tmp_path / "b.ckpt", max_steps=6)
+    assert seen[0] == other == same.resolved.plan.choices
+    assert seen[-1] == changed.resolved.plan.choices
+
+
+def test_a_trace_follows_the_plan_and_asks_for_one():
+    callback = ActivationCheckpointing(budget="60%")
+    batch = next(iter(loader()))
+    with pytest.raises(TraceError, match="has no plan yet"):
+        trace_step(build(), batch, StepOptions(), Emulation("cpu"), (callback,))
+    fit([callback], build)
+    traced = trace_step(build(), batch, StepOptions(), Emulation("cpu"), (callback,))
+    live = traced.events.live_bytes()[traced.events.phases[0][0] :]
+    assert int(live.max()) == callback.resolved.plan.peak_bytes
+
+
+@pytest.mark.parametrize("budget", ["much", "140%", "-3%", "x%", 0])
+def test_wrong_budgets(budget):
+    with pytest.raises(ValueError, match="`budget="):
+        ActivationCheckpointing(budget=budget)
+
+
+def test_a_budget_excludes_what_it_decides():
+    for arguments in ({"mode": "none"}, {"choices": ["full"]}):
+        with pytest.raises(ValueError, match="leave mode and choices out"):
+            ActivationCheckpointing(budget="40%", **arguments)
+
+
+def test_what_cannot_be_planned_for_is_refused_with_the_reason():
+    iterator = iter(list(loader()))
+    with pytest.raises(ValueError, match=r"can't be planned for: .*iterator.*choose `mode`"):
+        trainer([ActivationCheckpointing(budget="60%")]).fit(build(), iterator)
+    assert len(list(itertools.islice(iterator, 9))) == 6

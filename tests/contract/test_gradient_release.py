@@ -1,0 +1,434 @@
+import copy
+from operator import attrgetter
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memfit.techniques.gradient_release import GradientRelease
+from lightning_memfit.techniques.optimizer import ReplaceOptimizer
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from tests.contract.runs import LanguageModel, assert_same_weights, fit, loader, trainer
+from tests.helpers.trainers import quiet_trainer
+
+
+def scheduled(module, **kwargs):
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, **kwargs)
+    schedule = lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def gradient_of(parameter):
+    with torch._C.DisableTorchFunction():  # a callback's own code may not read it
+        return attrgetter("grad")(parameter)
+
+
+class NoGradients(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        assert all(gradient_of(p) is None for p in pl_module.parameters())
+        pl_module.seen["released"] = True
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "kwargs"),
+    [
+        ([], {}),
+        ([], {"precision": "bf16-mixed"}),
+        ([], {"precision": "bf16-true"}),
+        ([], {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+        ([Optimizer8bit()], {}),
+        ([ActivationCheckpointing(), Optimizer8bit()], {}),
+        ([ActivationCheckpointing("selective", keep=["matmul"])], {"precision": "bf16-mixed"}),
+    ],
+)
+def test_same_run_without_gradients(callbacks, kwargs):
+    def module():
+        return LanguageModel(scheduled)
+
+    plain = fit(copy.deepcopy(callbacks), module, **kwargs)
+    ours = fit([*copy.deepcopy(callbacks), GradientRelease(), NoGradients()], module, **kwargs)
+    assert ours.seen["released"]
+    assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
+    assert_same_weights(ours, plain)
+    assert ours.seen["trainer"].global_step == plain.seen["trainer"].global_step
+    assert not any(p._post_accumulate_grad_hooks for p in ours.parameters())
+
+
+@pytest.fixture
+def uncompiled():
+    torch.compiler.set_stance("force_eager")  # the arithmetic is the same, and compiling it takes a minute
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_same_run_with_optimizers_that_compile_each_parameters_step(uncompiled, name):
+    pytest.importorskip("torchao")
+
+    def module():
+        return LanguageModel(scheduled)
+
+    replaced = ReplaceOptimizer(f"torchao.{name}")
+    plain = fit([copy.deepcopy(replaced)], module)
+    ours = fit([replaced, GradientRelease(), NoGradients()], module)
+    assert ours.seen["released"]
+    assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
+    assert_same_weights(ours, plain)
+
+
+class Manual(LanguageModel):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Backward(LanguageModel):
+    def backward(self, loss):
+        loss.backward()
+
+
+class LooksBefore(LanguageModel):
+    def on_before_zero_grad(self, optimizer):
+        pass
+
+
+class Clips(LanguageModel):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "kwargs", "message"),
+    [
+        (LanguageModel, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        (LanguageModel, {"gradient_clip_val": 1.0}, "by norm"),
+        (LanguageModel, {"strategy": "ddp", "devices": 1}, "DDPStrategy"),
+        (Manual, {}, "manual optimization"),
+        (Clips, {}, "configure_gradient_clipping"),
+        (Backward, {}, "module's `backward`"),
+        (LooksBefore, {}, "on_before_zero_grad"),
+    ],
+)
+def test_conflicts_are_refused_with_the_reason(module, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        GradientRelease().setup(trainer(**kwargs), module(), "fit")
+
+
+def test_loops_that_split_or_repeat_batches_are_refused():
+    class SplittingLoop(_AutomaticOptimization):
+        pass
+
+    class Install(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            trainer.fit_loop.epoch_loop.automatic_optimization = SplittingLoop(trainer)
+
+    with pytest.raises(ValueError, match="SplittingLoop"):
+        fit([Install(), GradientRelease()])
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end"]
+)
+def test_callbacks_that_look_at_gradients_are_refused_before_a_weight_changes(hook):
+    class Looks(pl.Callback):
+        pass
+
+    setattr(Looks, hook, lambda self, trainer, pl_module, *args: [p.grad for p in pl_module.parameters()])
+    model = LanguageModel()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"`{hook}` of the callback Looks"):
+        trainer([GradientRelease(), Looks()]).fit(model, loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.model.transformer.h[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.transformer.h[0], optimizer, lr=0.05)
+
+
+def trained_only(module):
+    return torch.optim.SGD((p for p in module.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+
+class Switch(pl.Callback):
+    """Freezes and unfreezes what the optimizer has."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.model.transformer.h[0].requires_grad_(trainer.global_step in (1, 2, 5))
+
+
+class Rebuild(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            trainer.strategy.setup_optimizers(trainer)
+        elif trainer.current_epoch == 2:
+            group = trainer.optimizers[0].param_groups[0]
+            group.update(lr=0.03, params=group["params"][2:])
+
+
+@pytest.mark.parametrize("make", [Unfreeze, Switch, Rebuild])
+def test_parameters_that_come_and_go_are_stepped_and_clipped(make):
+    options = {
+        "max_steps": -1,
+        "max_epochs": 3,
+        "gradient_clip_val": 1e-3,
+        "gradient_clip_algorithm": "value",
+    }
+    plain = fit([make()], lambda: LanguageModel(trained_only), **options)
+    ours = fit([GradientRelease(), make()], lambda: LanguageModel(trained_only), **options)
+    assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
+    assert_same_weights(ours, plain)
+    assert not any(p._post_accumulate_grad_hooks for p in ours.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "since this step, `accumulate_grad_batches=2`"),
+        ({"gradient_clip_val": 0.1}, "since this step, `gradient_clip_val=0.1` by norm"),
+    ],
+)
+def test_what_callbacks_schedule_is_refused_before_the_step_it_would_change(change, message):
+    class Schedule(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                pl_module.seen["before"] = copy.deepcopy(pl_module.state_dict())
+                for name, value in change.items():
+                    setattr(trainer, name, value)
+
+    model = LanguageModel()
+    with pytest.raises(ValueError, match=message):
+        trainer([GradientRelease(), Schedule()], max_steps=-1, max_epochs=2).fit(model, loader())
+    assert all(torch.equal(value, model.seen["before"][name]) for name, value in model.state_dict().items())
+
+
+class OwnBackward(LanguageModel):
+    """Its own gradients are cleared by a plain run."""
+
+    def training_step(self, batch, batch_idx):
+        self.model(input_ids=batch, labels=batch).loss.backward()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_backward_pass_in_training_step_is_refused_before_a_weight_changes():
+    model = OwnBackward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="outside of the training loop's own"):
+        trainer([GradientRelease()]).fit(model, loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class FoundRate(LanguageModel):
+    lr = 1e-3
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_finders_that_train_before_the_run_clip_as_plainly(tmp_path):
+    def losses(callbacks):
+        finder = LearningRateFinder(min_lr=1e-2, max_lr=10.0, num_training_steps=4, early_stop_threshold=None)
+        clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+        fit([*callbacks, finder], FoundRate, max_steps=1, default_root_dir=tmp_path, **clip)
+        return finder.optimal_lr.results["loss"]
+
+    assert losses([GradientRelease()]) == losses([])
+
+
+def test_hooks_around_the_step_are_refused():
+    def hooked(module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(add_noise)
+        return optimizer
+
+    def add_noise(*_):
+        pass
+
+    with pytest.raises(ValueError, match="add_noise"):
+        fit([GradientRelease()], lambda: LanguageModel(hooked))
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start"])
+def test_hooks_around_the_step_are_refused_wherever_they_are_registered(hook):
+    module = LanguageModel()
+    before = copy.deepcopy(module.state_dict())
+    setattr(module, hook, lambda *_: module.optimizers().optimizer.register_step_post_hook(lambda *_: None))
+    with pytest.raises(ValueError, match="a hook around its step"):
+        trainer([GradientRelease()]).fit(module, loader())
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_lbfgs_is_refused_before_training():
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit([GradientRelease()], lambda: LanguageModel(lambda m: torch.optim.LBFGS(m.parameters())))
+
+
+class OwnStep(LanguageModel):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        step = optimizer.step
+        optimizer.step = lambda closure=None: step(closure)
+        return optimizer
+
+
+def test_a_step_on_the_object_is_refused_before_a_weight_changes():
+    module = OwnStep()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match="AdamW has a `step` that was put on the object"):
+        fit([GradientRelease()], lambda: module)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+class Net(pl.LightningModule):
+    """Three layers; `middle(self, h)` may read the weight of the last one, whose gradient is complete first."""
+
+    def __init__(self, middle=lambda self, h: h, make=None, begins=0, width=8):
+        super().__init__()
+        self.middle, self.make, self.begins = middle, make, begins
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+        self.before = {}
+
+    def training_step(self, batch, batch_idx):
+        self.before = copy.deepcopy(self.state_dict())
+        hidden = torch.tanh(self.a(batch))
+        if batch_idx >= self.begins:
+            hidden = self.middle(self, hidden)
+        return self.c(torch.tanh(self.b(hidden))).sub(1).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1) if self.make is None else self.make(self)
+
+
+def train(make_module, callbacks, num_steps=6, **kwargs):
+    pl.seed_everything(0, verbose=False)
+    module = make_module()
+    batches = torch.randn(num_steps, 4, module.a.in_features, generator=torch.Generator().manual_seed(1))
+    quiet_trainer(*callbacks, max_epochs=1, **kwargs).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    return module
+
+
+def frozen_branch(module, hidden):
+    module.c.requires_grad_(False)
+    branch = module.c(hidden)
+    module.c.requires_grad_(True)
+    return branch
+
+
+def hook_that_reads(module, hidden):
+    hidden.register_hook(lambda gradient: gradient + module.c.weight.detach().sum())
+    return hidden
+
+
+READS = {
+    "detach": lambda module, h: F.linear(h, module.c.weight.detach()),
+    "data": lambda module, h: F.linear(h, module.c.weight.data),
+    "in a checkpoint": lambda module, h: checkpoint(
+        lambda h: torch.tanh(F.linear(h, module.c.weight.data)), h, use_reentrant=False
+    ),
+    "frozen branch": frozen_branch,
+    "hook": hook_that_reads,
+}
+
+
+def refused(make_module, callbacks, **kwargs):
+    module = make_module()
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        train(lambda: module, callbacks, **kwargs)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, module.before.get(name, value)), name
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_weights_that_backward_reads_after_their_step_are_refused_before_a_weight_changes(read):
+    message = refused(lambda: Net(read), [GradientRelease()])
+    assert "reads c.weight" in message
+    assert "weight.detach().clone()" in message
+
+
+def test_the_same_with_kernels_that_write_past_torch():
+    def adam(module):
+        return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    message = refused(lambda: Net(READS["detach"], adam, width=96), [Optimizer8bit(), GradientRelease()])
+    assert "reads c.weight" in message
+
+
+@pytest.mark.parametrize("read", ["detach", "data", "frozen branch"])
+def test_reads_that_begin_later_are_refused_before_the_step_they_would_change(read):
+    assert "reads c.weight" in refused(lambda: Net(READS[read], begins=4), [GradientRelease()])
+
+
+def test_a_later_graph_of_the_same_size_ends_in_words_also_with_kernels_that_write_past_torch():
+    def switch(module, hidden):
+        weight = module.c.weight.detach()
+        return F.linear(hidden, weight if module.trainer.global_step == 4 else weight.clone())
+
+    def adam(module):
+        return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    with pytest.raises(RuntimeError, match="go on from a checkpoint"):
+        train(lambda: Net(switch, adam, width=96), [Optimizer8bit(), GradientRelease()])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_copies_and_what_is_read_in_time_run_as_plainly(backend):
+    def through(hidden, weight):
+        return torch.tanh(F.linear(hidden, weight)).sin()
+
+    function = through if backend is None else torch.compile(through, backend=backend)
+
+    def middle(module, hidden):
+        module.c.weight.register_hook(lambda gradient: gradient + 0.1 * module.c.weight.detach())
+        hidden = F.linear(hidden, module.c.weight.detach().clone()) + torch.zeros_like(module.c.weight).sum()
+        return checkpoint(function, hidden, module.b.weight, use_reentrant=False)
+
+    plain, ours = (train(lambda: Net(middle), callbacks) for callbacks in ([], [GradientRelease()]))
+    assert_same_weights(ours, plain)
+
+
+def test_a_reentrant_checkpoint_around_a_shared_layer_is_refused_before_a_weight_changes():
+    message = refused(lambda: Net(lambda m, h: checkpoint(m.c, h, use_reentrant=True)), [GradientRelease()])
+    assert "use_reentrant=False" in message
+
+
+def test_a_zero_grad_on_the_object_is_refused():
+    def make(module):
+        optimizer = torch.optim.Adam(module.parameters())
+        clear = optimizer.zero_grad
+        optimizer.zero_grad = lambda set_to_none=True: clear(set_to_none=False)
+        return optimizer
+
+    assert "Adam has a `zero_grad` that was put on the object" in refused(lambda: Net(make=make), [GradientRelease()])
+
+
+def test_parameters_that_are_views_of_one_tensor_are_refused():
+    class Views(Net):
+        def __init__(self):
+            super().__init__()
+            flat = torch.randn(128)
+            self.a.weight, self.b.weight = (nn.Parameter(part.view(8, 8)) for part in flat.split(64))
+
+    assert "are views of one tensor" in refused(Views, [GradientRelease()])
+    plain, ours = (train(lambda: Net(lambda m, h: h), callbacks) for callbacks in ([], [GradientRelease()]))
+    assert_same_weights(ours, plain)
+
+
+def test_a_callback_that_is_not_yours_may_be_left_out():
+    class Looks(pl.Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            pass
+
+    assert "leave out the callback that has it" in refused(Net, [GradientRelease(), Looks()])

@@ -1,0 +1,265 @@
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+from torch.optim import lr_scheduler
+
+from lightning_memfit.adapters.checkpoint import KEY
+from lightning_memfit.adapters.lora import adapted_layers
+from lightning_memfit.models.optimizer import weight_decay_groups
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memfit.techniques.chunked_loss import ChunkedLoss
+from lightning_memfit.techniques.gradient_release import GradientRelease
+from lightning_memfit.techniques.host_master_weights import HostMasterWeights
+from lightning_memfit.techniques.lora import Lora
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights
+from tests.contract.checkpointing.models import llama
+from tests.contract.peaks import assert_predicted_peak_is_measured
+from tests.contract.runs import LanguageModel, assert_same_weights, fit, loader, trainer
+
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+SETTINGS = {
+    "lora": [Lora(4)],
+    "4bit": [QuantizedWeights(4), Lora(4)],
+    "8bit": [QuantizedWeights(8), Lora(4)],
+}
+
+
+def scheduled(module):
+    optimizer = torch.optim.AdamW(weight_decay_groups(module, 0.1), lr=1e-2)
+    schedule = lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def model():
+    return LanguageModel(scheduled, **NO_DROPOUT)
+
+
+class Llama(LanguageModel):
+    def __init__(self):
+        super().__init__()
+        self.model = llama()
+
+
+@pytest.fixture(params=SETTINGS)
+def callbacks(request):
+    return copy.deepcopy(SETTINGS[request.param])
+
+
+@pytest.mark.parametrize("make", [model, Llama])
+def test_adapters_are_trained_and_end_up_in_the_weights(make, callbacks):
+    pl_module = fit(callbacks, make, max_steps=7)
+    assert pl_module.losses[6] < pl_module.losses[0]  # the same batch
+    assert not adapted_layers(pl_module)
+    assert not hasattr(pl_module, "peft_config")
+    pl_untouched = fit([], make, max_steps=0)
+    assert [n for n, _ in pl_module.named_parameters()] == [n for n, _ in pl_untouched.named_parameters()]
+    assert [type(m) for m in pl_module.modules()] == [type(m) for m in pl_untouched.modules()]
+    assert all(p.requires_grad for p in pl_module.parameters())
+    for (name, after), before in zip(pl_module.named_parameters(), pl_untouched.parameters(), strict=True):
+        is_linear = after.ndim == 2 and not any(part in name for part in ("wte", "wpe", "embed", "lm_head"))
+        assert torch.equal(after, before) != is_linear, name
+
+
+def test_copies_for_a_recomputation_read_no_weight(callbacks):
+    """Small frozen weights are copied with a block's other state; that is no use of them beside the adapter."""
+    checkpointed = fit([*copy.deepcopy(callbacks), ActivationCheckpointing("every", every=1)], Llama, max_steps=3)
+    plain = fit(callbacks, Llama, max_steps=3)
+    torch.testing.assert_close(torch.stack(checkpointed.losses), torch.stack(plain.losses))
+
+
+def test_applied_and_removed_without_training_it_is_bitwise_what_it_was(callbacks):
+    assert_same_weights(fit(callbacks, model, max_steps=0), fit([], model, max_steps=0))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_resume_is_bitwise_from_adapters_alone(tmp_path, callbacks, precision):
+    def run(**kwargs):
+        options = {"precision": precision, "max_steps": -1, "limit_train_batches": 2, **kwargs}
+        return fit(copy.deepcopy(callbacks), model, **options)
+
+    straight = run(max_epochs=3)
+    run(max_epochs=1).seen["trainer"].save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt")
+    assert all(".lora_" in name for name in saved["state_dict"])
+    assert len(saved["optimizer_states"][0]["state"]) == len(saved["state_dict"])
+    resumed = run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(torch.stack(resumed.losses), torch.stack(straight.losses[2:]))
+    assert_same_weights(resumed, straight)
+
+
+class SavesOnce(LanguageModel):
+    path = None
+
+    def on_train_batch_end(self, *_):
+        if self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+class SavesPretrained(LanguageModel):
+    """Saves the network and a copy of it while adapters are in, and keeps and puts back its own state dictionary."""
+
+    def on_train_end(self):
+        self.model.save_pretrained(self.folder / "own")
+        copy.deepcopy(self.model).save_pretrained(self.folder / "copy")
+        with pytest.warns(UserWarning, match="adapters apart") as told:
+            kept = copy.deepcopy(self.state_dict())
+        assert sum("adapters apart" in str(warning.message) for warning in told) == 1
+        loss = self.training_step(torch.arange(32).view(2, 16), 0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(1)
+        self.load_state_dict(kept)
+        assert torch.equal(self.training_step(torch.arange(32).view(2, 16), 0), loss)
+
+
+def test_a_pretrained_folder_saved_in_the_run_holds_what_was_learned(tmp_path, callbacks):
+    module = SavesPretrained(**NO_DROPOUT)
+    module.folder = tmp_path
+    trainer(callbacks, precision="bf16-true").fit(module, loader())
+    after = module.model.state_dict()
+    for name in ("own", "copy"):
+        loaded = type(module.model).from_pretrained(tmp_path / name, dtype="auto").state_dict()
+        assert loaded.keys() == after.keys()
+        for key, value in after.items():
+            torch.testing.assert_close(loaded[key], value, rtol=0, atol=0, msg=f"{name}: {key}")
+
+
+def test_averages_in_checkpoints_are_none_of_the_users_doing(tmp_path, recwarn):
+    run = trainer([Lora(4), EMAWeightAveraging()])
+    module = SavesOnce()
+    module.path = tmp_path / "one.ckpt"
+    run.fit(module, loader())
+    assert not any("adapters apart" in str(warning.message) for warning in recwarn)
+
+
+def test_checkpoint_during_a_run_is_that_after_it(tmp_path):
+    def saving():
+        module = SavesOnce(scheduled, **NO_DROPOUT)
+        module.path = tmp_path / "during.ckpt"
+        return module
+
+    run = fit(copy.deepcopy(SETTINGS["4bit"]), saving, max_steps=2).seen["trainer"]
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    during, after = torch.load(tmp_path / "during.ckpt"), torch.load(tmp_path / "after.ckpt")
+    assert during[KEY] == after[KEY]
+    assert during["state_dict"].keys() == after["state_dict"].keys()
+    assert all(torch.equal(value, after["state_dict"][name]) for name, value in during["state_dict"].items())
+
+
+@pytest.mark.parametrize("others", [[Optimizer8bit()], [GradientRelease()], [ActivationCheckpointing(), ChunkedLoss()]])
+def test_goes_with_other_techniques(callbacks, others):
+    module = fit([*callbacks, *copy.deepcopy(others)], model)
+    assert module.losses[-1] < module.losses[0]
+
+
+def test_exact_techniques_change_nothing_of_it(callbacks):
+    alone = fit(copy.deepcopy(callbacks), model)
+    ours = fit([*callbacks, GradientRelease(), ActivationCheckpointing()], model)
+    assert torch.equal(torch.stack(ours.losses), torch.stack(alone.losses))
+
+
+@pytest.mark.nightly_cases("4bit-32-true", "8bit-bf16-mixed")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_predicted_peak_is_the_measured_one(callbacks, precision):
+    assert_predicted_peak_is_measured(callbacks, scheduled, precision=precision)
+
+
+def test_a_new_head_is_trained_as_a_whole():
+    module = fit([Lora(4, target_modules=["c_attn"], train=["model.lm_head"])], lambda: LanguageModel(**NO_DROPOUT))
+    before = fit([], lambda: LanguageModel(**NO_DROPOUT), max_steps=0)
+    assert not torch.equal(module.model.lm_head.weight, before.model.lm_head.weight)
+    assert torch.equal(module.model.transformer.h[0].mlp.c_fc.weight, before.model.transformer.h[0].mlp.c_fc.weight)
+
+
+class Plain(LanguageModel):
+    """No Hugging Face model, an odd layer size, and an optimizer over a part."""
+
+    def __init__(self, part=None):
+        super().__init__()
+        self.model = nn.Sequential(nn.Embedding(64, 20), nn.Linear(20, 33), nn.GELU(), nn.Linear(33, 64))
+        self.part = part
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self):
+        part = self if self.part is None else self.get_submodule(self.part)
+        return torch.optim.SGD(part.parameters(), lr=0.1)
+
+
+def test_plain_modules(callbacks):
+    module = fit(callbacks, Plain, overfit_batches=1, max_epochs=-1)  # losses of one batch can be compared
+    assert len(module.losses) == 4
+    assert module.losses[-1] < module.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "options", "message"),
+    [
+        ([QuantizedWeights(4)], {}, "List Lora beside it"),
+        ([Lora(4), Lora(8)], {}, "two of it"),
+        ([Lora(), HostMasterWeights()], {"precision": "bf16-true"}, "Leave HostMasterWeights out"),
+    ],
+)
+def test_conflicts_are_refused_with_the_reason(callbacks, options, message):
+    with pytest.raises(ValueError, match=message):
+        fit(callbacks, model, **options)
+
+
+def test_wrong_arguments_name_the_argument():
+    with pytest.raises(ValueError, match="`rank=0`"):
+        Lora(0)
+    with pytest.raises(ValueError, match="`dropout=1"):
+        Lora(dropout=1.0)
+    with pytest.raises(ValueError, match="`bits=3`"):
+        QuantizedWeights(3)
+    with pytest.raises(ValueError, match="Closest: c_attn"):
+        fit([Lora(target_modules=["q_attn"])], model)
+    with pytest.raises(ValueError, match=r"wte.weight = model.lm_head.weight"):
+        fit([QuantizedWeights(target_modules=["lm_head"]), Lora()], model)
+    with pytest.raises(ValueError, match="lack adapters"):
+        fit([Lora()], lambda: Plain("model.3"))
+
+
+def test_checkpoints_of_other_runs_are_refused(tmp_path):
+    fit([Lora(4)], model, max_steps=1).seen["trainer"].save_checkpoint(tmp_path / "4.ckpt")
+    with pytest.raises(ValueError, match=r"other rank \(4 there, 8 here\)"):
+        fit([Lora(8)], model, ckpt_path=tmp_path / "4.ckpt")
+    with pytest.raises(ValueError, match="beside weights in their own precision, here they are in 8 bits"):
+        fit([QuantizedWeights(8), Lora(4)], model, ckpt_path=tmp_path / "4.ckpt")
+
+
+def test_setup_without_fit_changes_nothing():
+    module, run = model(), trainer([Lora()])
+    Lora().setup(run, module, "validate")
+    assert not adapted_layers(module)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_adapters_in_an_untied_head_beside_chunked_losses(bits):
+    """The truth is the same run with the loss in one piece."""
+
+    def run(*others):
+        quantized = [] if bits is None else [QuantizedWeights(bits, target_modules=["q_proj"])]
+        return fit([*quantized, Lora(4, target_modules=["lm_head", "q_proj"]), *others], module=Untied)
+
+    plain, chunked = run(), run(ChunkedLoss())
+    torch.testing.assert_close(torch.stack(chunked.losses), torch.stack(plain.losses))
+    torch.testing.assert_close(chunked.model.lm_head.weight, plain.model.lm_head.weight, rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="if by a technique, list that one later"):
+        fit([ChunkedLoss(), Lora(4, target_modules=["lm_head"])], module=Untied)
+
+
+class Untied(LanguageModel):
+    """A model whose head has a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = llama()
+        assert self.model.lm_head.weight is not self.model.get_input_embeddings().weight

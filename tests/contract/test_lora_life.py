@@ -1,0 +1,1178 @@
+"""Adapters through a run's whole life: other stages, other callbacks, other checkpoints, any order, any module."""
+
+import copy
+import inspect
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as checkpointed
+from torch.utils.data import DataLoader
+
+import lightning_memfit
+from lightning_memfit.adapters import lora
+from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
+from lightning_memfit.adapters.lora import add_product, frozen_layers
+from lightning_memfit.adapters.quantized import Codes
+from lightning_memfit.memory.conversion import parameter_table
+from lightning_memfit.profile.fake import fake_clone
+from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
+from lightning_memfit.techniques.lora import Lora
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights
+from tests.contract.checkpointing.models import t5
+from tests.contract.runs import assert_same_weights, loader, trainer
+
+LORA = {"lora": [Lora(4)], "4bit": [QuantizedWeights(4), Lora(4)]}
+
+
+class Net(pl.LightningModule):
+    """Two layers over an embedding, with a parameter of no dimension and whatever `build` adds."""
+
+    def __init__(self, forward=None, build=None):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), nn.GELU())
+        self.head = nn.Linear(64, 64)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        if build is not None:
+            build(self)
+        self.compute = forward or (lambda self, x: self.head(self.backbone(x)))
+        self.losses, self.evaluated = [], []
+
+    def forward(self, x):
+        return self.compute(self, x) * self.logit_scale
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
+        self.evaluated.append(loss.item())
+        self.log("val_loss", loss, batch_size=len(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2)
+
+
+def net(**kwargs):
+    pl.seed_everything(0, verbose=False)
+    return Net(**kwargs)
+
+
+def fresh(name="lora"):
+    return copy.deepcopy(LORA[name])
+
+
+def fitted(callbacks, module=None, ckpt_path=None, **options):
+    module = net() if module is None else module
+    pl.seed_everything(1, verbose=False)
+    run = trainer(callbacks, **{"max_steps": -1, "max_epochs": 1, "num_sanity_val_steps": 0, **options})
+    run.fit(module, loader(), loader(1), ckpt_path=ckpt_path)
+    return module, run
+
+
+BATCH = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(9))
+BATCHES = DataLoader(BATCH, 2)
+
+
+class KeepOutput(pl.Callback):
+    """The module's output with adapters, at the end of training."""
+
+    def on_train_end(self, trainer, pl_module):
+        with torch.no_grad():
+            self.output = pl_module.eval()(BATCH)
+
+
+# --- any module -----------------------------------------------------------------------------------------------------
+
+
+def shared_weight(self):
+    self.twin = nn.Linear(64, 64)
+    self.twin.weight = self.head.weight
+
+
+def same_module_twice(self):
+    self.again = nn.ModuleList([self.head])
+
+
+MODULES = {
+    "as usual": ({}, "auto"),
+    "two layers share a weight": (
+        {"build": shared_weight, "forward": lambda self, x: self.twin(self.head(self.backbone(x)))},
+        "auto",
+    ),
+    "one layer in two places": (
+        {"build": same_module_twice, "forward": lambda self, x: self.again[0](self.head(self.backbone(x)))},
+        ["again.0"],
+    ),
+    "its weight is passed to an operator": (
+        {"forward": lambda self, x: F.linear(self.backbone(x), self.head.weight, self.head.bias)},
+        "auto",
+    ),
+    "applied twice": ({"forward": lambda self, x: self.head(self.head(self.backbone(x)))}, "auto"),
+    "a name that ends like another": (
+        {"build": lambda self: setattr(self, "unused", nn.ModuleDict({"head": nn.Linear(64, 64)}))},
+        ["head"],
+    ),
+    "complex, integer and empty parameters": (
+        {
+            "build": lambda self: (
+                self.register_parameter("turn", nn.Parameter(torch.ones(3, dtype=torch.cfloat))),
+                self.register_parameter("number", nn.Parameter(torch.tensor([3]), requires_grad=False)),
+                self.register_parameter("nothing", nn.Parameter(torch.ones(0, 3))),
+                self.register_buffer("nan", torch.tensor(float("nan"))),
+            )
+        },
+        "auto",
+    ),
+    "layers of torch": (
+        {
+            "build": lambda self: setattr(
+                self, "encoder", nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+            ),
+            "forward": lambda self, x: self.head(self.encoder(self.backbone(x))),
+        },
+        "auto",
+    ),
+    "weight_norm on one layer": (
+        {
+            "build": lambda self: setattr(self, "normed", nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))),
+            "forward": lambda self, x: self.head(self.normed(self.backbone(x))),
+        },
+        "auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("order", [[Lora(4)], [QuantizedWeights(8), Lora(4)]], ids=["lora", "8bit"])
+def test_starts_as_the_plain_module_and_is_the_same_merged(name, order, tmp_path):
+    arguments, targets = MODULES[name]
+    callbacks = copy.deepcopy(order)
+    callbacks[-1].target_modules = targets
+    keep = KeepOutput()
+    plain = net(**arguments).eval()
+    module, run = fitted([*callbacks, keep], net(**arguments), max_epochs=2)
+    first = F.cross_entropy(plain(next(iter(loader()))).flatten(0, 1), next(iter(loader())).flatten())
+    quantized = len(order) > 1
+    assert float(module.losses[0]) == pytest.approx(float(first), rel=1e-2 if quantized else 1e-6)
+    assert module.losses[6] < module.losses[0]
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(BATCH), keep.output, rtol=0.1 if quantized else 1e-4, atol=3e-2)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    assert not frozen_layers(module)
+    for (name, child), (_, other) in zip(module.named_modules(), plain.named_modules(), strict=True):
+        assert type(child).__name__ == type(other).__name__, name  # parametrizations make classes
+    for (name, after), (_, before) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        assert after.requires_grad == before.requires_grad, name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_t5_casts_to_the_dtype_of_quantized_weights(bits):
+    """The truth is a plain T5 whose weights were replaced by the dequantized ones."""
+
+    class Seq2Seq(Net):
+        def __init__(self):
+            super().__init__()
+            self.model = t5()
+
+        def forward(self, x):
+            return self.model.eval()(input_ids=x, labels=x).logits
+
+    pl.seed_everything(0, verbose=False)
+    module = Seq2Seq()
+    plain = copy.deepcopy(module)
+    for child in plain.modules():
+        if type(child) is nn.Linear and child is not plain.model.lm_head:
+            child.weight.data = Codes(child.weight.data, bits).dequantize(torch.float32)
+    with torch.no_grad():
+        truth = plain(BATCH)
+
+    class Compare(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            with torch.no_grad():
+                torch.testing.assert_close(pl_module(BATCH), truth)
+
+    fitted([QuantizedWeights(bits), Lora(4), Compare()], module)
+
+
+REFUSED = {
+    "kept elsewhere": (
+        {
+            "build": lambda self: setattr(self, "kept", [self.head.weight]),
+            "forward": lambda self, x: F.linear(self.backbone(x), self.kept[0]),
+        },
+        "auto",
+        "reads the frozen weight itself",
+    ),
+    "summed over": (
+        {"forward": lambda self, x: self.head(self.backbone(x)) + sum(p.sum() for p in self.parameters())},
+        "auto",
+        "reads the frozen weight itself",
+    ),
+    "tied to an embedding": (
+        {"build": lambda self: setattr(self.head, "weight", self.backbone[0].weight)},
+        ["head"],
+        "one weight of several layers",
+    ),
+    "memory in common": (
+        {"build": lambda self: setattr(self.head, "weight", nn.Parameter(self.backbone[1].weight.data))},
+        ["head"],
+        "memory in common",
+    ),
+    "weight_norm": (
+        {"build": lambda self: nn.utils.weight_norm(self.head)},
+        ["head"],
+        "computed from other parameters",
+    ),
+    "a layer that is no plain one": (
+        {"build": lambda self: setattr(self, "attention", nn.MultiheadAttention(64, 4))},
+        ["out_proj"],
+        "NonDynamicallyQuantizableLinear",
+    ),
+    "reentrant checkpoint": (
+        {
+            "forward": lambda self, x: self.head(
+                checkpointed(self.backbone[1:], self.backbone[0](x), use_reentrant=True)
+            )
+        },
+        "auto",
+        "use_reentrant=False",
+    ),
+    "lazy": (
+        {"build": lambda self: setattr(self, "lazy", nn.LazyLinear(3))},
+        "auto",
+        "no shape before a first batch",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_adapter_cannot_reach_is_refused_before_a_weight_changes(name):
+    arguments, targets, message = REFUSED[name]
+    module = net(**arguments)
+    before = [p.detach().clone() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
+    with pytest.raises(ValueError, match=message):
+        fitted([Lora(4, target_modules=targets)], module)
+    after = [p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not frozen_layers(module)
+
+
+@pytest.mark.parametrize(
+    ("unused", "target_modules", "name"),
+    [
+        (lambda: nn.Linear(64, 64), "auto", "unused"),
+        (lambda: nn.ModuleDict({"head": nn.Linear(64, 64)}), ["head"], r"unused\.head"),
+    ],
+    ids=["auto", "a name that ends like another"],
+)
+def test_says_which_adapters_learned_nothing(unused, target_modules, name):
+    module = net(build=lambda self: setattr(self, "unused", unused()))
+    with pytest.warns(UserWarning, match=f"{name} learned nothing"):
+        fitted([Lora(4, target_modules=target_modules)], module)
+
+
+def test_weights_are_merged_as_peft_merges_them():
+    """peft as the truth: the same factors, added to the same weights."""
+    from peft import LoraConfig, get_peft_model
+
+    keep = KeepOutput()
+
+    class Factors(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            self.state = {k: v.clone() for k, v in pl_module.state_dict().items() if ".lora_" in k}
+
+    factors = Factors()
+    module, _ = fitted([Lora(4), factors, keep])
+    plain = net()
+    peft = get_peft_model(plain, LoraConfig(r=4, lora_alpha=16, target_modules="backbone.1|head"))
+    state = {f"base_model.model.{name}": value for name, value in factors.state.items()}
+    assert not peft.load_state_dict(state, strict=False).unexpected_keys
+    merged = peft.merge_and_unload()
+    torch.testing.assert_close(merged.eval()(BATCH), keep.output, rtol=1e-4, atol=1e-5)
+    for (name, ours), theirs in zip(module.named_parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+# --- adapters in float32 --------------------------------------------------------------------------------------------
+
+
+class AdapterState(pl.Callback):
+    """What is known of the adapters at the end of training."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.before = {name: p.detach().clone() for name, p in self.adapters(pl_module)}
+        self.dtypes = set()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.dtypes |= {p.grad.dtype for _, p in self.adapters(pl_module)}
+
+    def on_train_end(self, trainer, pl_module):
+        after = dict(self.adapters(pl_module))
+        self.dtypes |= {p.dtype for p in after.values()}
+        states = trainer.optimizers[0].state.values()
+        self.dtypes |= {value.dtype for state in states for value in state.values() if value.dim() > 0}
+        still = [(after[name] == value).double().mean() for name, value in self.before.items() if "lora_A" in name]
+        self.still = max(still).item()
+
+    def adapters(self, module):
+        return ((name, p) for name, p in module.named_parameters() if "lora_" in name)
+
+
+def adam_with_small_steps(self):
+    return torch.optim.AdamW(self.parameters(), lr=1e-5, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", LORA)
+def test_updates_too_small_for_bfloat16_reach_the_adapters(name, precision):
+    module, seen = net(), AdapterState()
+    module.configure_optimizers = adam_with_small_steps.__get__(module)
+    fitted([*fresh(name), seen], module, precision=precision)
+    assert seen.dtypes == {torch.float32}
+    assert seen.still < 0.2
+    assert module.head.weight.dtype is (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+
+def test_there_is_nothing_to_round_beside_adapters(monkeypatch):
+    module, seen, said = net(), AdapterState(), []
+    monkeypatch.setattr(StochasticRounding, "announce", lambda self, message: said.append(message))
+    module.configure_optimizers = adam_with_small_steps.__get__(module)
+    fitted([Lora(4), StochasticRounding(), seen], module, precision="bf16-true")
+    assert said == ["AdamW trains float32 weights alone, which need no other rounding"]
+    assert seen.dtypes == {torch.float32}
+
+
+def test_adapters_of_a_checkpoint_in_bfloat16_go_on_in_float32(tmp_path):
+    _, run = fitted(fresh(), precision="bf16-true")
+    run.save_checkpoint(tmp_path / "now.ckpt")
+    checkpoint = torch.load(tmp_path / "now.ckpt")
+    entries = checkpoint["state_dict"]
+    entries.update({name: value.bfloat16() for name, value in entries.items() if "lora_" in name})
+    torch.save(checkpoint, tmp_path / "earlier.ckpt")
+    seen = AdapterState()
+    fitted([*fresh(), seen], ckpt_path=tmp_path / "earlier.ckpt", precision="bf16-true", max_epochs=2)
+    assert seen.dtypes == {torch.float32}
+    assert all(torch.equal(value, entries[name].float()) for name, value in seen.before.items())
+
+
+def test_a_trace_of_a_module_with_adapters_keeps_them_in_float32():
+    module = net().bfloat16()
+    lora.inject(module, [module.head], rank=4, alpha=8.0, dropout=0.0)
+    sizes = {info.name: info.itemsize for info in parameter_table(module.to(torch.bfloat16), torch.bfloat16)}
+    clone = fake_clone(module, FakeTensorMode(), torch.bfloat16)
+    for name, parameter in clone.named_parameters():
+        assert parameter.dtype is (torch.float32 if "lora_" in name else torch.bfloat16)
+        assert sizes[name] == parameter.element_size()
+    assert {p.dtype for p in lora.adapter_parameters(module.double())} == {torch.float64}
+
+
+# --- any order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "options"),
+    [
+        ([QuantizedWeights(4), Lora(4)], {}),
+        ([QuantizedWeights(8), Lora(4)], {"precision": "bf16-true"}),
+        ([Lora(4), Optimizer8bit(min_8bit_size=16)], {}),
+        ([Lora(4), StochasticRounding()], {"precision": "bf16-true"}),
+    ],
+)
+def test_the_order_of_callbacks_changes_no_bit(callbacks, options):
+    def adam(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    runs = []
+    for order in (callbacks, callbacks[::-1]):
+        module = net()
+        module.configure_optimizers = adam.__get__(module)
+        fitted(copy.deepcopy(order), module, **options)
+        runs.append(module)
+    assert_same_weights(*runs)
+    assert torch.equal(torch.stack(runs[0].losses), torch.stack(runs[1].losses))
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_holds_no_adapters_is_not_merged():
+    with pytest.raises(ValueError, match="holds no adapters"):
+        lightning_memfit.merged_state_dict(net(), {"state_dict": {}})
+
+
+@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_evaluates_its_checkpoints(tmp_path, name, weights_only):
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only)
+    module, run = fitted([*fresh(name), best], enable_checkpointing=True, max_epochs=3)
+    during = min(module.evaluated)
+    tolerance = 1e-6 if name == "lora" else 1e-2  # merged into the original weights, not the quantized ones
+    after = run.test(module, loader(1), ckpt_path="best", verbose=False)[0]["val_loss"]
+    assert after == pytest.approx(during, rel=tolerance)
+    assert run.validate(module, loader(1), ckpt_path="best", verbose=False)[0]["val_loss"] == after
+    predicted = run.predict(module, loader(1), ckpt_path="best")[0]
+    again = net()
+    path = best.best_model_path
+    alone = trainer(fresh(name)).predict(again, loader(1), ckpt_path=path)[0]
+    assert torch.equal(alone, predicted)
+    plain = net()
+    plain.load_state_dict(merged_state_dict(plain, torch.load(path))[0])
+    assert torch.equal(trainer().predict(plain, loader(1))[0], predicted)
+    other = Net()  # other random weights
+    with pytest.raises(ValueError, match="other frozen weights"):
+        trainer(fresh(name)).test(other, loader(1), ckpt_path=path)
+
+
+class WithExtraState(Net):
+    """Has an entry in its state dictionary that is no tensor."""
+
+    told = None
+
+    def get_extra_state(self):
+        return {"told": self.told}
+
+    def set_extra_state(self, state):
+        self.told = state["told"]
+
+
+def test_entries_that_are_no_tensors_are_taken_over(tmp_path):
+    pl.seed_everything(0, verbose=False)
+    module = WithExtraState()
+    module.told = 3
+    _, run = fitted(fresh(), module)
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    pl.seed_everything(0, verbose=False)
+    again = WithExtraState()
+    trainer(fresh()).validate(again, loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+    assert again.told == 3
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), module.parameters(), strict=True))
+
+
+class Renewed(nn.Linear):
+    """A layer that no adapter is for, whose weights were a hundredth of what they are now in its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 100
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("trained", [(), ("renewed",)])
+def test_the_versions_of_modules_stay(tmp_path, trained):
+    def made():
+        return net(build=lambda self: setattr(self, "renewed", Renewed(64, 64)))
+
+    module, run = fitted([Lora(4, train=trained)], made())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    expected = module.renewed.weight
+    for callbacks in ([Lora(4, train=trained)], []):
+        plain = made()
+        if callbacks:
+            fitted(callbacks, plain, tmp_path / "a.ckpt")
+        else:
+            plain.load_state_dict(merged_state_dict(plain, torch.load(tmp_path / "a.ckpt"))[0])
+        assert torch.equal(plain.renewed.weight, expected)
+    evaluated = made()
+    trainer([Lora(4)]).validate(evaluated, loader(1), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert torch.equal(evaluated.renewed.weight, expected)
+
+
+@pytest.mark.parametrize("difference", ["shape", "name"])
+def test_loads_as_strictly_as_a_plain_module(tmp_path, difference):
+    def build(trained):
+        pl.seed_everything(0, verbose=False)
+        module = Net()
+        if difference == "shape":
+            module.head = nn.Linear(64, 1 if trained else 64)
+            module.compute = lambda self, x: self.head(self.backbone(x)) * torch.ones(64)
+        elif trained:
+            module.register_buffer("seen", torch.ones(3))
+        return module
+
+    _, run = fitted([Lora(4, train=["head"])], build(True))
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    message = r"size mismatch for head.weight" if difference == "shape" else r"Unexpected key.*seen"
+    with pytest.raises(RuntimeError, match=message):
+        trainer(fresh()).validate(build(False), loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+    plain = build(False)
+    with pytest.raises(RuntimeError, match=message):
+        plain.load_state_dict(merged_state_dict(plain, torch.load(tmp_path / "after.ckpt"))[0])
+    if difference == "name":
+        lax = build(False)
+        lax.strict_loading = False
+        trainer(fresh()).validate(lax, loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+
+
+@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_fit_goes_on_with_the_merged_module_or_from_a_checkpoint(tmp_path, name, precision):
+    callbacks = fresh(name)
+    module, run = fitted(callbacks, precision=precision)
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    once = copy.deepcopy(module.state_dict())
+    fitted(callbacks, module, precision=precision)  # new adapters on what was merged
+    assert any(not torch.equal(once[n], v) for n, v in module.state_dict().items())
+
+    module, run = fitted(fresh(name), precision=precision)
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    straight, _ = fitted(fresh(name), precision=precision, max_epochs=2)
+    new, _ = fitted(fresh(name), ckpt_path=tmp_path / "half.ckpt", precision=precision, max_epochs=2)
+    assert_same_weights(new, straight)
+
+
+def test_resumes_in_the_process_that_merged(tmp_path):
+    best = ModelCheckpoint(tmp_path, save_last=True)
+    module, _ = fitted([*fresh(), best], enable_checkpointing=True)
+    straight, _ = fitted(fresh(), max_epochs=2)
+    fitted(fresh(), module, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    assert_same_weights(module, straight)
+
+
+def test_early_stop_then_fit_again_with_the_same_trainer():
+    stop = EarlyStopping("val_loss", patience=0, stopping_threshold=100.0)
+    module, run = fitted([Lora(4), stop], max_epochs=5)
+    stopped = len(module.losses)
+    assert stopped < 30
+    run.fit_loop.max_epochs = 3
+    run.should_stop = False
+    run.fit(module, loader(), loader(1))
+    assert len(module.losses) > stopped
+    assert not frozen_layers(module)
+
+
+class Interrupt(pl.Callback):
+    def __init__(self, hook, error):
+        def fail(*args, **kwargs):
+            raise error
+
+        setattr(self, hook, fail)
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_batch_start", "on_train_end", "teardown"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_anywhere_leaves_the_module_whole(hook, error):
+    module, plain = net(), net()
+    with pytest.raises((ZeroDivisionError, SystemExit, KeyboardInterrupt)):
+        fitted([*fresh("4bit"), Interrupt(hook, error)], module)
+    assert not frozen_layers(module)
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert all(p.requires_grad for p in module.parameters())
+    if hook not in ("on_train_end", "teardown"):
+        assert_same_weights(module, plain)
+
+
+# --- beside other callbacks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("configures", [False, True])
+def test_averages_of_weights(tmp_path, configures):
+    """`EMAWeightAveraging` calls `configure_model` a second time."""
+
+    def run(**options):
+        module = net()
+        if configures:
+            module.configure_model = lambda: None
+        return fitted([*fresh(), EMAWeightAveraging(decay=0.5)], module, **options)
+
+    straight, _ = run(max_epochs=2)
+    module, half = run()
+    averaged = copy.deepcopy(module.state_dict())
+    half.save_checkpoint(tmp_path / "after.ckpt")
+    alone, _ = fitted(fresh())
+    assert module.losses[0] == alone.losses[0]
+    assert not torch.equal(module.head.weight, alone.head.weight)
+    best = ModelCheckpoint(tmp_path / "during")
+    fitted([*fresh(), EMAWeightAveraging(decay=0.5), best], enable_checkpointing=True)
+    saved = torch.load(best.best_model_path)
+    assert all(".lora_" in name for name in saved["state_dict"])
+    resumed, _ = run(max_epochs=2, ckpt_path=best.best_model_path)
+    assert_same_weights(resumed, straight)
+    plain = net()
+    trainer([Lora(4)]).test(plain, loader(1), ckpt_path=best.best_model_path, verbose=False)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(value, averaged[name], rtol=1e-4, atol=1e-5)
+
+
+def test_averaging_that_would_break_is_refused():
+    with pytest.raises(ValueError, match="List WeightAveraging last"):
+        fitted([WeightAveraging(), Lora(4)])
+    with pytest.raises(ValueError, match="`use_buffers=False`"):
+        fitted([QuantizedWeights(8), Lora(4), EMAWeightAveraging()])
+    fitted([QuantizedWeights(8), Lora(4), EMAWeightAveraging(use_buffers=False)])
+    with pytest.raises(ValueError, match="BackboneFinetuning unfreezes"):
+        fitted([QuantizedWeights(8), Lora(4), BackboneFinetuning()])
+
+
+def test_weights_that_a_callback_unfreezes_are_trained_saved_and_loaded(tmp_path):
+    def run(module=None, **options):
+        return fitted([*fresh(), BackboneFinetuning(unfreeze_backbone_at_epoch=1)], module, **options)
+
+    plain = net()
+    module, half = run(max_epochs=2)
+    assert not torch.equal(module.backbone[0].weight, plain.backbone[0].weight)
+    half.save_checkpoint(tmp_path / "two.ckpt")
+    saved = torch.load(tmp_path / "two.ckpt")["state_dict"]
+    assert {"backbone.0.weight", "backbone.1.weight"} <= saved.keys()
+    assert "head.weight" not in saved
+    loaded, _ = run(max_epochs=2, ckpt_path=tmp_path / "two.ckpt")  # has nothing left to train
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+    assert_same_weights(loaded, module)
+
+
+class FreezesAgain(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            pl_module.backbone[0].weight.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": [pl_module.backbone[0].weight]})
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.backbone[0].weight.requires_grad_(False)
+
+
+def test_weights_frozen_again_are_saved_if_they_changed(tmp_path):
+    _, run = fitted([*fresh(), FreezesAgain()])
+    run.save_checkpoint(tmp_path / "changed.ckpt")
+    assert "backbone.0.weight" in torch.load(tmp_path / "changed.ckpt")["state_dict"]
+
+
+def test_what_another_callback_leaves_frozen_stays_so():
+    class Freeze(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            pl_module.backbone.requires_grad_(False)
+
+    module, _ = fitted([Freeze(), *fresh()])
+    assert not any(p.requires_grad for p in module.backbone.parameters())
+    assert all(p.requires_grad for p in module.head.parameters())
+
+
+# --- checkpoints of other runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_adapters_begin_on_the_weights_of_a_plain_checkpoint(tmp_path, name):
+    full, run = fitted([])
+    run.save_checkpoint(tmp_path / "full.ckpt")
+    started, _ = fitted(fresh(name), ckpt_path=tmp_path / "full.ckpt")
+    module = net()
+    module.load_state_dict(full.state_dict())
+    expected, again = fitted(fresh(name), module)
+    assert_same_weights(started, expected)
+    assert len(started.losses) == len(expected.losses)
+    again.save_checkpoint(tmp_path / "adapters.ckpt")
+    # The checkpoint of that run belongs to the weights it began from.
+    base = net()
+    base.load_state_dict(full.state_dict())
+    trainer(fresh(name)).test(base, loader(1), ckpt_path=tmp_path / "adapters.ckpt", verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "message"),
+    [
+        ([Lora(4)], [Lora(8)], r"other rank \(4 there, 8 here\)"),
+        ([Lora(4)], [Lora(4, alpha=8)], r"other alpha"),
+        ([Lora(4)], [Lora(4, target_modules=["head"])], r"other layers \(1 differ, such as backbone.1, only there"),
+        ([Lora(4)], [QuantizedWeights(4), Lora(4)], "here they are in 4 bits"),
+        ([QuantizedWeights(4), Lora(4)], [QuantizedWeights(8), Lora(4)], r"4 bits \(2 layers\), here they are in 8"),
+    ],
+)
+def test_other_adapters_are_refused_with_the_way_out(tmp_path, writer, reader, message):
+    _, run = fitted(copy.deepcopy(writer))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=message) as refused:
+        fitted(copy.deepcopy(reader), ckpt_path=tmp_path / "x.ckpt")
+    assert "merged_state_dict" in str(refused.value)
+
+
+def test_a_run_without_lora_refuses_adapters_and_their_record_says_what_they_are(tmp_path):
+    _, run = fitted(fresh("4bit"))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(RuntimeError, match=r"lora_A"):
+        fitted([], ckpt_path=tmp_path / "x.ckpt")
+    record = torch.load(tmp_path / "x.ckpt")[KEY]
+    assert record["rank"] == 4
+    assert record["bits"] == {"backbone.1": 4, "head": 4}
+    assert inspect.signature(Lora).parameters.keys() >= {"rank", "alpha"}
+
+
+def test_two_processes(tmp_path):
+    class Save(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            torch.save(pl_module.state_dict(), tmp_path / f"{trainer.global_rank}.pt")
+
+    from datetime import timedelta
+
+    from lightning.pytorch.strategies import DDPStrategy
+
+    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
+    fitted([*fresh("4bit"), Save()], devices=2, strategy=strategy)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- what is frozen and unfrozen in the run -------------------------------------------------------------------------
+
+
+class FreezeHead(pl.Callback):
+    """Freeze a layer, adapter and all, once it has been trained for an epoch."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch >= 1:
+            pl_module.head.requires_grad_(False)
+
+
+class FirstOutput(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        with torch.no_grad():
+            self.output = pl_module.eval()(BATCH)
+        pl_module.train()
+
+
+@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("train", [(), ("head",)])
+def test_what_was_trained_is_saved_though_it_is_frozen_by_then(tmp_path, name, train):
+    def callbacks():
+        made = fresh(name)
+        made[-1].train = train
+        if name == "4bit":
+            made[0].target_modules = ["backbone.1"]
+        if train:
+            made[-1].target_modules = ["backbone.1"]
+        return [*made, FreezeHead()]
+
+    best, keep, first = ModelCheckpoint(tmp_path, save_last=True), KeepOutput(), FirstOutput()
+    module, run = fitted([*callbacks(), best, keep], max_epochs=3, enable_checkpointing=True)
+    fitted([*callbacks(), first], ckpt_path=tmp_path / "last.ckpt", max_epochs=4)
+    assert torch.equal(first.output, keep.output)
+    predicted = trainer(fresh(name)).predict(net(), BATCHES, ckpt_path=tmp_path / "last.ckpt")[0]
+    torch.testing.assert_close(predicted, module.eval()(BATCH), rtol=1e-5, atol=1e-5)
+    assert torch.equal(run.predict(module, BATCHES, ckpt_path=tmp_path / "last.ckpt")[0], predicted)
+
+
+@pytest.mark.parametrize("lost", ["head.lora_B.default.weight", "backbone.0.weight"])
+def test_a_checkpoint_that_lacks_what_was_trained_is_refused(tmp_path, lost):
+    def callbacks():
+        return [Lora(4, train=["backbone.0"])]
+
+    _, run = fitted(callbacks())
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    checkpoint = torch.load(tmp_path / "x.ckpt")
+    del checkpoint["state_dict"][lost]
+    torch.save(checkpoint, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=f"lacks {lost}"):
+        fitted(callbacks(), ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
+    with pytest.raises(ValueError, match=f"lacks {lost}"):
+        trainer(callbacks()).predict(net(), BATCHES, ckpt_path=tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=f"lacks {lost}"):
+        merged_state_dict(net(), checkpoint)
+
+
+def adam_of_all(self):
+    return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Unfreeze(pl.Callback):
+    def __init__(self, hook):
+        setattr(self, hook, lambda trainer, module, *args: module.backbone.requires_grad_(True))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"])
+def test_weights_unfrozen_that_no_optimizer_has_are_refused_before_a_step(hook):
+    module, plain = net(), net()
+    module.configure_optimizers = adam_of_all.__get__(module)
+    with pytest.raises(ValueError, match=r"backbone.0.weight.* no optimizer has"):
+        fitted([*fresh(), Unfreeze(hook)], module)
+    assert_same_weights(module, plain)
+    module.training_step = lambda batch, batch_idx: manual_step(module, batch)
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="no optimizer has"):
+        fitted([*fresh(), Unfreeze(hook)], module)
+    assert_same_weights(module, plain)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.LBFGS])
+def test_optimizers_that_know_all_parameters_before_they_step_are_saved(tmp_path, optimizer):
+    def run(**options):
+        module = net()
+        module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.1)
+        return fitted(fresh(), module, **options)
+
+    _, half = run()
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    assert_same_weights(run(max_epochs=2, ckpt_path=tmp_path / "half.ckpt")[0], run(max_epochs=2)[0])
+
+
+def manual_step(module, batch):
+    loss = F.cross_entropy(module(batch).flatten(0, 1), batch.flatten())
+    loss.backward()  # not `manual_backward`
+    module.optimizers().step()
+
+
+def test_weights_unfrozen_before_the_optimizers_are_made_are_trained():
+    def configure(self):
+        self.backbone.requires_grad_(True)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module, plain = net(), net()
+    module.configure_optimizers = configure.__get__(module)
+    fitted(fresh(), module)
+    assert not torch.equal(module.backbone[0].weight, plain.backbone[0].weight)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_the_trained_module_loads_checkpoints_from_before_weights_were_unfrozen(tmp_path, epoch):
+    """The truth is a new module, which has the weights that the run began from."""
+    every = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    tuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    module, run = fitted([*fresh(), tuning, every], max_epochs=2, enable_checkpointing=True)
+    path = tmp_path / f"epoch={epoch}.ckpt"
+    expected = trainer(fresh()).predict(net(), BATCHES, ckpt_path=path)[0]
+    assert torch.equal(run.predict(module, BATCHES, ckpt_path=path)[0], expected)
+
+
+@pytest.mark.parametrize("start", [2, 7])
+def test_a_penalty_that_begins_later_is_refused(start):
+    """In the second of six steps of an epoch, and at the beginning of the next epoch."""
+
+    def penalized(self, x):
+        late = self.training and len(self.losses) >= start - 1
+        return self.head(self.backbone(x)) + (sum(p.sum() for p in self.parameters()) if late else 0)
+
+    module = net(forward=penalized)
+    with pytest.raises(ValueError, match="reads the frozen weight itself"):
+        fitted([Lora(4)], module, max_epochs=3)
+    assert len(module.losses) == start
+
+
+class Manual(Net):
+    """Several passes in a step: gradients that are added up by hand, a step after each, or two optimizers in turn."""
+
+    def __init__(self, how, forward=None):
+        super().__init__(forward)
+        self.how = how
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers] * 2
+        for number, (part, optimizer) in enumerate(zip(batch.chunk(2), optimizers, strict=True)):
+            loss = F.cross_entropy(self(part).flatten(0, 1), part.flatten())
+            self.losses.append(loss.detach().clone())
+            loss.backward() if self.how == "own" else self.manual_backward(loss)
+            if number or self.how != "accumulation":
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        if self.how != "two":
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        return [torch.optim.SGD(child.parameters(), lr=0.1) for child in (self.backbone, self.head)]
+
+
+HOW = ("accumulation", "steps", "two", "own")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", LORA)
+def test_steps_that_run_forward_again_after_a_backward_pass_train(name, how):
+    module = Manual(how)
+    fitted(copy.deepcopy(LORA[name]), module)
+    assert module.losses[-1] < module.losses[0]
+    assert not frozen_layers(module)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_reads_in_such_steps_are_refused_before_a_weight_changes(how):
+    pl.seed_everything(0, verbose=False)
+    module = Manual(how, lambda self, x: self.head(self.backbone(x)) + sum(p.sum() for p in self.parameters()))
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(ValueError, match="reads the frozen weight itself"):
+        fitted([Lora(4)], module)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+# --- callbacks that can't be served ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (StochasticWeightAveraging(1e-2), "copies the module before it has adapters"),
+        (ModelPruning("l1_unstructured", parameter_names=["weight"]), "replaces the weights of layers"),
+    ],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_callbacks_that_copy_or_replace_are_refused_at_setup(other, message, first):
+    module, plain = net(), net()
+    callbacks = [copy.deepcopy(other), *fresh()] if first else [*fresh(), copy.deepcopy(other)]
+    with pytest.raises(ValueError, match=message):
+        fitted(callbacks, module)
+    assert not module.losses
+    assert_same_weights(module, plain)
+
+
+@pytest.mark.parametrize("average", [EMAWeightAveraging(decay=0.5), WeightAveraging(use_buffers=True)])
+def test_the_trainer_that_averaged_evaluates_the_average(tmp_path, average):
+    best = ModelCheckpoint(tmp_path, monitor="val_loss")
+    module, run = fitted([*fresh(), average, best], max_epochs=2, enable_checkpointing=True)
+    expected = trainer(fresh()).predict(net(), BATCHES, ckpt_path=best.best_model_path)[0]
+    assert torch.equal(run.predict(module, BATCHES, ckpt_path="best")[0], expected)
+
+
+@pytest.mark.parametrize("others", [[], [QuantizedWeights(8)]], ids=["lora", "8bit"])
+def test_a_layer_whose_weight_wraps_other_tensors_is_left_out(others):
+    def build(self):
+        wrapped = TwoTensor(self.backbone[1].weight.detach(), torch.ones(64, 64))
+        self.backbone[1].weight = nn.Parameter(wrapped, requires_grad=False)
+
+    module, _ = fitted([*copy.deepcopy(others), Lora(4)], net(build=build))
+    assert type(module.backbone[1].weight) is TwoTensor
+    assert not torch.equal(module.head.weight, net(build=build).head.weight)
+    with pytest.raises(ValueError, match=r"backbone\.1: its weight is a TwoTensor of layout torch\.strided"):
+        fitted([Lora(4, target_modules=["backbone.1"])], net(build=build))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_an_empty_layer_is_left_out(shape):
+    def build(self):
+        self.empty = nn.Linear(*shape)
+
+    for callbacks in ([QuantizedWeights(8), Lora(4)], [Lora(4)]):
+        module, _ = fitted(callbacks, net(build=build))
+        assert not frozen_layers(module)
+        with pytest.raises(ValueError, match="is empty"):
+            fitted([*callbacks[:-1], Lora(4, target_modules=["empty"])], net(build=build))
+
+
+def test_a_name_in_train_that_is_no_module_is_refused_with_the_closest():
+    module = net()
+    with pytest.raises(ValueError, match=r"`train` names 'haed'.*Closest: head"):
+        fitted([Lora(4, train=["haed"])], module)
+    assert not frozen_layers(module)
+
+
+def penalty(self, x):
+    return self.head(self.backbone(x)) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def scaled(self, x):
+    inner = {name: 1.5 * parameter for name, parameter in self.backbone.named_parameters()}
+    return self.head(torch.func.functional_call(self.backbone, inner, (x,)))
+
+
+def logged(self, x):
+    with torch.no_grad():
+        self.log("norm", torch.nn.utils.parameters_to_vector(self.parameters()).norm())
+    return self.head(self.backbone(x))
+
+
+def counted(self, x):
+    self.log("count", float(sum(p.numel() for p in self.parameters())))
+    return self.head(self.backbone(x))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("forward", [penalty, scaled, logged, counted])
+def test_code_over_parameters_that_would_leave_out_quantized_weights_is_refused(bits, forward):
+    module = net(forward=forward)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"(1|head)\.weight .* which is quantized and no parameter"):
+        fitted([QuantizedWeights(bits), Lora(4)], module)
+    assert nn.Module.named_parameters.__module__ == nn.Module.__module__
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_looking_at_parameters_is_no_use_of_them():
+    def forward(self, x):
+        assert {(p.dtype, p.device.type) for p in self.parameters()} == {(torch.float32, "cpu")}
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.requires_grad)
+        features = torch.func.functional_call(self.backbone, dict(self.backbone.named_parameters()), (x,))
+        assert "head.weight" not in self.state_dict()
+        return self.head(features)
+
+    plain, _ = fitted(fresh("4bit"), net())
+    ours, _ = fitted(fresh("4bit"), net(forward=forward))
+    assert_same_weights(ours, plain)
+
+
+def test_a_penalty_over_the_modules_linear_layers_counts_them_once():
+    def forward(self, x):
+        layers = [child for child in self.modules() if isinstance(child, nn.Linear)]
+        self.penalties.append(sum(layer.weight.pow(2).sum().item() for layer in layers))
+        return self.head(self.backbone(x))
+
+    penalties = []
+    for callbacks in ([], fresh()):
+        module = net(forward=forward)
+        module.penalties = []
+        fitted(callbacks, module)
+        penalties.append(module.penalties[0])
+    assert penalties[1] == pytest.approx(penalties[0], rel=1e-6)
+
+
+# --- after an error ---------------------------------------------------------------------------------------------------
+
+
+class Fails(pl.Callback):
+    """Ends the run in its third batch, with the codes of quantized layers on what stands for a device without room."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2:
+            for layer in frozen_layers(pl_module).values():
+                if layer.codes is not None:
+                    layer.codes.like = layer.codes.like.to("meta")
+            self.adapters = {n: [f.clone() for f in layer.factors()] for n, layer in frozen_layers(pl_module).items()}
+            raise ValueError("a mistake")
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.heard = exception
+
+
+@pytest.mark.parametrize(
+    "order", [[Lora(4), QuantizedWeights(8)], [QuantizedWeights(8), Lora(4)]], ids=["last", "first"]
+)
+def test_after_an_error_original_weights_stay_in_host_memory(order):
+    fails, module = Fails(), net()
+    before = copy.deepcopy(module)
+    with pytest.raises(ValueError, match="a mistake"):
+        fitted([*copy.deepcopy(order), fails], module)
+    assert str(fails.heard) == "a mistake"
+    assert not frozen_layers(module)
+    for name, (first, second) in fails.adapters.items():
+        weight = module.get_submodule(name).weight
+        torch.testing.assert_close(weight, before.get_submodule(name).weight + 4.0 * second @ first, msg=name)
+
+
+class NoRoom(TorchDispatchMode):
+    """Lets the first products run out of memory."""
+
+    def __init__(self, failures):
+        super().__init__()
+        self.failures = failures
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default and self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+        return func(*args, **(kwargs or {}))
+
+
+def test_adapters_are_merged_on_the_host_where_the_device_has_no_room():
+    weight, first, second = torch.ones(6, 4), torch.randn(2, 4), torch.randn(6, 2)
+    expected = weight + 0.5 * second @ first
+    with NoRoom(1) as room:
+        add_product(weight, first, second, 0.5, transposed=False)
+    assert not room.failures
+    torch.testing.assert_close(weight, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_adapters_are_merged_on_a_full_card():
+    weight, first, second = torch.ones(4096, 4096).cuda(), torch.randn(8, 4096).cuda(), torch.randn(4096, 8).cuda()
+    expected = weight.cpu() + 0.5 * second.cpu() @ first.cpu()
+    torch.cuda.empty_cache()
+    share = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(share + 1e-6)
+    try:
+        add_product(weight, first, second, 0.5, transposed=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.testing.assert_close(weight.cpu(), expected)
+
+
+class Breaks(Lora):
+    """What it does last can't be undone."""
+
+    def apply(self, trainer, pl_module):
+        super().apply(trainer, pl_module)
+        self.on_restore(self._break)
+
+    def _break(self):
+        raise RuntimeError("no room")
+
+
+def test_all_else_is_undone_and_the_users_error_stays_where_one_change_cannot_be_undone():
+    fails, module = Fails(), net()
+    plain = vars(module).keys() | set()
+    with (
+        pytest.warns(UserWarning, match="RuntimeError came in between: no room"),
+        pytest.raises(ValueError, match="a mist"),
+    ):
+        fitted([Breaks(4), fails], module)
+    assert str(fails.heard) == "a mistake"
+    assert not frozen_layers(module)
+    assert "configure_model" not in vars(module).keys() - plain
+    with pytest.raises(RuntimeError, match="no room"):
+        fitted([Breaks(4)], module)
+    assert not frozen_layers(module)
+
+
+class Aliased(Net):
+    """Reaches a layer that is adapted by two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = self.backbone
+
+
+def test_layers_of_several_names_are_loaded(tmp_path):
+    def build():
+        pl.seed_everything(0, verbose=False)
+        return Aliased()
+
+    module, run = fitted(fresh(), build())
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    plain = build()
+    plain.load_state_dict(merged_state_dict(plain, torch.load(tmp_path / "after.ckpt"))[0])
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))
+
+
+class SavesBelow(Net):
+    """Saves a checkpoint of Lightning's in a method of the name of transformers', from code without a name."""
+
+    def save_pretrained(self, path):
+        exec("save(path)", {"save": self.trainer.save_checkpoint, "path": path})
+
+    def on_train_end(self):
+        self.save_pretrained(self.path)
+
+
+def test_a_checkpoint_below_save_pretrained_is_one_like_others(tmp_path):
+    pl.seed_everything(0, verbose=False)
+    module = SavesBelow()
+    module.path = tmp_path / "during.ckpt"
+    _, run = fitted(fresh(), module)
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    during, after = (torch.load(tmp_path / f"{name}.ckpt")["state_dict"] for name in ("during", "after"))
+    assert during.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in during.items())

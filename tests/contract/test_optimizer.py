@@ -1,0 +1,83 @@
+import copy
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from lightning_memfit.models.optimizer import weight_decay_groups
+from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
+from lightning_memfit.techniques.optimizer import ReplaceOptimizer
+from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from tests.contract.peaks import assert_predicted_peak_is_measured
+from tests.contract.runs import LanguageModel, assert_same_weights, fit
+
+ADAFACTOR = {"name": "torch.Adafactor", "options": {"eps": [None, 1e-3]}, "drop": ["betas"]}
+LION = {"name": "bitsandbytes.Lion", "options": {"betas": [0.9, 0.99]}}
+CASES = {
+    "fused": [ReplaceOptimizer("torch.AdamW", {"fused": True})],
+    "transformers": [ReplaceOptimizer("transformers.Adafactor", {"eps": [1e-30, 1e-3]}, ["betas"])],
+    "ademamix-8bit": [ReplaceOptimizer("bitsandbytes.AdEMAMix", {"betas": [0.9, 0.95, 0.999]}), Optimizer8bit()],
+}
+FAMILIES_WITHOUT_RECORD = ["transformers", "ademamix-8bit"]
+"""Those with a record are tried by the contract test."""
+
+
+def scheduled(module):
+    optimizer = torch.optim.AdamW(weight_decay_groups(module, 0.1), lr=1e-3, betas=(0.9, 0.95))
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"},
+    }
+
+
+def module():
+    return LanguageModel(scheduled, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+
+
+@pytest.mark.parametrize("name", FAMILIES_WITHOUT_RECORD)
+def test_resume_is_bitwise_and_schedules_are_kept(tmp_path, name):
+    def run(**kwargs):
+        return fit(copy.deepcopy(CASES[name]), module, max_steps=-1, limit_train_batches=2, **kwargs)
+
+    straight = run(max_epochs=3)
+    run(max_epochs=1).seen["trainer"].save_checkpoint(tmp_path / "half.ckpt")
+    resumed = run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(torch.stack(resumed.losses), torch.stack(straight.losses[2:]))
+    assert_same_weights(resumed, straight)
+    groups = straight.seen["trainer"].optimizers[0].param_groups
+    assert [group["lr"] for group in groups] == [pytest.approx(1e-3 * 0.8**6)] * 2
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert "configure_optimizers" not in vars(straight)
+
+
+def test_fused_computes_what_the_module_s_own_does():
+    plain, ours = fit(module=module), fit(copy.deepcopy(CASES["fused"]), module)
+    torch.testing.assert_close(torch.stack(ours.losses), torch.stack(plain.losses), rtol=1e-6, atol=0)
+
+
+def test_with_stochastic_rounding():
+    ours = fit([ReplaceOptimizer(**ADAFACTOR), StochasticRounding()], module, precision="bf16-true")
+    states = ours.seen["trainer"].optimizers[0].state
+    assert all(state["row_var"].dtype is torch.float32 for state in states.values() if "row_var" in state)
+
+
+def test_what_cannot_carry_over_is_refused():
+    with pytest.raises(ValueError, match=r"options\.betas"):
+        fit([ReplaceOptimizer("bitsandbytes.Lion")], module)
+    with pytest.raises(ValueError, match="AdamW8bit"):
+        fit([Optimizer8bit(), ReplaceOptimizer(**LION)], module)
+
+
+def test_wrong_arguments(monkeypatch):
+    with pytest.raises(ValueError, match="Choose from"):
+        ReplaceOptimizer("Lion")
+    with pytest.raises(ValueError, match=r"options\.lr"):
+        ReplaceOptimizer("torch.AdamW", {"lr": 1.0})
+    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r'torchao: pip install "lightning-memfit\[torchao\]"'):
+        ReplaceOptimizer("torchao.AdamW4bit")
+
+
+@pytest.mark.parametrize("name", FAMILIES_WITHOUT_RECORD)
+def test_predicted_peak_is_the_measured_one(name):
+    assert_predicted_peak_is_measured(CASES[name])

@@ -1,0 +1,154 @@
+from operator import attrgetter
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_memfit.fitting.step.callback import MicroBatching
+from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
+from tests.contract.runs import LanguageModel, StepsOn, assert_same_weights, fit
+
+
+def gradient_of(parameter):
+    with torch._C.DisableTorchFunction():  # a callback's own code may not read it
+        return attrgetter("grad")(parameter)
+
+
+class Seen(pl.Callback):
+    """Whether there are gradients before and after the step, and when the next batch begins its forward pass."""
+
+    def __init__(self) -> None:
+        self.before: list[bool] = []
+        self.after: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.before.append(any(p.grad is not None for p in pl_module.parameters()))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.after.append(any(gradient_of(p) is not None for p in pl_module.parameters()))
+
+
+@pytest.mark.parametrize("callbacks", [[], [MicroBatching(micro_batch_size=1)]], ids=["plain", "micro-batching"])
+def test_gradients_are_there_for_the_step_and_gone_after_it(callbacks):
+    seen = Seen()
+    ours = fit([*callbacks, ZeroGradAfterStep(), seen], LanguageModel, gradient_clip_val=0.5)
+    assert all(seen.before)
+    assert seen.after
+    assert not any(seen.after)
+    plain = fit([], LanguageModel, gradient_clip_val=0.5)
+    if not callbacks:
+        assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
+        assert_same_weights(ours, plain)
+
+
+def test_plain_lightning_keeps_them():
+    seen = Seen()
+    fit([seen], LanguageModel)
+    assert all(seen.after)
+
+
+def test_accumulated_gradients_stay_until_the_step(capsys):
+    seen = Seen()
+    ours = fit([ZeroGradAfterStep(), seen], LanguageModel, accumulate_grad_batches=2)
+    assert seen.after[:4] == [True, False, True, False]
+    assert_same_weights(ours, fit([], LanguageModel, accumulate_grad_batches=2))
+
+
+def test_hooks_are_gone_after_the_run():
+    ours = fit([ZeroGradAfterStep()], LanguageModel)
+    [optimizer] = ours.seen["trainer"].optimizers
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_train_batch_end"])
+@pytest.mark.parametrize("owner", ["module", "callback"])
+def test_refuses_code_that_would_find_no_gradients(hook, owner):
+    def look(self, *args):
+        print([p.grad for p in args[-1].parameters()])
+
+    looks = type("Looks", (pl.Callback if owner == "callback" else LanguageModel,), {hook: look})
+    module, callbacks = (LanguageModel, [looks()]) if owner == "callback" else (looks, [])
+    with pytest.raises(ValueError, match=rf"`{hook}`.*gradients are gone"):
+        fit([ZeroGradAfterStep(), *callbacks], module)
+
+
+def test_hooks_of_the_step_that_come_later_still_find_gradients():
+    class Hook(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            [optimizer] = trainer.optimizers
+            optimizer.register_step_post_hook(lambda *_: seen.append(gradient_of(pl_module.model.lm_head.weight)))
+
+    seen = []
+    fit([ZeroGradAfterStep(), Hook()], LanguageModel)
+    assert seen
+    assert all(gradient is not None for gradient in seen)
+
+
+def test_optimizers_that_are_rebuilt_are_followed():
+    class Rebuild(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            trainer.strategy.setup_optimizers(trainer)
+
+    seen = Seen()
+    ours = fit([ZeroGradAfterStep(), Rebuild(), seen], LanguageModel, max_steps=-1, max_epochs=2)
+    assert not any(seen.after)
+    assert_same_weights(ours, fit([Rebuild()], LanguageModel, max_steps=-1, max_epochs=2))
+
+
+class StepsTwice(LanguageModel):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(optimizer_closure)
+        optimizer.step()
+
+
+def test_refuses_a_second_step_with_the_same_gradients():
+    with pytest.raises(RuntimeError, match="stepped twice"):
+        fit([ZeroGradAfterStep()], StepsTwice)
+
+
+class OwnZeroGrad(LanguageModel):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad()
+
+
+def test_refuses_a_module_that_decides_itself():
+    with pytest.raises(ValueError, match="ZeroGradAfterStep: the module's own `optimizer_zero_grad`"):
+        fit([ZeroGradAfterStep()], OwnZeroGrad)
+
+
+class ReadsLate(StepsOn, torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("past_lightning", [False, True])
+@pytest.mark.parametrize("on_object", [False, True])
+def test_gradients_stay_until_the_outermost_step_has_ended(on_object, past_lightning):
+    if on_object and past_lightning:
+        pytest.skip("no hook of torch runs after such a step")
+
+    class Module(LanguageModel):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)  # its class runs hooks from now on
+            if not on_object:
+                return ReadsLate(self.parameters(), lr=1e-2)
+            step = optimizer.step
+
+            def own(closure=None):
+                loss = step(closure)
+                with torch.no_grad():
+                    for p in self.parameters():
+                        p.add_(p.grad, alpha=-0.05)
+                return loss
+
+            optimizer.step = own
+            return optimizer
+
+    class Past(Module):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer.optimizer.step(optimizer_closure)
+
+    module = Past if past_lightning else Module
+    seen = Seen()
+    ours = fit([ZeroGradAfterStep(), seen], module)
+    assert not any(seen.after)
+    assert_same_weights(ours, fit([], module))

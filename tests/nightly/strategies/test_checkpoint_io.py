@@ -1,0 +1,555 @@
+"""Checkpoints that are whole or absent, checked before they are read, and never run what is hidden in them."""
+
+import http.server
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import threading
+import time
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch import nn
+from torch.utils.data import DataLoader
+
+from cli.main import main
+from lightning_memfit import AtomicCheckpointIO
+from lightning_memfit.models.trained import load_checkpoint
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
+from lightning_memfit.strategies.checkpoints import consolidated, read_run, rewritten
+from lightning_memfit.strategies.integrity import MANIFEST, CheckpointError, stored_bytes, verify
+from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError, load, load_index
+from tests.helpers.small_drive import small_drive
+from tests.helpers.trainers import quiet_trainer
+
+
+def contents(value: float = 1.0, **extra: Any) -> dict[str, Any]:
+    return {"state_dict": {"weight": torch.full((300, 40), value)}, "epoch": 3, **extra}
+
+
+def saved(path: Path, value: float = 1.0, **extra: Any) -> Path:
+    AtomicCheckpointIO().save_checkpoint(contents(value, **extra), path)
+    return path
+
+
+def test_a_file_is_read_back_and_by_torch_as_well(tmp_path: Path) -> None:
+    path = saved(tmp_path / "runs" / "last.ckpt")
+    assert [one.name for one in path.parent.iterdir()] == ["last.ckpt"]
+    for loaded in (
+        AtomicCheckpointIO().load_checkpoint(path),
+        torch.load(path, weights_only=True),
+        torch.load(path, weights_only=True, mmap=True),
+    ):
+        assert loaded["epoch"] == 3
+        assert torch.equal(loaded["state_dict"]["weight"], torch.ones(300, 40))
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "y" * 247])
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path, name: str) -> None:
+    for value in (1.0, 2.0):
+        saved(tmp_path / name, value)
+        assert [one.name for one in tmp_path.iterdir()] == [name]
+        assert AtomicCheckpointIO().load_checkpoint(tmp_path / name)["state_dict"]["weight"][0, 0] == value
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "y" * 249])
+def test_so_may_those_of_folders(tmp_path: Path, name: str) -> None:
+    for value in ("1", "2"):
+        with rewritten(tmp_path / name, True, lambda: None) as folder:
+            (folder / "latest").write_text(value)
+        assert [one.name for one in tmp_path.iterdir()] == [name]
+        assert (tmp_path / name / "latest").read_text() == value
+
+
+def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
+    state = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
+    path = saved(tmp_path / "last.ckpt", optimizer_states=[state], averages=torch.ones(3))
+    loaded = AtomicCheckpointIO().load_checkpoint(path)
+    with path.open("r+b") as file:
+        file.write(b"\1" * path.stat().st_size)
+    assert torch.equal(loaded["state_dict"]["weight"], torch.ones(300, 40))
+    assert torch.equal(loaded["optimizer_states"][0]["state"][0]["exp_avg"], torch.ones(3))
+    assert torch.equal(loaded["averages"], torch.ones(3))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_flipped_bit_is_found_in_a_renamed_copy(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    path = saved(tmp_path / "last.ckpt")
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    copy = tmp_path / "copy.ckpt"
+    copy.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"copy\.ckpt'` is .*The last good checkpoint there is '.*last\.ckpt'"):
+        AtomicCheckpointIO().load_checkpoint(copy)
+    verify(shutil.copy(path, tmp_path / "renamed.ckpt"))
+
+
+def test_lightnings_own_files_are_checked_by_their_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "plain.ckpt"
+    torch.save(contents(), path)
+    verify(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged: the checksum of 'plain/data/0'"):
+        verify(path)
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "truncated":
+        path.write_bytes(path.read_bytes()[:-1000])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "foreign":
+        path.write_text("Dear diary")
+    elif how == "missing":
+        path.unlink()
+    elif how == "weights of something else":
+        torch.save({"layer.weight": torch.ones(2)}, path)
+
+
+DAMAGES = {
+    "truncated": "is cut off after",
+    "empty": "is empty",
+    "foreign": "is no checkpoint: `torch.save` did not write it",
+    "missing": "doesn't exist",
+    "weights of something else": "is not a checkpoint of a CausalLM",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("command", ["export", "generate"])
+def test_the_command_line_says_it_in_one_message(
+    tmp_path: Path, how: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "last.ckpt")
+    good = saved(tmp_path / "epoch=1.ckpt")
+    damage(path, how)
+    options = ["--folder", str(tmp_path / "out")] if command == "export" else ["--prompt", "a"]
+    assert main([command, "--ckpt_path", str(path), *options]) == 2
+    printed = capsys.readouterr().err
+    assert DAMAGES[how] in printed
+    assert "Traceback" not in printed
+    assert len(printed.strip().splitlines()) <= 3
+    assert "last.ckpt" in printed
+    if how != "weights of something else":
+        assert f"{str(good)!r}" in printed
+
+
+def of_lightning(path: Path) -> Path:
+    torch.save(contents(), path)  # unsigned
+    return path
+
+
+SURPLUS = b"PK\5\6" + bytes(18)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda whole: whole + b"\0" * 10, r"bytes follow its end \(10\)"),
+        (lambda whole: whole + b"\0" * 100_000, r"bytes follow its end \(100,000\)"),
+        (lambda whole: whole + SURPLUS, r"bytes follow its end \(22\)"),  # another end of an archive
+        (lambda whole: whole + whole, "its contents have changed"),
+        (lambda whole: whole[:-1], r"bytes are missing at its end \(1\)"),
+        (lambda whole: whole[:-70], r"bytes are missing at its end \(70\)"),
+        (lambda whole: whole[:-78], r"bytes are missing at its end \(78\)"),  # all of the digest
+        (lambda whole: whole[:-80], "is cut off after"),
+    ],
+)
+def test_a_file_that_was_cut_or_extended_is_damaged(tmp_path: Path, change: Any, words: str) -> None:
+    path = saved(tmp_path / "last.ckpt")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=words):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_a_foreign_file_with_more_at_its_end_loads_as_by_torch(tmp_path: Path) -> None:
+    path = of_lightning(tmp_path / "last.ckpt")
+    path.write_bytes(path.read_bytes() + b"\0" * 10)
+    assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == torch.load(path, weights_only=True)["epoch"] == 3
+
+
+def zip_of_something_else(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("word/document.xml", "Dear diary")
+
+
+def torch_script(path: Path) -> None:
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [(zip_of_something_else, "a zip archive that `torch.save` did not write"), (torch_script, "a TorchScript archive")],
+)
+def test_other_archives_are_named(tmp_path: Path, write: Any, words: str, is_checked: bool) -> None:
+    path = tmp_path / "x.ckpt"
+    write(path)
+    with pytest.raises(CheckpointError, match=rf"x\.ckpt'`? is no checkpoint: it is {words}") as refused:
+        AtomicCheckpointIO(verify=is_checked).load_checkpoint(path)
+    assert "weights_only" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"x\.ckpt'` is damaged, or `torch.save` did not write it"):
+        load_checkpoint(path)
+
+
+# --- full disks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path: Path) -> None:
+    with small_drive(tmp_path, 16) as drive:
+        path = saved(drive / "last.ckpt")
+        large = {"state_dict": {"weight": torch.ones(8 << 20)}}
+        before = path.read_bytes()
+        with pytest.raises(CheckpointError, match=r"no room for a checkpoint of 32\.00 MiB.*Nothing was written"):
+            AtomicCheckpointIO().save_checkpoint(large, path)
+        assert path.read_bytes() == before
+        assert [one.name for one in drive.iterdir() if one.is_file()] == ["last.ckpt"]
+
+
+def test_a_disk_that_gets_full_leaves_the_former_one(tmp_path: Path) -> None:
+    """Text is not counted beforehand, so that the file system itself refuses."""
+    with small_drive(tmp_path, 16) as drive:
+        path = saved(drive / "last.ckpt")
+        for target in (path, drive / "next.ckpt"):
+            with pytest.raises(CheckpointError, match="The disk got full while"):
+                saved(target, text="x" * (40 << 20))
+        verify(path)
+        assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == 3
+        assert [one.name for one in drive.iterdir() if one.is_file()] == ["last.ckpt"]
+
+
+def test_a_folder_on_a_full_disk_leaves_the_former_one(tmp_path: Path) -> None:
+    def write(path: Path, size: int, needed_bytes: int = 0) -> None:
+        with rewritten(path, True, lambda: None, needed_bytes=needed_bytes) as folder:
+            folder.mkdir(exist_ok=True)
+            (folder / "weights").write_bytes(os.urandom(size))
+            (folder / "latest").write_text("checkpoint")
+
+    with small_drive(tmp_path, 16) as drive:
+        path = drive / "last.ckpt"
+        write(path, 1 << 20)
+        for size, needed, words in ((40 << 20, 0, "got full"), (1 << 20, 40 << 20, "no room")):
+            with pytest.raises(CheckpointError, match=words):
+                write(path, size, needed)
+            verify(path)
+            assert [one.name for one in drive.iterdir() if one.name != "lost+found"] == ["last.ckpt"]
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1 << 10, 1 << 10)  # 4 MiB, and 8 of moments
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(torch.ones(64, 1 << 10), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"save_top_k": 1, "monitor": "loss"}, {"save_last": True, "save_top_k": 1}])
+def test_one_kept_checkpoint_survives_a_disk_that_fills_up(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Another program fills the drive, so that the next save fails: training goes on from the one before."""
+    with small_drive(tmp_path, 64) as drive:
+        folder = drive / "run"
+
+        class Fills(pl.Callback):
+            def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+                if trainer.global_step == 4:
+                    with (drive / "other").open("wb") as file, pytest.raises(OSError, match="No space"):
+                        while True:
+                            file.write(os.urandom(1 << 20))
+                            file.flush()
+
+        keep = ModelCheckpoint(folder, every_n_train_steps=2, **options)
+        made = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": True, "max_steps": 10}
+        with pytest.raises(CheckpointError, match="no room"):
+            quiet_trainer(Fills(), keep, **made).fit(Small())
+        (drive / "other").unlink()
+        found = sorted(folder.iterdir())
+        assert found
+        for one in found:
+            verify(one)
+        resumed = quiet_trainer(**(made | {"enable_checkpointing": False}))
+        resumed.fit(Small(), ckpt_path=found[0])
+        assert resumed.global_step == 10
+
+
+# --- kills ----------------------------------------------------------------------------------------------------------
+
+
+def _rewrite_for_ever(path: Path, began: Any) -> None:
+    torch.set_num_threads(1)
+    for value in range(1000):
+        began.value = value
+        saved(path, float(value), more=torch.ones(1 << 20))
+
+
+def test_a_run_that_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path) -> None:
+    context, chance, path = multiprocessing.get_context("fork"), random.Random(0), tmp_path / "last.ckpt"
+    inside = 0
+    for _ in range(12):
+        began = context.Value("i", -1)
+        writer = context.Process(target=_rewrite_for_ever, args=(path, began))
+        writer.start()
+        while began.value < 1:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05))
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        inside += path.with_name("last.ckpt.partial").exists()
+        verify(path)
+        loaded = AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"]
+        assert loaded.unique().numel() == 1
+        assert float(loaded[0, 0]) in (began.value, began.value - 1)
+    assert inside > 3  # in the middle of a file, and not between two
+    saved(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+# --- hidden code ----------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def test_code_hidden_in_a_file_never_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marker, path = tmp_path / "ran", tmp_path / "last.ckpt"
+    state = {"state": {0: {"exp_avg": Payload(marker)}}, "param_groups": []}
+    for hidden in ({"hidden": Payload(marker)}, {"optimizer_states": [state]}):
+        saved(path, **hidden)
+        with pytest.raises(UnsafeCheckpointError, match=r"last\.ckpt' holds .*add_safe_globals") as refused:
+            AtomicCheckpointIO().load_checkpoint(path)
+        assert "weights_only" not in str(refused.value)
+        assert main(["export", "--ckpt_path", str(path), "--folder", str(tmp_path / "out")]) == 2
+        capsys.readouterr()
+        assert not marker.exists()
+    AtomicCheckpointIO().load_checkpoint(path, weights_only=False)  # asked for by name
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["plain", "async"])
+def test_code_hidden_in_a_file_never_runs_whoever_writes(tmp_path: Path, plugins: list[Any]) -> None:
+    marker, path = tmp_path / "ran", tmp_path / "last.ckpt"
+    saved(path, hidden=Payload(marker))
+    trainer = quiet_trainer(plugins=plugins)
+    use_atomic_checkpoints(trainer.strategy)
+    with pytest.raises(UnsafeCheckpointError):
+        trainer.strategy.load_checkpoint(path)
+    assert not marker.exists()
+    trainer.strategy.checkpoint_io.save_checkpoint({"state_dict": {}}, path)
+    trainer.strategy.checkpoint_io.teardown()
+    assert path.read_bytes()[:-64].endswith(b"memfit-sha256:")
+
+
+@pytest.mark.parametrize("scheme", ["file", "http"])
+def test_code_hidden_at_an_address_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    marker, path = tmp_path / "ran", tmp_path / "last.ckpt"
+    torch.save({"state_dict": {}, "hidden": Payload(marker)}, path)
+    serve = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = {"file": f"file://{path}", "http": f"http://127.0.0.1:{server.server_port}/last.ckpt"}[scheme]
+        with pytest.raises(UnsafeCheckpointError, match=f"^'{scheme}:.*' holds "):
+            AtomicCheckpointIO().load_checkpoint(place)
+        assert not marker.exists()
+        AtomicCheckpointIO().load_checkpoint(place, weights_only=False)  # asked for by name
+        server.shutdown()
+    assert marker.exists()
+
+
+def fsdp2_folder(folder: Path) -> Path:
+    from torch.distributed.checkpoint import save
+
+    state = {"optimizer_0": {"state": {"weight": {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.5}]}}
+    save({"state_dict": {"weight": torch.ones(4)}, **state}, checkpoint_id=folder, no_dist=True)
+    torch.save({"epoch": 3}, folder / "meta.pt")
+    return folder
+
+
+def zero_folder(folder: Path) -> Path:
+    inside = folder / "checkpoint"
+    inside.mkdir(parents=True)
+    group = {"lr": 0.5, "params": [0]}
+    optimizer = {
+        "zero_stage": 2,
+        "single_partition_of_fp32_groups": [torch.ones(4)],
+        "group_paddings": [0],
+        "base_optimizer_state": {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [group]},
+    }
+    torch.save({"optimizer_state_dict": optimizer}, inside / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    model = {"module": {}, "buffer_names": [], "param_shapes": [{"weight": torch.Size([4])}], "shared_params": {}}
+    torch.save(model | {"epoch": 3}, inside / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text("checkpoint")
+    return folder
+
+
+def hide(file: Path, marker: Path) -> None:
+    if file.name == ".metadata":
+        file.write_bytes(pickle.dumps(Payload(marker)))
+    elif file.suffix == ".distcp":
+        _hide_in_shard(file, marker)
+    else:
+        torch.save(torch.load(file, weights_only=False) | {"hidden": Payload(marker)}, file)
+
+
+def _hide_in_shard(file: Path, marker: Path) -> None:
+    """Save the folder anew with the payload as the value of a group's option."""
+    from torch.distributed.checkpoint import save
+
+    state = {"optimizer_0": {"state": {}, "param_groups": [{"lr": Payload(marker)}]}}
+    save({"state_dict": {"weight": torch.ones(4)}, **state}, checkpoint_id=file.parent, no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (fsdp2_folder, "meta.pt"),
+        (fsdp2_folder, ".metadata"),
+        (fsdp2_folder, "*.distcp"),
+        (zero_folder, "*/*model_states.pt"),
+        (zero_folder, "*/*optim_states.pt"),
+    ],
+)
+def test_code_hidden_in_a_sharded_folder_never_runs(tmp_path: Path, make: Any, pattern: str) -> None:
+    folder, marker = make(tmp_path / "last.ckpt"), tmp_path / "ran"
+    whole = consolidated(folder)
+    assert torch.equal(whole["state_dict"]["weight"], torch.ones(4))
+    assert whole["epoch"] == 3
+    (file,) = folder.glob(pattern)
+    hide(file, marker)
+    for read in (read_run, AtomicCheckpointIO().load_checkpoint):
+        with pytest.raises(UnsafeCheckpointError, match="neither a tensor nor a plain value"):
+            read(folder)
+    for command, options in (("export", ["--folder", str(tmp_path / "out")]), ("generate", ["--prompt", "a"])):
+        assert main([command, "--ckpt_path", str(folder), *options]) == 2
+    assert not marker.exists()
+
+
+class Attribute:
+    """Is pickled as Python 3.11.0 to 3.11.3 do it with members of enumerations, whichever this is."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.of = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_members_of_enumerations_are_read_as_every_python_writes_them(tmp_path: Path, protocol: int) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    index, file = tmp_path / ".metadata", tmp_path / "states.pt"
+    index.write_bytes(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"), protocol))
+    assert load_index(index) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    torch.save({"stage": Attribute(ZeroStageEnum, "gradients")}, file)
+    assert load(file, of_deepspeed=True)["stage"] is ZeroStageEnum.gradients
+    for kind, name in ((_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "__class__")):
+        index.write_bytes(pickle.dumps(Attribute(kind, name), protocol))
+        with pytest.raises(UnsafeCheckpointError, match=f"metadata' holds the attribute '{name}' of {kind.__name__}"):
+            load_index(index)
+    for kind, name in ((ZeroStageEnum, "mro"), (torch.Size, "__class__")):
+        torch.save({"stage": Attribute(kind, name)}, file)
+        with pytest.raises(UnsafeCheckpointError, match=f"states.pt' holds the attribute '{name}' of {kind.__name__}"):
+            load(file, of_deepspeed=True)
+
+
+def _with_attribute(thing: bytes, name: str, value: bytes) -> bytes:
+    """A pickle that sets an attribute of something that is no record."""
+    return b"\x80\x02" + thing + b"N}U" + bytes([len(name)]) + name.encode() + value + b"s\x86b."
+
+
+@pytest.mark.parametrize(
+    ("thing", "what"),
+    [
+        (b"cpathlib\nPosixPath\n", "type"),
+        (b"ctorch.serialization\n_get_layout\n", "function"),
+        (b"cbuiltins\ngetattr\n", "partial"),
+        (b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R", "_MEM_FORMAT_ENCODING"),
+    ],
+)
+def test_an_index_changes_nothing_of_this_process(tmp_path: Path, thing: bytes, what: str) -> None:
+    index = tmp_path / ".metadata"
+    index.write_bytes(_with_attribute(thing, "hidden", b"ctorch\nSize\n"))
+    with pytest.raises(UnsafeCheckpointError, match=f"attributes of a {what}"):
+        load_index(index)
+    assert not hasattr(type(index), "hidden")
+    assert not hasattr(torch.serialization._get_layout, "hidden")
+
+
+@pytest.mark.parametrize("elsewhere", ["../other/__0_0.distcp", "/other/__0_0.distcp"])
+def test_a_folder_is_read_from_files_of_its_own(tmp_path: Path, elsewhere: str) -> None:
+    folder = fsdp2_folder(tmp_path / "sharded.ckpt")
+    index = load_index(folder / ".metadata")
+    for stored in index.storage_data.values():
+        stored.relative_path = elsewhere
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    folders = [folder, zero_folder(tmp_path / "zero.ckpt")]
+    (folders[1] / "latest").write_text(elsewhere)
+    for one in folders:
+        with pytest.raises(CheckpointError, match="names a file that is not in it: '.*other"):
+            read_run(one)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("flip", "'weights' has changed"),
+        ("cut", "'weights' has 999 bytes instead of 1000"),
+        ("remove", "'weights' is missing"),
+        ("manifest", f"'{MANIFEST}' has changed"),
+    ],
+)
+def test_a_damaged_folder_is_refused_with_the_last_good_one(tmp_path: Path, how: str, words: str) -> None:
+    for name in ("good.ckpt", "last.ckpt"):
+        with rewritten(tmp_path / name, True, lambda: None) as folder:
+            folder.mkdir(exist_ok=True)
+            (folder / "weights").write_bytes(bytes(1000))
+            (folder / "latest").write_text("checkpoint")
+        verify(tmp_path / name)
+    bad = tmp_path / "last.ckpt" / "weights"
+    if how == "remove":
+        bad.unlink()
+    elif how == "manifest":
+        manifest = bad.with_name(MANIFEST)
+        manifest.write_text(manifest.read_text().replace("1000", "1001"))
+    else:
+        bad.write_bytes(bytes(999) + (b"\1" if how == "flip" else b""))
+    with pytest.raises(CheckpointError, match=rf"last\.ckpt'` is .*{words}.*good\.ckpt'"):
+        verify(tmp_path / "last.ckpt")
+
+
+def test_storages_are_counted_once_and_whole() -> None:
+    whole = torch.ones(1000)
+    assert stored_bytes({"a": whole, "b": [whole[:10], (torch.ones(5), "text")]}) == 4020

@@ -1,0 +1,351 @@
+"""Validation batches are split where nothing changes by it, and refused in words where something does."""
+
+import warnings
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_memfit.fitting import MicroBatching
+from tests.helpers.fitting import VOCABULARY, Sentences, Tagger, Tally, out_of_memory
+from tests.helpers.trainers import difference, fit, quiet_trainer
+
+
+class Evaluated(Tagger):
+    """Logs what `validation_step` tells it to, and runs out of memory with more samples than fit."""
+
+    fits = 100
+    centres = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.mean = MeanMetric()
+        self.kept: list[Tensor] = []
+        self.sizes: list[int] = []
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        loss = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"])
+        self.log("val_loss", loss, batch_size=int((batch["labels"] != -100).sum()))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        logits = self.net(batch["input_ids"])
+        self.sizes.append(len(logits))
+        if len(logits) > self.fits:
+            raise out_of_memory()
+        self.kept.append(logits)
+        return self.evaluate(logits, batch)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if len(batch["index"]) > self.fits:
+            raise out_of_memory()
+        logits = self.net(batch["input_ids"])
+        return {"logits": logits, "centred": logits - logits.mean(0)} if self.centres else {"logits": logits}
+
+
+class Exact(Evaluated):
+    """Values that parts make up exactly."""
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        self.accuracy(logits.argmax(-1).flatten(), batch["labels"].flatten())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("rows", float(len(logits)), reduce_fx="sum")
+        self.log("largest", logits.max(), reduce_fx="max")
+        loss = super().evaluate(logits, batch)
+        return {"loss": loss, "logits": logits, "names": ["a"] * len(logits), "nothing": None}
+
+
+def validated(module: Evaluated, fits: int, step: str = "validate", **options: Any) -> Any:
+    module.fits = fits
+    trainer = quiet_trainer(MicroBatching(**options), precision="64-true")
+    arguments = {} if step == "predict" else {"verbose": False}
+    return getattr(trainer, step)(module, DataLoader(Sentences(), 16), **arguments)
+
+
+@pytest.mark.parametrize("fits", [8, 5])
+@pytest.mark.parametrize("step", ["validate", "test"])
+def test_exact_values_stay_what_they_are(step: str, fits: int) -> None:
+    whole, cut = Exact(), Exact()
+    (expected,) = validated(whole, 100, step)
+    (found,) = validated(cut, fits, step)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_check_leaves_no_trace() -> None:
+    whole, cut = Exact(), Exact()
+    validated(whole, 100)
+    validated(cut, 8)
+    assert torch.equal(torch.cat(cut.kept), torch.cat(whole.kept))
+    # 16 fail, 8 at once and 6 + 2 are compared, and all of it is forgotten; then two halves of each batch count
+    assert cut.sizes == [8] * 6
+    assert float(cut.accuracy.compute()) == float(whole.accuracy.compute())
+
+
+class Kept(Evaluated):
+    """Keeps for the end of the epoch what the step has found, in lists and in other things."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.losses: list[Tensor] = []
+        self.outputs: dict[str, list[Any]] = {"rows": [], "of_samples": []}
+        self.seen = Counter[int]()
+        self.last = deque[float](maxlen=3)
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        loss = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"])
+        self.losses.append(loss)
+        self.outputs["rows"].append({"logits": logits, "loss": loss.item()})
+        self.seen.update(batch["index"].tolist())
+        self.outputs["of_samples"].extend(batch["index"].tolist())
+        self.last.append(loss.item())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean_of_batches", torch.stack(self.losses).mean())
+
+
+@pytest.mark.parametrize("fits", [8, 5])
+def test_lists_that_are_kept_for_the_end_are_those_of_whole_batches(fits: int) -> None:
+    whole, cut = Kept(), Kept()
+    (expected,) = validated(whole, 100)
+    with pytest.warns(UserWarning, match="`validation_step` changes `.*`last` of the module per part"):
+        (found,) = validated(cut, fits)
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert cut.seen == whole.seen
+    assert cut.outputs["of_samples"] == whole.outputs["of_samples"]
+    for ours, theirs in zip(cut.outputs["rows"], whole.outputs["rows"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"])
+        torch.testing.assert_close(ours["logits"], theirs["logits"])
+
+
+class Retrieval(Evaluated):
+    """How much more a sample is like itself than like the others of the batch."""
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        rows = logits.flatten(1)
+        self.log("recall", (rows @ rows.T).softmax(1).diagonal().mean())
+
+
+class Perplexity(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        self.log("perplexity", nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"]).exp())
+
+
+class MeanOfMeans(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        self.mean.update(nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"]))
+        self.log("mean", self.mean)
+
+
+class Returns(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        return {"total": logits.sum()}
+
+
+class ReturnsNumbers(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        return {"rows": len(logits)}
+
+
+CHANGED = [
+    (Retrieval, r"`self.log\('recall'\)` is [\d.]+ and [\d.]+"),
+    (Perplexity, r"`self.log\('perplexity'\)`"),
+    (MeanOfMeans, "the metric `mean` is"),
+    (Returns, r"what it returns\['total'\] is"),
+    (ReturnsNumbers, r"what it returns\['rows'\] is 8 and"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), CHANGED)
+def test_values_of_the_batch_are_refused_before_they_change(kind: type[Evaluated], message: str) -> None:
+    with pytest.raises(
+        MisconfigurationException, match=f"(?s)`validation_step` with 16 samples.*{message}.*batch_size"
+    ):
+        validated(kind(), 8)
+    with pytest.raises(MisconfigurationException, match=f"(?s)`test_step`.*{message}"):
+        validated(kind(), 8, "test")
+
+
+@pytest.mark.parametrize(("kind", "message"), CHANGED)
+def test_they_can_be_accepted(kind: type[Evaluated], message: str) -> None:
+    validated(kind(), 8, allow_batch_statistics=True)
+
+
+def test_predictions_are_checked_too() -> None:
+    assert len(validated(Exact(), 5, "predict")) == 3
+    with pytest.raises(MisconfigurationException, match=r"`predict_step`.*\['centred'\]"):
+        module = Exact()
+        module.centres = True
+        validated(module, 5, "predict")
+
+
+def test_the_check_finds_a_size_that_fits() -> None:
+    with pytest.raises(MisconfigurationException, match="with 2 samples at once"):
+        validated(Retrieval(), 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        validated(Retrieval(), 1)
+    assert any("nobody knows" in str(one.message) for one in caught)
+
+
+def test_random_values_are_not_compared() -> None:
+    class Noisy(Evaluated):
+        def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+            self.log("noise", torch.rand(len(logits)).mean())
+            return super().evaluate(logits, batch)
+
+    validated(Noisy(), 5)
+
+
+def test_training_goes_on_as_without_the_error() -> None:
+    whole, cut = Exact(dropout=0.3), Exact(dropout=0.3)
+    cut.fits = 5
+    trainers = []
+    for module in (whole, cut):
+        torch.manual_seed(1)
+        loader = DataLoader(Sentences(), 16)
+        trainers.append(fit(module, MicroBatching(micro_batch_size=4), val_loader=loader, precision="64-true"))
+    assert difference(whole, cut) == 0.0
+    for name, value in trainers[0].callback_metrics.items():
+        assert float(trainers[1].callback_metrics[name]) == pytest.approx(float(value), abs=1e-9), name
+
+
+def test_one_sample_that_does_not_fit_ends_the_run_in_words() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="One sample does not fit in `validation_step`"):
+        validated(Exact(), 0)
+
+
+def test_a_size_that_is_found_while_evaluating_is_no_warning() -> None:
+    """A run under a memory limit, such as quickstart, goes as it should, and stderr stays empty."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert validated(Exact(), 5)
+    assert not [one for one in caught if "ran out" in str(one.message)]
+
+
+class TwoLoaders(Evaluated):
+    """What it logs of one loader adds up, what it logs of the other does not."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits = self.net(batch["input_ids"])
+        if len(logits) > self.fits:
+            raise out_of_memory()
+        if dataloader_idx:
+            self.log("value", logits.mean((1, 2)).std())
+        else:
+            self.log("value", logits.sum(), reduce_fx="sum")
+
+
+def test_every_loader_is_checked() -> None:
+    module = TwoLoaders()
+    module.fits = 8
+    loaders = [DataLoader(Sentences(), 16), DataLoader(Sentences(), 16)]
+    trainer = quiet_trainer(MicroBatching(), precision="64-true")
+    with pytest.raises(MisconfigurationException, match=r"`self\.log\('value'\)` is"):
+        trainer.validate(module, loaders, verbose=False)
+
+
+class Spread(Evaluated):
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> None:
+        self.log("spread", logits.mean((1, 2)).std(), batch_size=len(logits))
+
+
+def test_every_run_is_checked() -> None:
+    trainer, modules = quiet_trainer(MicroBatching(), precision="64-true"), (Exact(), Spread())
+    for module in modules:
+        module.fits = 8
+    trainer.validate(modules[0], DataLoader(Sentences(), 16), verbose=False)
+    with pytest.raises(MisconfigurationException, match=r"`self\.log\('spread'\)` is"):
+        trainer.validate(modules[1], DataLoader(Sentences(), 16), verbose=False)
+
+
+class ChangesBatch(Exact):
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        labels = batch["labels"]
+        labels.copy_(labels.where(labels == -100, (labels + 1) % VOCABULARY))
+        batch = {"input_ids": batch.pop("input_ids"), "labels": batch["labels"], "index": batch["index"]}
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_batches_that_the_step_changes_are_repeated_as_the_loader_gave_them(inference_mode: bool) -> None:
+    found = []
+    for fits in (100, 8):
+        module = ChangesBatch()
+        module.fits = fits
+        trainer = quiet_trainer(MicroBatching(), precision="64-true", inference_mode=inference_mode)
+        found += trainer.validate(module, DataLoader(Sentences(), 16), verbose=False)
+    assert found[1] == pytest.approx(found[0], abs=1e-12)
+
+
+class MadeInSetup(Exact):
+    """Makes its metrics when the run begins, one of them where torch doesn't see it; once a second part fails."""
+
+    def setup(self, stage: str) -> None:
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.hidden = {"mean": MeanMetric()}
+        self.tally = Tally()
+
+    def evaluate(self, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+        found = super().evaluate(logits, batch)
+        self.hidden["mean"].update(logits.mean((1, 2)))
+        if self.fits < 100 and int(batch["index"][0]) == 24 and not self.tally.failures:
+            self.tally.failures += 1
+            raise out_of_memory()
+        return found
+
+
+def test_metrics_count_every_sample_once_wherever_they_are() -> None:
+    whole, cut = MadeInSetup(), MadeInSetup()
+    (expected,) = validated(whole, 100)
+    (found,) = validated(cut, 8)
+    assert cut.tally.failures == 1
+    assert found == pytest.approx(expected, abs=1e-12)
+    for ours, theirs in ((cut.accuracy, whole.accuracy), (cut.hidden["mean"], whole.hidden["mean"])):
+        torch.testing.assert_close(ours.compute(), theirs.compute())
+    assert int(cut.hidden["mean"].weight) == len(Sentences())
+
+
+class TinyForCausalLM(nn.Module):
+    """Shifts labels as a language model of Hugging Face does."""
+
+    config = SimpleNamespace(is_encoder_decoder=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def loss_function(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(ids)[:, :-1].transpose(1, 2), labels[:, 1:])
+
+
+class Built(Evaluated):
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.model = TinyForCausalLM().double()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if len(batch["index"]) > self.fits:
+            raise out_of_memory()
+        size = int((batch["labels"][:, 1:] != -100).sum())
+        self.log("val_loss", self.model.loss_function(batch["input_ids"], batch["labels"]), batch_size=size)
+        return self.model.loss_function(batch["input_ids"], batch["labels"])
+
+    def on_validation_batch_end(self, outputs: Tensor, *_: Any) -> None:
+        self.kept.append(outputs)
+
+
+def test_models_that_are_built_when_the_run_begins_are_known() -> None:
+    whole, cut = Built(), Built()
+    validated(whole, 100)
+    validated(cut, 8)
+    torch.testing.assert_close(torch.stack(cut.kept), torch.stack(whole.kept), rtol=1e-12, atol=1e-12)

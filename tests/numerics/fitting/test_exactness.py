@@ -1,0 +1,1809 @@
+"""Training with `MicroBatching` equals training without it, or ends with the reason before a weight has changed."""
+
+import copy
+import warnings
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torchmetrics import MeanSquaredError
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
+from lightning_memfit.fitting.recovery.step_state import alike, find_slots, reading_of
+from lightning_memfit.fitting.step.exactness import ExactnessCheck
+from lightning_memfit.fitting.step.log_rules import LogRules
+from lightning_memfit.fitting.step.loss_weights import LossWeights
+from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
+from tests.helpers.trainers import difference, fit
+
+FEATURES, CLASSES, LENGTH, BATCH, SAMPLES = 4, 5, 3, 6, 24
+
+
+def numbers() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def loader(*columns: Tensor, **options: Any) -> DataLoader:
+    return DataLoader(TensorDataset(*columns), BATCH, **options)
+
+
+def regression() -> DataLoader:
+    inputs = torch.randn(SAMPLES, FEATURES, generator=numbers(), dtype=torch.float64)
+    return loader(inputs, inputs.flip(1) ** 2)
+
+
+def classes() -> DataLoader:
+    inputs = torch.randn(SAMPLES, FEATURES, generator=numbers(), dtype=torch.float64)
+    return loader(inputs, torch.randint(0, CLASSES, (SAMPLES,), generator=numbers()))
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Token ids and labels of which some are -100, unevenly over the samples."""
+    ids = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=numbers())
+    kept = torch.rand(SAMPLES, LENGTH, generator=numbers()) < torch.linspace(0.2, 0.9, SAMPLES)[:, None]
+    kept[:, 0] = True
+    return ids, ids.roll(1, 1).masked_fill(~kept, -100)
+
+
+class Toy(pl.LightningModule):
+    """Maps features to features; cases below change one thing about it."""
+
+    make_loader: Callable[[], DataLoader] = staticmethod(regression)
+    fails_at: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, FEATURES)).double()
+        self.record: list[int] = _Record()
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return functional.mse_loss(self.net(inputs), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not is_checking():
+            self.record.append(batch_idx)
+            if len(self.record) in self.fails_at:
+                raise out_of_memory()
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader:
+        return type(self).make_loader()
+
+
+class _Record:
+    """Remembers calls where a repeated batch can't take them back as it does with attributes."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+
+    def append(self, item: Any) -> None:
+        self._items.append(item)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+def both(kind: type[Toy], size: int = 2, fails_at: tuple[int, ...] = (), **options: Any) -> tuple[Toy, Toy]:
+    """Train a module without and with `MicroBatching`."""
+    plain, ours = kind(), kind()
+    fit(plain, max_epochs=2)
+    ours.fails_at = fails_at
+    fit(ours, MicroBatching(micro_batch_size=size, **options), max_epochs=2)
+    return plain, ours
+
+
+def assert_exact(kind: type[Toy], size: int = 2, fails_at: tuple[int, ...] = (), **options: Any) -> tuple[Toy, Toy]:
+    plain, ours = both(kind, size, fails_at, **options)
+    assert difference(plain, ours) < 1e-9
+    for (name, one), (_, other) in zip(plain.named_buffers(), ours.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=name)
+    return plain, ours
+
+
+def assert_refused(kind: type[Toy], match: str, size: int = 2, fails_at: tuple[int, ...] = ()) -> None:
+    module = kind()
+    module.fails_at = fails_at
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(module, MicroBatching(micro_batch_size=size), max_epochs=2)
+    assert difference(module, kind()) == 0.0
+
+
+# --- 1: checks also run when the size becomes smaller later -----------------------------------------------------------
+
+
+class SumLoss(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(batch[0]), batch[1], reduction="sum")
+
+
+class Contrastive(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        scores = self.net(batch[0]) @ batch[1].T
+        return functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+class Normalised(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(self.norm(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (4, (2,))])
+def test_summed_losses_are_added_up(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_exact(SumLoss, size, fails_at)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (1, ())])
+def test_contrastive_losses_are_refused_whenever_the_batch_is_split(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(Contrastive, "Samples affect each other", size, fails_at)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
+def test_batch_normalisation_is_refused_whenever_the_batch_is_split(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(Normalised, r"1 BatchNorm layers \(norm\)", size, fails_at)
+
+
+@pytest.mark.parametrize("kind", [SumLoss, Contrastive, Normalised])
+def test_the_whole_share_at_once_needs_no_check(kind: type[Toy]) -> None:
+    _, ours = assert_exact(kind, BATCH)
+    assert len(ours.record) == 8
+
+
+@pytest.mark.parametrize("kind", [Contrastive, Normalised])
+def test_a_later_shrink_is_refused_with_the_weights_of_the_last_good_step(kind: type[Toy]) -> None:
+    before, module = kind(), kind()
+    fit(before, max_steps=2, max_epochs=-1)
+    module.fails_at = (3,)
+    with pytest.raises(MisconfigurationException, match="Samples affect each other|normalise with"):
+        fit(module, MicroBatching(micro_batch_size=BATCH), max_epochs=2)
+    assert module.trainer.global_step == 2
+    assert difference(module, before) == 0.0
+
+
+@pytest.mark.parametrize("fails_at", [(3,), (3, 4), (1, 5)])
+def test_a_later_shrink_of_a_sum_is_exact(fails_at: tuple[int, ...]) -> None:
+    assert_exact(SumLoss, BATCH, fails_at)
+
+
+# --- 2: the check sees what matters -----------------------------------------------------------------------------------
+
+
+class Classes(Toy):
+    make_loader = staticmethod(classes)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class ClassWeighted(Classes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.criterion(self.net(batch[0]), batch[1])
+
+
+class HiddenWeights(Classes):
+    """The weights of classes stand where nobody can find them."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weights = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+        return functional.cross_entropy(self.net(batch[0]), batch[1], weights)
+
+
+class HiddenWeightsWithHook(HiddenWeights):
+    def loss_weight(self, batch: Any) -> Tensor:
+        return torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)[batch[1]].sum()
+
+
+class WrongHook(HiddenWeights):
+    def loss_weight(self, batch: Any) -> float:
+        return len(batch[0])
+
+
+class Tokens(Toy):
+    """Labels of -100 in a tuple."""
+
+    make_loader = staticmethod(lambda: loader(*tokens()))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(CLASSES, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
+
+    def labelled(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.net(ids).transpose(1, 2), labels)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(*batch)
+
+
+class Named(Tokens):
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids, labels = tokens()
+        rows = [{"ids": one, "answers": other} for one, other in zip(ids, labels, strict=True)]
+        return DataLoader(rows, BATCH)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(batch["ids"], batch["answers"])
+
+
+class FloatMask(Tokens):
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids, labels = tokens()
+        return loader(ids, ids.roll(1, 1), labels.ne(-100).double())
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, labels, mask = batch
+        losses = functional.cross_entropy(self.net(ids).transpose(1, 2), labels, reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
+class Shifted(Tokens):
+    """The module itself shifts labels by one."""
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, labels = batch
+        return self.labelled(ids[:, :-1], labels[:, 1:])
+
+
+class OwnIgnoredIndex(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(ignore_index=3)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.criterion(self.net(batch[0]).transpose(1, 2), batch[0])
+
+
+class Padded(Tokens):
+    """Only what the module knows tells padding from tokens: the last token that is repeated."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids = tokens()[0] % (CLASSES - 1)
+        ids[torch.arange(LENGTH) > torch.arange(SAMPLES)[:, None] % LENGTH] = CLASSES - 1
+        return loader(torch.cat([ids, torch.full((SAMPLES, 2), CLASSES - 1)], 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        (ids,) = batch
+        return self.labelled(ids, ids.masked_fill(ids == CLASSES - 1, -100))
+
+
+class Lengths(Tokens):
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids = tokens()[0]
+        return loader(ids, torch.arange(SAMPLES) % LENGTH + 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, lengths = batch
+        return self.labelled(ids, ids.masked_fill(torch.arange(LENGTH) >= lengths[:, None], -100))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+@pytest.mark.parametrize(
+    "kind", [Classes, ClassWeighted, HiddenWeightsWithHook, Tokens, Named, FloatMask, Shifted, OwnIgnoredIndex, Lengths]
+)
+def test_whatever_the_loss_is_a_mean_over(kind: type[Toy], size: int) -> None:
+    assert_exact(kind, size)
+
+
+@pytest.mark.parametrize("kind", [Tokens, FloatMask, Shifted, ClassWeighted])
+def test_it_is_found_at_a_later_shrink_as_well(kind: type[Toy]) -> None:
+    assert_exact(kind, BATCH, fails_at=(4,))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_padding_is_found(size: int) -> None:
+    assert_exact(Padded, size)
+
+
+def test_weights_that_nothing_shows_are_refused_with_the_hook_that_helps() -> None:
+    assert_refused(HiddenWeights, r"they count .* define `loss_weight\(batch\)`")
+
+
+def test_a_wrong_hook_is_refused() -> None:
+    assert_refused(WrongHook, "as `loss_weight` says, but")
+
+
+class FunctionalNorm(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(functional.batch_norm(batch[0], None, None, training=True)), batch[1])
+
+
+class Centred(Toy):
+    """Statistics of the batch that no layer tells of."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(batch[0]) - self.net(batch[0]).mean(0), batch[1])
+
+
+class Mixup(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        order = torch.randperm(len(batch[0]))
+        inputs, targets = (0.7 * one + 0.3 * one[order] for one in batch)
+        return functional.mse_loss(self.net(inputs), targets)
+
+
+class Balanced(Toy):
+    """A term over the whole batch, as in mixtures of experts, is too small to show in the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        out = self.net(batch[0])
+        return functional.mse_loss(out, batch[1]) + 1e-3 * out.softmax(1).mean(0).square().sum()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", [FunctionalNorm, Centred, Mixup, Balanced])
+def test_samples_that_affect_each_other_are_refused(kind: type[Toy], size: int) -> None:
+    assert_refused(kind, "Samples affect each other", size)
+
+
+class Dropping(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(functional.dropout(self.net(batch[0]), 0.5), batch[1])
+
+
+def test_a_step_that_fails_on_one_sample_is_refused() -> None:
+    assert_refused(FunctionalNorm, "can't be run on 1 samples of the batch alone: ValueError: Expected more than 1", 1)
+
+
+def test_noise_is_no_reason_to_refuse() -> None:
+    module = Dropping()
+    fit(module, MicroBatching(micro_batch_size=2), max_epochs=2)
+    assert module.trainer.global_step == 8
+
+
+class PairsOf(Toy):
+    @staticmethod
+    def make_loader() -> DataLoader:
+        inputs = torch.randn(SAMPLES, FEATURES, generator=numbers(), dtype=torch.float64)
+        return DataLoader(TensorDataset(inputs, inputs.flip(1) ** 2), 2)
+
+
+class ContrastivePairs(PairsOf, Contrastive):
+    pass
+
+
+def test_shares_of_two_are_checked_as_well() -> None:
+    assert_exact(PairsOf, 1)
+    assert_refused(ContrastivePairs, "Samples affect each other", 1)
+
+
+# --- 2: what the step writes on the module ----------------------------------------------------------------------------
+
+
+class Counting(Toy):
+    """Buffers updated in the step decide how much the loss counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.steps += 1
+        return super().loss(batch) / self.steps
+
+
+class RunningMean(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = functional.mse_loss(self.net(batch[0] - self.mean), batch[1])
+        self.mean.lerp_(batch[0].mean(0), 0.1)
+        return loss
+
+
+class RunningVariance(Toy):
+    """Not the mean of anything that micro-batches write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("variance", torch.ones(FEATURES, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = functional.mse_loss(self.net(batch[0] / self.variance), batch[1])
+        self.variance.lerp_(batch[0].var(0), 0.1)
+        return loss
+
+
+class Queue(Toy):
+    """Keeps the last samples, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(2 * BATCH, FEATURES, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.queue = torch.cat([self.queue[len(batch[0]) :], batch[0]])
+        return loss
+
+
+class QueueRead(Queue):
+    """The second micro-batch would read the samples of the first."""
+
+    def loss(self, batch: Any) -> Tensor:
+        scores = self.net(batch[0]) @ self.queue.T
+        return super().loss(batch) + scores.square().mean()
+
+
+class Teacher(Toy):
+    """A momentum teacher that is updated in the step, through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            theirs.data = theirs.data * 0.9 + mine.data * 0.1
+        return super().loss(batch) + functional.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.net.parameters(), lr=0.01)
+
+
+class TeacherInPlace(Teacher):
+    def loss(self, batch: Any) -> Tensor:
+        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            theirs.data.mul_(0.9).add_(mine.data, alpha=0.1)
+        return functional.mse_loss(self.net(batch[0]), self.teacher(batch[0]) + batch[1])
+
+
+class Annealed(Toy):
+    """A plain number that the step counts up decides how much a term counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.calls += 1
+        return super().loss(batch) + min(1.0, self.calls / 8) * self.net(batch[0]).abs().mean()
+
+
+class Helpers(Toy):
+    """Counters and lists in plain helper objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = SimpleNamespace(calls=0, inner=SimpleNamespace(history=[]))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.space.calls += 1
+        self.space.inner.history.append(self.space.calls)
+        return super().loss(batch) / (self.space.calls + len(self.space.inner.history))
+
+
+class Made(Toy):
+    """An attribute that the first step makes."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().loss(batch) / self.calls
+
+
+class MadeInHelper(Helpers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = SimpleNamespace()
+
+    def loss(self, batch: Any) -> Tensor:
+        self.space.calls = getattr(self.space, "calls", 0) + 1
+        return Toy.loss(self, batch) / self.space.calls
+
+
+class Replaced(Helpers):
+    """A helper that every step replaces."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.space = SimpleNamespace(calls=self.space.calls + 1)
+        return Toy.loss(self, batch) / self.space.calls
+
+
+class Spectral(Toy):
+    """Power iteration: every forward writes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.utils.parametrizations.spectral_norm(self.net[0])
+
+
+WRITING = [
+    Counting,
+    RunningMean,
+    Queue,
+    Teacher,
+    TeacherInPlace,
+    Annealed,
+    Helpers,
+    Made,
+    MadeInHelper,
+    Replaced,
+    Spectral,
+]
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,)), (4, (2, 4))])
+@pytest.mark.parametrize("kind", WRITING)
+def test_what_the_step_writes_is_that_of_the_batch(kind: type[Toy], size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(kind, size, fails_at)
+    for name in ("calls", "space"):
+        assert getattr(plain, name, None) == getattr(ours, name, None)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
+def test_a_queue_that_is_read_is_refused(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(QueueRead, "Samples affect each other", size, fails_at)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
+def test_what_cannot_be_put_together_is_refused(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(RunningVariance, "changes `variance` of the module", size, fails_at)
+
+
+class Kept(Toy):
+    """Keeps losses and outputs in containers that forget some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = deque[float](maxlen=3)
+        self.newest_first = deque[float](maxlen=3)
+        self.trimmed: list[float] = []
+        self.outputs: list[Tensor] = []
+        self.all = ()
+        self.pair = (0.0, 0.0)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        value = loss.item()
+        self.last.append(value)
+        self.newest_first.appendleft(value)
+        self.trimmed = [*self.trimmed, value][-2:]
+        self.outputs.clear()
+        self.outputs.append(self.net(batch[0]).detach())
+        self.all = (*self.all, value)
+        self.pair = (value, value)
+        return loss
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,)), (4, (2, 6))])
+def test_containers_that_forget_hold_what_the_batch_would_leave(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(Kept, size, fails_at)
+    for name in ("last", "newest_first", "trimmed", "all", "pair"):
+        assert list(getattr(ours, name)) == pytest.approx(list(getattr(plain, name)), rel=1e-9), name
+    torch.testing.assert_close(ours.outputs, plain.outputs)
+
+
+class Rare(Toy):
+    """Keeps a loss of some batches only, which micro-batches don't agree on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if is_checking() or bool((batch[0][:, 0] > 0.8).any()):
+            self.kept.append(loss.item())
+        return loss
+
+
+def test_lists_that_some_micro_batches_leave_alone_are_named() -> None:
+    with pytest.warns(match="changes `kept` of the module per micro-batch"):
+        plain, ours = both(Rare, 1)
+    assert difference(plain, ours) < 1e-9
+
+
+class RelativeLoss(Toy):
+    """Divides by the first loss: samples depend on each other from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Tensor | None = None
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.first is None:
+            self.first = loss.detach()
+        return loss * (loss.detach() / self.first)
+
+
+class LeastLoss(Toy):
+    """The mean of the least losses of micro-batches is the least of their mean in the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.tensor(1e9, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.least = torch.minimum(self.least, loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
+def test_what_the_first_step_sets_is_tried_in_a_second(size: int, fails_at: tuple[int, ...]) -> None:
+    assert_refused(RelativeLoss, "from the second step on: the first one sets `first`", size, fails_at)
+    assert_refused(LeastLoss, "changes `least` of the module", size, fails_at)
+
+
+class Curriculum(Toy):
+    """Goes up a level with each batch whose loss is low: every micro-batch would, by its own loss."""
+
+    limit = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        factor = 1 + 0.05 * self.level
+        if loss < self.limit:
+            self.level += 1
+        return factor * loss
+
+
+class CurriculumByNumber(Curriculum):
+    def loss(self, batch: Any) -> Tensor:
+        loss = Toy.loss(self, batch)
+        factor = 1 + 0.05 * self.level
+        if loss.item() < self.limit:
+            self.level = self.level + 1
+        return factor * loss
+
+
+class CurriculumOnDevice(Curriculum):
+    """Nothing is read out of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.level
+        self.register_buffer("level", torch.zeros((), dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = Toy.loss(self, batch)
+        factor = 1 + 0.05 * self.level
+        self.level += loss.detach() < self.limit
+        return factor * loss
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("limit", [0.5, 0.55, 0.6, 0.65, 0.7, 0.8])
+@pytest.mark.parametrize("kind", [Curriculum, CurriculumByNumber, CurriculumOnDevice])
+def test_what_depends_on_how_low_the_loss_is_adds_up_by_no_chance(kind: type[Toy], limit: float, size: int) -> None:
+    limited = type(kind.__name__, (kind,), {"limit": limit})
+    with suppress(MisconfigurationException):  # at some limits no micro-batch and no batch differ
+        assert_exact(limited, size)
+
+
+@pytest.mark.parametrize(("limit", "level"), [(0.0, 0), (1e9, 2 * SAMPLES // BATCH)])
+def test_a_branch_that_all_parts_take_alike_is_exact(limit: float, level: int) -> None:
+    plain, ours = assert_exact(type("Curriculum", (Curriculum,), {"limit": limit}))
+    assert (plain.level, ours.level) == (level, level)
+
+
+class Reading(Toy):
+    """Reads numbers out of tensors as training steps do, and branches on them to no effect on what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped, self.low, self.positive, self.total = 0, 0, 0, 0.0
+        self.mean = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        assert not torch.isnan(loss).any()
+        if torch.isinf(loss):
+            self.skipped += 1
+            return loss * 0
+        if loss < 1.0:
+            self.low += 1
+        for value in batch[0][:, 0]:
+            if value > 0:
+                self.positive += 1
+        self.total += float(batch[0].sum())
+        weight = 1 + 0.1 * self.mean
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        self.log("loss", loss.item())
+        return weight * loss
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,))])
+def test_reading_numbers_is_no_reason_to_refuse(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(Reading, size, fails_at)
+    assert ours.positive == plain.positive
+    assert (ours.total, ours.mean) == pytest.approx((plain.total, plain.mean), rel=1e-9)
+
+
+# --- 3: the batch dimension is known ----------------------------------------------------------------------------------
+
+
+class TimeMajor(Toy):
+    """(T, B, C) with as many time steps as could be samples."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        inputs = torch.randn(SAMPLES, LENGTH, FEATURES, generator=numbers(), dtype=torch.float64)
+        rows = list(zip(inputs, inputs.flip(2) ** 2, strict=True))
+        return DataLoader(rows, BATCH, collate_fn=lambda rows: [torch.stack(c, 1) for c in zip(*rows, strict=True)])
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return functional.mse_loss(self.net(inputs.cumsum(0)), targets)
+
+
+class WithConstants(Toy):
+    """Every batch brings a constant, whose size is that of the last batch."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        inputs = torch.randn(SAMPLES - 2, FEATURES, generator=numbers(), dtype=torch.float64)
+        constant = torch.arange(4.0, dtype=torch.float64)
+
+        def collate(rows: list[Any]) -> dict[str, Any]:
+            return {"x": torch.stack(rows), "constant": constant, "where": object()}
+
+        return DataLoader(inputs, BATCH, collate_fn=collate)
+
+    def loss(self, batch: Any) -> Tensor:
+        assert len(batch["constant"]) == FEATURES
+        return (self.net(batch["x"]) - batch["constant"]).square().mean()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("kind", [TimeMajor, WithConstants])
+def test_batches_are_cut_where_their_samples_are(kind: type[Toy], size: int) -> None:
+    assert_exact(kind, size)
+
+
+# --- 4: steps that change what they are given -------------------------------------------------------------------------
+
+
+class Popping(Named):
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(batch["ids"], batch.pop("answers"))
+
+
+class InPlace(Toy):
+    def loss(self, batch: Any) -> Tensor:
+        batch[0].mul_(0.5)
+        return super().loss(batch)
+
+
+class Noisy(Toy):
+    """Draws from a generator of its own, the same for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(11)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * torch.rand((), generator=self.noise, dtype=torch.float64)
+
+
+class FailingLate(InPlace):
+    """Memory runs out after the batch has been changed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        fails_at, self.fails_at = self.fails_at, ()
+        loss = super().training_step(batch, batch_idx)
+        self.fails_at = fails_at
+        if not is_checking() and len(self.record) in fails_at:
+            raise out_of_memory()
+        return loss
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (BATCH, (3,)), (4, (2, 4))])
+@pytest.mark.parametrize("kind", [Popping, InPlace, FailingLate])
+def test_every_repeat_gets_the_loaders_batch(kind: type[Toy], size: int, fails_at: tuple[int, ...]) -> None:
+    assert_exact(kind, size, fails_at)
+
+
+def test_an_own_generator_goes_on_as_without_checks_and_repeats() -> None:
+    plain, ours = Noisy(), Noisy()
+    fit(plain, max_epochs=2)
+    ours.fails_at = (3,)
+    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, max_steps=2)
+    two = Noisy()
+    fit(two, max_steps=2)
+    assert difference(two, ours) == 0.0
+    assert torch.equal(two.noise.get_state(), ours.noise.get_state())
+
+
+# --- 4: no trace ------------------------------------------------------------------------------------------------------
+
+
+class Written(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def log_metrics(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(metrics)
+
+
+class Logging(Toy):
+    """Counts its samples, and writes to the logger itself if it is told to."""
+
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked, self.starts = _Record(), _Record()
+
+    def on_train_start(self) -> None:
+        self.starts.append(1)
+
+    def loss(self, batch: Any) -> Tensor:
+        if is_checking():
+            for _ in batch[0]:
+                self.checked.append(1)
+        loss = super().loss(batch)
+        self.log("loss", loss)
+        if self.writes:
+            self.logger.log_metrics({"own": float(loss)})
+        return loss
+
+
+class WritingLogs(Logging):
+    writes = True
+
+
+def test_values_are_written_once_per_step() -> None:
+    module, logger = Logging(), Written()
+    fit(module, MicroBatching(micro_batch_size=2), logger=logger, log_every_n_steps=1)
+    assert sum("loss" in metrics for metrics in logger.calls) == module.trainer.global_step == 8
+    assert len(module.starts) == 1
+
+
+def test_checks_write_nothing_to_the_logger() -> None:
+    """The whole share at once, smaller from the third step on: a check and a repeat."""
+    module, logger = WritingLogs(), Written()
+    module.fails_at = (3,)
+    with pytest.warns(UserWarning, match="writes `own` to the logger itself"):
+        fit(module, MicroBatching(micro_batch_size=BATCH), logger=logger, log_every_n_steps=1)
+    assert len(module.checked) > 0
+    assert sum("own" in metrics for metrics in logger.calls) == 2 + 2 * 6
+    assert sum("loss" in metrics for metrics in logger.calls) == 8
+
+
+class Snapshot(pl.Callback):
+    """What the run is like right before the first batch is run for good: weights, states, generators, attributes."""
+
+    def __init__(self) -> None:
+        self.at_start: dict[str, Any] = {}
+        self.at_first: dict[str, Any] = {}
+
+    @staticmethod
+    def of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+        own = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, list))}
+        return copy.deepcopy(
+            {
+                "weights": dict(module.state_dict()),
+                "gradients": [p.grad for p in module.parameters()],
+                "optimizer": trainer.optimizers[0].state_dict(),
+                "random": torch.get_rng_state(),
+                "own": {k: v for k, v in own.items() if not k.startswith("_")},
+                "attributes": sorted(vars(module)),
+                "slots": {name: reading_of(slot.read()) for name, slot in find_slots(module).items()},
+            }
+        )
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if not self.at_start:
+            self.at_start = self.of(trainer, pl_module)
+            pl_module.first = lambda: self.at_first or self.at_first.update(self.of(trainer, pl_module))
+            self.at_start = self.of(trainer, pl_module)
+
+
+@pytest.mark.parametrize("kind", [Toy, Logging, Helpers, Made, Teacher, Counting, Spectral, Dropping])
+def test_the_check_leaves_no_trace(kind: type[Toy]) -> None:
+    class Watched(kind):  # type: ignore[valid-type, misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if is_checking():
+                checks.append(1)
+            else:
+                self.first()
+            return super().training_step(batch, batch_idx)
+
+    checks: list[int] = []
+    module, snapshot = Watched(), Snapshot()
+    fit(module, snapshot, MicroBatching(micro_batch_size=2), max_steps=1)
+    assert checks
+    assert snapshot.at_first.keys() == snapshot.at_start.keys()
+    for name, value in snapshot.at_start.items():
+        assert alike(reading_of(value), reading_of(snapshot.at_first[name]), 0.0), name
+
+
+@pytest.mark.parametrize(("size", "cost"), [(1, 4), (2, 4), (3, 6), (5, 6)])
+def test_the_check_runs_few_samples_twice_where_memory_is_limited(size: int, cost: int) -> None:
+    """Together and in parts, as many as a micro-batch has: no more than a batch."""
+    module = Logging()
+    fit(module, MicroBatching(micro_batch_size=size), MemoryLimit("1GiB"), max_steps=3)
+    assert len(module.checked) == cost
+
+
+def test_the_check_runs_the_batch_twice_where_memory_is_not_limited() -> None:
+    module = Logging()
+    fit(module, MicroBatching(micro_batch_size=2), max_steps=3)
+    assert len(module.checked) == 2 * BATCH
+
+
+def test_nothing_is_checked_that_is_not_split() -> None:
+    module = Logging()
+    fit(module, MicroBatching(micro_batch_size=BATCH), MemoryLimit("1GiB"), max_steps=3)
+    assert len(module.checked) == 0
+
+
+class WithTwice(Toy):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return TwiceSGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("fails_at", [(), (3,)])
+def test_optimizers_that_call_their_closure_twice_get_gradients_at_both_weights(fails_at: tuple[int, ...]) -> None:
+    assert_exact(WithTwice, 2, fails_at)
+
+
+def test_closures_called_twice_with_accumulation_are_refused() -> None:
+    module = WithTwice()
+    before = module.net[0].weight.detach().clone()
+    with pytest.raises(MisconfigurationException, match="calls its closure more than once"):
+        fit(module, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert torch.equal(module.net[0].weight, before)
+
+
+@pytest.mark.parametrize("optimizer", [TwiceSGD, torch.optim.LBFGS])
+def test_sizes_are_found_for_optimizers_that_need_their_closure(optimizer: Any) -> None:
+    class Searched(Toy):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer(self.parameters(), lr=0.1)
+
+    plain, ours = Searched(), Searched()
+    fit(plain)
+    fit(ours, MicroBatching(), MemoryLimit("1MiB"))
+    assert difference(plain, ours) < 1e-9
+
+
+class PlainBackward(Toy):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, retain_graph=True, **kwargs)
+
+
+class SuperBackward(Toy):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+
+
+class HalvedGradients(Toy):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        for parameter in self.net[2].parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+
+class RarelyClipped(Toy):
+    """Edits gradients only where they are larger than those of the first batches."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        if max(float(p.grad.abs().max()) for p in self.parameters() if p.grad is not None) > 1e3:
+            nn.utils.clip_grad_norm_(self.parameters(), 1e3)
+
+
+class GradientsOfItsOwn(Toy):
+    def backward(self, loss: Tensor) -> None:
+        gradients = torch.autograd.grad(loss, list(self.parameters()))
+        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
+            parameter.grad = gradient.sign()
+
+
+@pytest.mark.parametrize("kind", [PlainBackward, SuperBackward])
+def test_an_own_backward_that_only_calls_backward_is_exact(kind: type[Toy]) -> None:
+    assert_exact(kind, 2)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (6, (1,))])
+@pytest.mark.parametrize("kind", [HalvedGradients, RarelyClipped, GradientsOfItsOwn])
+def test_an_own_backward_that_does_more_is_refused_where_the_batch_is_split(
+    kind: type[Toy], size: int, fails_at: tuple[int, ...]
+) -> None:
+    assert_refused(kind, "`.*backward` does more than|would give other weights", size, fails_at)
+
+
+@pytest.mark.parametrize("kind", [HalvedGradients, RarelyClipped, GradientsOfItsOwn])
+def test_an_own_backward_may_do_more_with_the_whole_batch(kind: type[Toy]) -> None:
+    assert_exact(kind, BATCH)
+
+
+class HookOfSums(Toy):
+    """Has hooks for accumulated gradients, which do nothing but look."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.hook)
+
+    def hook(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        assert float(parameter.grad.mul(2).abs_().max()) < 1e3
+
+
+class HalvesSums(HookOfSums):
+    def hook(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+class ClampsSums(HookOfSums):
+    """Clamps what is small enough already, past autograd and its version counters."""
+
+    def hook(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.data[:1].clamp_(-1e3, 1e3)
+
+
+class ClipsSums(HookOfSums):
+    def hook(self, parameter: Tensor) -> None:
+        nn.utils.clip_grad_norm_([parameter], 1e-3)
+
+
+class ReplacesSums(HookOfSums):
+    def hook(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.sign()
+
+
+def test_hooks_may_look_at_the_sums_of_micro_batches() -> None:
+    _, ours = assert_exact(HookOfSums)
+    for parameter in ours.parameters():
+        assert list((parameter._post_accumulate_grad_hooks or {}).values()) == [ours.hook]  # as the user has put it
+
+
+@pytest.mark.parametrize("kind", [HalvesSums, ClampsSums, ClipsSums, ReplacesSums])
+def test_hooks_that_change_the_sums_are_refused_where_the_batch_is_split(kind: type[Toy]) -> None:
+    assert_refused(kind, r"`net\..*` has a hook for accumulated gradients .* changes them|would give other weights")
+
+
+@pytest.mark.parametrize("kind", [HalvesSums, ClipsSums, ReplacesSums])
+def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
+    assert_exact(kind, BATCH)
+
+
+class Shrinks(Toy):
+    """Writes to its weights, from a step on."""
+
+    start = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step >= self.start:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("start", "ends_at"), [(0, 0), (3, 3), (11, 15)])
+def test_steps_that_begin_to_write_to_weights_are_refused(start: int, ends_at: int) -> None:
+    module = type("Shrinks", (Shrinks,), {"start": start})()
+    with pytest.raises(MisconfigurationException, match=r"`training_step` changes `net\.0\.weight` of the module"):
+        fit(module, MicroBatching(micro_batch_size=2), max_epochs=8)
+    assert module.trainer.global_step == ends_at
+
+
+class Clipped(Toy):
+    """Clips its weights between forward and backward, past their versions."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for weight in self.net.parameters():
+            weight.data.clamp_(-0.3, 0.3)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_weights_written_when_gradients_are_cleared_are_noticed_in_whole_batches(fails_at: int) -> None:
+    module = Clipped()
+    module.fails_at = (fails_at,)
+    with pytest.raises(MisconfigurationException, match="`on_before_zero_grad` or `optimizer_zero_grad` changes"):
+        fit(module, MicroBatching(micro_batch_size=BATCH))
+    assert module.trainer.global_step == fails_at - 1
+
+
+class Cleared(Toy):
+    """A teacher and a number, which the step reads, follow between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.share = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        found = self.net(batch[0])
+        return functional.mse_loss(found, self.teacher(batch[0]) + batch[1]) + self.share * found.abs().mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.share += 0.1
+        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            theirs.data.mul_(0.8).add_(mine.data, alpha=0.2)
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (2, (5,)), (4, (4, 7)), (BATCH, (2, 4))])
+def test_what_a_zero_grad_hook_writes_is_seen_from_the_next_batch_on(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = assert_exact(Cleared, size, fails_at)
+    assert plain.share == ours.share
+
+
+@pytest.mark.parametrize("fails_at", [(), (5,), (8,)])
+def test_what_a_zero_grad_hook_writes_is_seen_so_in_windows(fails_at: tuple[int, ...]) -> None:
+    plain, ours = Cleared(), Cleared()
+    fit(plain, accumulate_grad_batches=2)
+    ours.fails_at = fails_at
+    fit(ours, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-9
+    assert plain.share == ours.share
+
+
+class ShrinksWhenCleared(Toy):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.9)
+
+
+def test_a_zero_grad_hook_that_writes_to_weights_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`on_before_zero_grad` .* changes `net\.0\.weight`"):
+        fit(ShrinksWhenCleared(), MicroBatching(micro_batch_size=2))
+    assert_exact(ShrinksWhenCleared, BATCH)
+
+
+class Clamped(Toy):
+    """Clamps gradients, which now and then are larger than what it clamps to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = _Record()
+        for parameter in self.net.parameters():
+            parameter.register_hook(self.hook)
+
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient.clamp(-0.05, 0.05)
+
+
+class Normed(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient / gradient.norm()
+
+
+class Masked(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient * (torch.arange(len(gradient)) % 2).view(-1, *[1] * (gradient.ndim - 1))
+
+
+class OnlyLooks(Clamped):
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return None
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (4, (1, 6))])
+@pytest.mark.parametrize("kind", [Clamped, Normed, Masked, OnlyLooks])
+def test_hooks_of_weights_get_the_gradient_of_the_batch(
+    kind: type[Clamped], size: int, fails_at: tuple[int, ...]
+) -> None:
+    plain, ours = assert_exact(kind, size, fails_at)
+    assert len(plain.calls) == len(ours.calls)
+    for parameter in ours.net.parameters():
+        assert list((parameter._backward_hooks or {}).values()) == [ours.hook]
+
+
+class Noised(Clamped):
+    def on_train_start(self) -> None:
+        torch.manual_seed(0)
+
+    def hook(self, gradient: Tensor) -> Tensor | None:
+        self.calls.append(1)
+        return gradient + 0.1 * torch.randn_like(gradient)
+
+
+def test_hooks_of_weights_are_called_in_the_order_of_a_backward_pass() -> None:
+    """They may draw random numbers."""
+    assert_exact(Noised)
+
+
+def test_hooks_of_weights_get_the_gradient_of_each_batch_of_a_window() -> None:
+    plain, ours = Clamped(), Clamped()
+    fit(plain, accumulate_grad_batches=2)
+    fit(ours, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-9
+    assert len(plain.calls) == len(ours.calls)
+
+
+class MovedInputs(Toy):
+    """Moves inputs against the loss, by a backward pass that leaves gradients on the weights, too."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        functional.mse_loss(self.net(inputs), batch[1]).backward()
+        assert inputs.grad is not None
+        return functional.mse_loss(self.net((inputs + 0.1 * inputs.grad.sign()).detach()), batch[1])
+
+
+class SomeMovedInputs(Toy):
+    """Does so with some of the inputs: not every micro-batch has any."""
+
+    def loss(self, batch: Any) -> Tensor:
+        chosen = batch[0][:, 0] > 1.0
+        if not chosen.any():
+            return super().loss(batch)
+        inputs = batch[0][chosen].clone().requires_grad_()
+        functional.mse_loss(self.net(inputs), batch[1][chosen]).backward()
+        assert inputs.grad is not None
+        moved = batch[0].clone()
+        moved[chosen] += 0.1 * inputs.grad.sign()
+        return functional.mse_loss(self.net(moved), batch[1])
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(1, ()), (2, ()), (2, (2,)), (2, (8,)), (4, (1, 6))])
+@pytest.mark.parametrize("kind", [MovedInputs, SomeMovedInputs])
+def test_gradients_of_passes_that_the_step_itself_runs_are_cleared(
+    kind: type[Toy], size: int, fails_at: tuple[int, ...]
+) -> None:
+    assert_exact(kind, size, fails_at)
+
+
+class MovedInputsAgain(MovedInputs):
+    """Runs out of memory once its gradients are complete."""
+
+    has_failed = False
+
+    def on_after_backward(self) -> None:
+        if self.fails_at and not self.has_failed and self.global_step == 1:
+            MovedInputsAgain.has_failed = True
+            raise out_of_memory()
+
+
+@pytest.mark.parametrize("size", [BATCH, 2])
+def test_they_are_cleared_in_a_batch_that_is_repeated_later(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MovedInputsAgain, "has_failed", False)
+    assert_exact(MovedInputsAgain, size, fails_at=(99,))
+    assert MovedInputsAgain.has_failed
+
+
+class ClearsItself(Toy):
+    """Clears gradients, all of them, though Lightning does so itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_may_clear_gradients_itself() -> None:
+    assert_exact(ClearsItself)
+
+
+@pytest.mark.parametrize("kind", [MovedInputs, ClearsItself])
+def test_steps_that_change_gradients_are_refused_within_windows(kind: type[Toy]) -> None:
+    module = kind()
+    with pytest.raises(MisconfigurationException, match="runs a backward pass of its own"):
+        fit(module, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
+    assert difference(module, kind()) == 0.0
+
+
+class OwnWindow(Toy):
+    """Adds up the gradients of two batches itself, and logs what has to be compared again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("worst", (self.net(batch[0]) - batch[1]).abs().max())
+        return loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:  # type: ignore[override]
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("fails_at", [(), (4,), (5,), (6,), (10,)])
+def test_gradients_that_a_module_adds_up_itself_survive_a_repeated_batch(fails_at: tuple[int, ...]) -> None:
+    assert_exact(OwnWindow, 2, fails_at)
+
+
+class PaddedWithAToken(Toy):
+    """Padding is a token like any other, rows that are full end in two equal tokens, and no part names its index."""
+
+    pad = CLASSES - 1
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids = torch.randint(1, CLASSES - 1, (SAMPLES, 8), generator=numbers())
+        ids[1:BATCH, -2:] = ids[1:BATCH, -3:-2]  # in the first batch: two equal ones at the end of unpadded rows
+        ids[BATCH::3, 4:] = PaddedWithAToken.pad
+        ids[BATCH + 1 :: 3, -2:] = 1
+        return loader(ids)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        (ids,) = batch
+        logits = self.net(ids[:, :-1]).transpose(1, 2)
+        return functional.cross_entropy(logits, ids[:, 1:], ignore_index=self.pad)
+
+
+class OneClassLeftOut(Toy):
+    make_loader = staticmethod(classes)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES).double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.net(batch[0]), batch[1], ignore_index=2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", [PaddedWithAToken, OneClassLeftOut])
+def test_entries_that_the_loss_itself_leaves_out_are_seen_in_its_call(kind: type[Toy], size: int) -> None:
+    assert_exact(kind, size)
+
+
+# --- gradients that are not finite show nothing -----------------------------------------------------------------------
+
+
+class Half(Toy):
+    """Runs in half precision only, as many kernels do, where gradients overflow at the scaler's first scales."""
+
+    needs_half = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.float()
+
+    def output(self, batch: Any) -> Tensor:
+        hidden = self.net[0](batch[0].float())
+        if self.needs_half and hidden.dtype is not torch.float16:
+            raise RuntimeError("Only half precision is supported.")
+        return self.net[2](hidden.tanh()).float()
+
+    def loss(self, batch: Any) -> Tensor:
+        return 300 * functional.mse_loss(self.output(batch), batch[1].float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class HalfContrastive(Half):
+    def loss(self, batch: Any) -> Tensor:
+        output = 3 * self.output(batch)
+        return 300 * functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+class ContrastiveBeforeHalf(HalfContrastive):
+    needs_half = False
+
+
+def with_scaler(module: Half, *callbacks: pl.Callback, scale: float = 2.0**16) -> float:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    fit(module, *callbacks, max_epochs=2, plugins=MixedPrecision("16-mixed", "cpu", scaler))
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("kind", [HalfContrastive, ContrastiveBeforeHalf])
+def test_contrastive_losses_are_refused_while_gradients_overflow(kind: type[Half], scale: float) -> None:
+    with pytest.raises(MisconfigurationException, match="Samples affect each other"):
+        with_scaler(kind(), MicroBatching(micro_batch_size=2), scale=scale)
+
+
+def test_micro_batches_are_exact_while_gradients_overflow() -> None:
+    plain, ours = Half(), Half()
+    scale = with_scaler(plain)
+    assert scale < 2.0**16, "gradients should have overflown"
+    assert with_scaler(ours, MicroBatching(micro_batch_size=2)) == scale
+    assert difference(plain, ours) < 1e-3
+
+
+def with_nan() -> DataLoader:
+    dataset = regression().dataset
+    inputs, targets = (tensor.clone() for tensor in dataset.tensors)
+    inputs[1] = torch.nan
+    return loader(inputs, targets)
+
+
+class BrokenFirst(Counting):
+    """Has a first batch without a gradient, whose step is left out."""
+
+    make_loader = staticmethod(with_nan)
+
+
+class ContrastiveBrokenFirst(Contrastive):
+    make_loader = staticmethod(with_nan)
+
+
+def test_a_batch_without_finite_gradients_settles_nothing() -> None:
+    with pytest.raises(MisconfigurationException, match="Samples affect each other"):
+        fit(ContrastiveBrokenFirst(), MicroBatching(micro_batch_size=2), NonFiniteGuard(), max_epochs=2)
+
+
+def test_a_batch_without_finite_gradients_is_no_reason_to_refuse() -> None:
+    plain, ours = BrokenFirst(), BrokenFirst()
+    fit(plain, NonFiniteGuard(), max_epochs=2)
+    fit(ours, MicroBatching(micro_batch_size=2), NonFiniteGuard(), max_epochs=2)
+    assert difference(plain, ours) < 1e-9
+    assert [value.tolist() for value in plain.buffers()] == [value.tolist() for value in ours.buffers()]
+
+
+# --- windows of `accumulate_grad_batches` -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Popping, InPlace])
+def test_earlier_batches_of_a_window_are_repeated_as_the_loader_gave_them(kind: type[Toy]) -> None:
+    plain, ours = kind(), kind()
+    fit(plain, MicroBatching(micro_batch_size=3), max_epochs=1, accumulate_grad_batches=2)
+    ours.fails_at = (2, 10)  # in the second batch of each window, at first whole and then in halves
+    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=1, accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-9
+
+
+class Labelled(Tokens):
+    """The loss is a mean over tokens, of which all samples of a batch have equally many, but for the last batches."""
+
+    sizes: tuple[int, ...] = (BATCH, BATCH)
+    num_equal = -1
+    weight_of = staticmethod(lambda batch: int((batch["answers"] != -100).sum()))
+
+    @classmethod
+    def make_loader(cls) -> DataLoader:
+        ids, labels = tokens()
+        equal = sum(cls.sizes[: cls.num_equal])
+        labels[:equal] = ids[:equal].roll(1, 1)
+        labels[cls.sizes[0] : equal, -1] = -100
+        rows = [{"ids": one, "answers": other} for one, other in zip(ids, labels, strict=True)]
+        ends = [sum(cls.sizes[: index + 1]) for index in range(len(cls.sizes))]
+        batches = [list(range(end - size, end)) for size, end in zip(cls.sizes, ends, strict=True)]
+        return DataLoader(rows, batch_sampler=batches)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(batch["ids"], batch["answers"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OverSamples(Labelled):
+    """The loss is a mean over samples, though it might be one over `labels`."""
+
+    weight_of = staticmethod(lambda batch: len(batch["ids"]))
+
+    @classmethod
+    def make_loader(cls) -> DataLoader:
+        loader = super().make_loader()
+        rows = [{"ids": row["ids"], "labels": row["answers"]} for row in loader.dataset]
+        return DataLoader(rows, batch_sampler=loader.batch_sampler)
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.net(batch["ids"]).transpose(1, 2)
+        return functional.cross_entropy(logits, batch["labels"], reduction="none").sum(1).mean()
+
+
+def stepped(kind: type[Labelled], window: int) -> Labelled:
+    """Take the steps of an epoch by hand, each on the mean of a window."""
+    module = kind()
+    optimizer, batches = module.configure_optimizers(), list(module.train_dataloader())
+    for start in range(0, len(batches), window):
+        parts = batches[start : start + window]
+        weights = [module.weight_of(batch) for batch in parts]
+        optimizer.zero_grad()
+        for batch, weight in zip(parts, weights, strict=True):
+            (module.loss(batch) * weight / sum(weights)).backward()
+        optimizer.step()
+    return module
+
+
+class Summed(Labelled):
+    """The loss is a sum, of which plain Lightning takes the mean over the batches of a window."""
+
+    weight_of = staticmethod(lambda batch: 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.net(batch["ids"]).transpose(1, 2), batch["answers"], reduction="sum")
+
+
+@pytest.mark.parametrize("micro_batch_size", [3, BATCH])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *((kind, sizes) for kind in (Labelled, OverSamples) for sizes in [(BATCH, BATCH), (BATCH, BATCH, BATCH)]),
+        (Summed, (BATCH, BATCH, 2)),
+    ],
+)
+def test_a_rule_that_is_found_within_a_window_holds_for_all_of_it(
+    kind: type[Labelled], sizes: tuple[int, ...], micro_batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "sizes", sizes)
+    ours = kind()
+    fit(ours, MicroBatching(micro_batch_size=micro_batch_size), max_epochs=1, accumulate_grad_batches=len(sizes))
+    assert difference(ours, stepped(kind, len(sizes))) < 1e-9
+
+
+class NormalisedWindow(Normalised):
+    """Can't be split, which nobody asks for."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        rows = [(one, other, torch.tensor(index % 3)) for index, (one, other) in enumerate(regression().dataset)]
+        return DataLoader(rows, BATCH)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch[:2])
+
+
+def test_whole_batches_of_a_window_need_not_be_such_as_can_be_split() -> None:
+    plain, ours = NormalisedWindow(), NormalisedWindow()
+    fit(plain, max_epochs=2, accumulate_grad_batches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(LeafSpec|num_workers|log_every)")
+        fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-12
+    torch.testing.assert_close(plain.norm.running_mean, ours.norm.running_mean, rtol=0, atol=0)
+
+
+class WithSparse(Labelled):
+    """Has a sparse tensor in its batches."""
+
+    @classmethod
+    def make_loader(cls) -> DataLoader:
+        loader = super().make_loader()
+
+        def collate(rows: list[Any]) -> dict[str, Tensor]:
+            return default_collate(rows) | {"graph": torch.eye(len(rows)).to_sparse()}
+
+        return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=collate)
+
+
+class SplitBadly(Labelled):
+    """Has a hook that can't split its batches."""
+
+    def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
+        if len(sizes) > 1:
+            raise KeyError("edges")
+        return [batch]
+
+
+class Asserting(Labelled):
+    """Expects the weights that it had when the batch began."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.total = float(sum(p.detach().sum() for p in self.net.parameters()))
+
+    def loss(self, batch: Any) -> Tensor:
+        assert self.total == float(sum(p.detach().sum() for p in self.net.parameters()))
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("kind", [WithSparse, SplitBadly, Asserting])
+def test_whole_batches_of_a_window_need_not_be_such_as_can_be_compared(kind: type[Labelled]) -> None:
+    plain, ours = kind(), kind()
+    fit(plain, max_epochs=2, accumulate_grad_batches=2)
+    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, accumulate_grad_batches=2)
+    assert difference(plain, ours) < 1e-12
+
+
+@pytest.mark.parametrize(("available", "expected"), [(1 << 40, 1), (1000, 0)])
+def test_whole_batches_are_compared_where_host_memory_has_room(
+    available: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[ExactnessCheck] = []
+    of_weights = ExactnessCheck.of_weights
+
+    def noted(check: ExactnessCheck) -> ExactnessCheck:
+        compared.append(check)
+        return of_weights(check)
+
+    monkeypatch.setattr(ExactnessCheck, "of_weights", noted)
+    monkeypatch.setattr(
+        "lightning_memfit.fitting.step.effective_step.probe_host", lambda: SimpleNamespace(available_bytes=available)
+    )
+    fit(OverSamples(), MicroBatching(micro_batch_size=BATCH), max_epochs=1, accumulate_grad_batches=2)
+    assert min(1, len(compared)) == expected
+
+
+@pytest.mark.parametrize(
+    ("can_repeat", "size", "tried"), [(True, 4, [2, 2, 2]), (True, 8, [6, 3, 2]), (False, 8, [4, 2, 2])]
+)
+def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batches_alike(
+    can_repeat: bool, size: int, tried: list[int]
+) -> None:
+    """Where a shortage ends the run, there is room for what a comparison holds beside a step."""
+    counts: list[int] = []
+
+    class Failing(ExactnessCheck):
+        def _attempt(self, request: Any, batch: Any, num_samples: int, count: int, size: int) -> Any:
+            counts.append(count)
+            return 1, out_of_memory()
+
+    told = iter([8, 4, 2])  # of another rank
+    consensus: Any = SimpleNamespace(
+        world_size=1, can_repeat=can_repeat, exchange=lambda *mine: [mine, (1, next(told))]
+    )
+    memory: Any = SimpleNamespace(reset_peak=lambda: None)
+    anything: Any = None
+    check = Failing(anything, anything, LossWeights(), consensus, LogRules(), memory)
+    with pytest.warns(UserWarning, match="not even two samples"):
+        check.run(anything, anything, num_samples=2 * size - 4, size=size, has_failed=False)
+    assert counts == tried
+
+
+def test_windows_that_a_callback_makes_longer_weigh_whole_batches_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Labelled, "sizes", (BATCH, 2, BATCH, 2))
+    monkeypatch.setattr(Labelled, "num_equal", 0)
+    ours, plain = Labelled(), stepped(Labelled, 1)
+    fit(ours, GradientAccumulationScheduler({1: 2}), MicroBatching(micro_batch_size=3), max_epochs=2)
+    optimizer, batches = plain.configure_optimizers(), list(plain.train_dataloader())
+    for first, second in (batches[:2], batches[2:]):
+        one, two = plain.weight_of(first), plain.weight_of(second)
+        optimizer.zero_grad()
+        ((plain.loss(first) * one + plain.loss(second) * two) / (one + two)).backward()
+        optimizer.step()
+    assert difference(ours, plain) < 1e-9
+
+
+class FirstMasked(Tokens):
+    """A window begins with a batch that has nothing to learn from."""
+
+    @staticmethod
+    def make_loader() -> DataLoader:
+        ids, labels = tokens()
+        labels[:BATCH] = -100
+        rows = [{"ids": one, "labels": other} for one, other in zip(ids, labels, strict=True)]
+        return DataLoader(rows, BATCH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.labelled(batch["ids"], batch["labels"])
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.largest = max(self.largest, float(loss.detach().nan_to_num()))
+
+
+def test_losses_stay_in_the_range_of_float16_where_a_windows_first_batch_counts_nothing() -> None:
+    ours = FirstMasked()
+    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=1, accumulate_grad_batches=2)
+    assert 0.0 < ours.largest < 100.0
+    assert all(p.isfinite().all() for p in ours.parameters())
+
+
+def test_an_epoch_for_batch_norms_keeps_no_batches() -> None:
+    kept: list[int] = []
+
+    class Averaged(Normalised):
+        def on_train_batch_end(self, *_: Any) -> None:
+            loop: Any = self.trainer.fit_loop.epoch_loop.automatic_optimization
+            kept.append(len(loop.run_step.__self__._past))
+
+    plain, ours = Normalised(), Averaged()
+    fit(plain, StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=2)
+    fit(ours, StochasticWeightAveraging(0.01, swa_epoch_start=1), MicroBatching(micro_batch_size=BATCH), max_epochs=2)
+    assert set(kept) == {0}
+    assert difference(plain, ours) == 0.0
+    assert torch.equal(plain.norm.running_mean, ours.norm.running_mean)
+
+
+# --- what the step returns --------------------------------------------------------------------------------------------
+
+
+class Returning(Classes):
+    """Returns what its hook sums up over the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[dict[str, Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        logits, classes = self.net(batch[0]), batch[1]
+        losses = functional.cross_entropy(logits, classes, reduction="none")
+        hits = logits.argmax(1) == classes
+        found = {"loss": losses.mean(), "correct": hits.sum(), "total": len(hits), "rate": hits.double().mean().item()}
+        rare = {"has_fourth": True} if bool((classes == 4).any()) else {}
+        more = {"summed": losses.sum(), "stage": "train", "rows": logits}
+        return found | {"more": more, "output": UserDict(rows=logits)} | rare
+
+    def on_train_batch_end(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
+        self.got.append(outputs)
+
+
+def test_hooks_get_what_the_whole_batch_would_have_returned() -> None:
+    plain, ours = Returning(), Returning()
+    fit(plain, max_epochs=1)
+    fit(ours, MicroBatching(micro_batch_size=2), max_epochs=1)
+    for found, wanted in zip(ours.got, plain.got, strict=True):
+        assert {key: type(value) for key, value in found.items()} == {k: type(v) for k, v in wanted.items()}
+        assert (int(found["correct"]), found["total"]) == (int(wanted["correct"]), wanted["total"])
+        assert found["correct"].dtype == wanted["correct"].dtype
+        assert found["rate"] == pytest.approx(wanted["rate"])
+        assert found["more"]["stage"] == "train"
+        torch.testing.assert_close(found["output"]["rows"], wanted["output"]["rows"])
+        for name in ("summed", "rows"):
+            torch.testing.assert_close(found["more"][name], wanted["more"][name])
+
+
+class Holder:
+    """Holds a metric, of which torch knows nothing."""
+
+    def __init__(self) -> None:
+        self.metric = MeanSquaredError()
+
+
+class Hidden(Toy):
+    """Keeps metrics in a dict, a list and an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"one": MeanSquaredError(), "others": [MeanSquaredError()], "third": Holder()}
+
+    @property
+    def metrics(self) -> list[MeanSquaredError]:
+        return [self.kept["one"], self.kept["others"][0], self.kept["third"].metric]
+
+    def loss(self, batch: Any) -> Tensor:
+        found = self.net(batch[0])
+        for metric in self.metrics:
+            metric.update(found.detach().contiguous(), batch[1].contiguous())
+        return functional.mse_loss(found, batch[1])
+
+
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (3,))])
+def test_metrics_that_torch_does_not_see_count_every_sample_once(size: int, fails_at: tuple[int, ...]) -> None:
+    plain, ours = both(Hidden, size, fails_at)
+    for found, wanted in zip(ours.metrics, plain.metrics, strict=True):
+        assert int(found.total) == int(wanted.total)
+        torch.testing.assert_close(found.compute(), wanted.compute())

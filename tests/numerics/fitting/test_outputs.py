@@ -1,0 +1,460 @@
+"""Metric objects and logged values of a batch that runs in parts, beside those of plain Lightning."""
+
+import warnings
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.wrappers import MinMaxMetric, Running
+
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.recovery.rollback import MetricStates
+from lightning_memfit.fitting.step.log_rules import LogRules
+from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, StepOutputs, detached, merge
+from tests.helpers.trainers import fit
+
+
+class Results(_ResultCollection):
+    """Lightning's collection; keeps what reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__(training=True)
+        self.logged: list[tuple[str, float, int]] = []
+        self.full = 0
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self.full += 1
+        super().log(*args, **kwargs)
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        self.logged.append((key, float(value), batch_size))
+        super().update_metrics(key, value, batch_size)
+
+
+# --- logged values --------------------------------------------------------------------------------------------------
+
+
+def test_one_micro_batch_logs_what_it_logged() -> None:
+    results, logs = Results(), StepLogs()
+    value = torch.tensor(1.0)
+    logs.begin_part(1.0, 4)
+    with logs.capture(results):
+        results.log("training_step", "x", value, batch_size=4)
+        results.log("training_step", "x", value, batch_size=4)
+    assert logs
+    assert not results.logged
+    logs.commit(results)
+    assert results.logged == [("training_step.x", 1.0, 4)] * 2
+    assert not logs
+
+
+def test_captures_nest() -> None:
+    results, outer, inner = Results(), StepLogs(), StepLogs()
+    with outer.capture(results):
+        with inner.capture(results):
+            results.log("training_step", "x", torch.tensor(1.0))
+        results.log("training_step", "y", torch.tensor(1.0))
+    assert [call.name for call in inner.calls] == ["x"]
+    assert [call.name for call in outer.calls] == ["y"]
+    assert "log" not in vars(results)
+
+
+def test_a_failed_attempt_logs_nothing() -> None:
+    results, outputs = Results(), StepOutputs(nn.Module(), Results())
+    outputs._results = results
+    outputs.begin(2)
+    outputs.logs.begin_part(1.0, 1)
+    results.log("training_step", "x", torch.tensor(1.0))
+    outputs.end()
+    outputs.clear()
+    outputs.begin(1)
+    outputs.logs.begin_part(1.0, 2)
+    results.log("training_step", "x", torch.tensor(5.0))
+    outputs.end()
+    outputs.commit()
+    assert results.logged == [("training_step.x", 5.0, 1)]
+
+
+def test_what_lightning_knows_is_not_registered_again() -> None:
+    results, other, logs = Results(), Results(), StepLogs()
+
+    def log(into: Results, value: float, **arguments: Any) -> None:
+        with logs.capture(into):
+            into.log("training_step", "x", torch.tensor(value), **arguments)
+        logs.commit(into)
+
+    for value in (1.0, 2.0, 6.0):
+        log(results, value, on_step=True, batch_size=int(value))
+    assert results.full == 1
+    assert results.logged == [("training_step.x", value, int(value)) for value in (1.0, 2.0, 6.0)]
+    assert float(results["training_step.x"].compute()) == pytest.approx(41 / 9)
+    assert float(results.metrics(on_step=True)["log"]["x_step"]) == 6.0
+    results.reset()
+    results.batch = torch.zeros(7, 2)
+    log(results, 3.0, on_step=True)
+    assert results.full == 1
+    assert results.logged[-1] == ("training_step.x", 3.0, 7)
+    log(other, 3.0, on_step=True)  # another collection
+    assert other.full == 1
+    results.clear()
+    log(results, 3.0, on_step=True)
+    assert results.full == 2
+    with pytest.raises(MisconfigurationException, match="twice in `training_step` with different arguments"):
+        log(results, 3.0, on_step=False)
+    results.dataloader_idx = 0
+    log(results, 3.0, on_step=False)
+    assert results.full == 4
+
+
+# --- metric objects -------------------------------------------------------------------------------------------------
+
+
+class Attributed(Metric):
+    """Keeps graphs in places of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.last: dict[str, Any] = {}
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.last = {"preds": [preds]}
+        self.total = self.total + (preds - target).abs().sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Network(Metric):
+    """Has a network, as the metrics of generated pictures do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.add_state("features", [], dist_reduce_fx="cat")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.features.append(self.net(preds[:, None]))
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.features).mean()
+
+
+class Concatenated(CatMetric):
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds)
+
+    def compute(self) -> Tensor:
+        return torch.as_tensor(super().compute()).square().mean()
+
+
+class Area(BinaryAUROC):
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds.sigmoid(), (target > 0).int())
+
+
+def composition() -> Metric:
+    error = MeanSquaredError()
+    return error + 2 * Attributed() / error
+
+
+METRICS: dict[str, Callable[[], Metric]] = {
+    "tensor state": MeanSquaredError,
+    "list state": Concatenated,
+    "both, moved to the host": lambda: Concatenated(compute_on_cpu=True),
+    "curve": Area,
+    "own attributes": Attributed,
+    "network": Network,
+    "composition": composition,
+    "window": lambda: Running(MeanSquaredError(), window=2),
+}
+
+
+class Logging(pl.LightningModule):
+    """Logs a metric of predictions with their graph."""
+
+    def __init__(self, metric: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 1)
+        self.metric = metric
+        self.step_values: list[dict[str, float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        preds, target = self.net(batch[0])[:, 0], batch[1]
+        self.metric(preds, target)
+        if isinstance(self.metric, MetricCollection):
+            self.log_dict(self.metric, on_step=True, on_epoch=True)
+        else:
+            self.log("metric", self.metric, on_step=True, on_epoch=True)
+        return nn.functional.mse_loss(preds, target)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.step_values.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(3)
+        data = TensorDataset(torch.randn(20, 3, generator=generator), torch.randn(20, generator=generator))
+        return DataLoader(data, 8)
+
+
+def assert_as_plain(make: Callable[[], pl.LightningModule], size: int = 3, **kwargs: Any) -> None:
+    """Step values and those of the epoch are those of plain Lightning."""
+    plain, ours = make(), make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = fit(plain, **kwargs).callback_metrics
+        found = fit(ours, MicroBatching(micro_batch_size=size), **kwargs).callback_metrics
+    assert expected
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert float(found[name]) == pytest.approx(float(value), rel=1e-4), name
+    for step, wanted in zip(ours.step_values, plain.step_values, strict=True):
+        assert step == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in METRICS if kind != "window"])
+def test_metrics_of_predictions_with_a_graph(kind: str) -> None:
+    torch.manual_seed(1)
+    metric = METRICS[kind]()
+    assert_as_plain(lambda: Logging(deepcopy(metric)))
+
+
+def test_collections_of_metrics() -> None:
+    def make() -> Logging:
+        return Logging(MetricCollection({"mse": MeanSquaredError(), "own": Attributed(), "area": Area()}))
+
+    assert_as_plain(make)
+
+
+class Ranks(pl.LightningModule):
+    """Counts two kinds of hits, which are equal in the first samples, and two metrics with one kind of state."""
+
+    def __init__(self, is_hidden: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 5)
+        hits = {f"top{k}": MulticlassAccuracy(5, top_k=k, average="micro") for k in (1, 4)}
+        made = MetricCollection({**hits, "one": MulticlassConfusionMatrix(5), "other": MulticlassConfusionMatrix(5)})
+        self.kept = [made] if is_hidden else nn.ModuleList([made])
+        self.seen: list[dict[str, Any]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        scores = self.net(batch[0])
+        self.kept[0].update(scores, batch[1])
+        return nn.functional.cross_entropy(scores, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        assert len(self.kept[0].compute_groups) == 3
+        self.seen.append({name: value.tolist() for name, value in self.kept[0].compute().items()})
+        self.kept[0].reset()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader:
+        inputs = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(inputs, torch.arange(24) % 5), 12)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_collections_group_their_metrics_by_the_whole_batch(is_hidden: bool, size: int) -> None:
+    plain, ours = Ranks(is_hidden), Ranks(is_hidden)
+    fit(plain)
+    fit(ours, MicroBatching(micro_batch_size=size))
+    assert ours.seen == plain.seen
+
+
+def test_collections_that_several_plain_objects_hold_are_grouped_once() -> None:
+    made = MetricCollection({"mse": MeanSquaredError()})
+    module = nn.Module()
+    module.kept = [made, nn.ModuleList([made])]
+    metrics = StepMetrics(module)
+    metrics.begin()
+    made.update(torch.ones(2), torch.zeros(2))
+    metrics.end()
+    metrics.finish(set())
+    assert made._groups_checked
+    assert "_merge_compute_groups" not in vars(made)
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_the_second_copy_holds_no_graph_and_leaves_the_first_alone(kind: str) -> None:
+    module = nn.ModuleDict({"metric": METRICS[kind]()})
+    metrics = StepMetrics(module)
+    leaf = torch.randn(6, requires_grad=True)
+    metrics.begin()
+    for part in (leaf * 2.0).split([2, 4]):
+        module["metric"](part, torch.arange(float(len(part))))
+    metrics.end()
+    shadow = metrics._shadows[id(module["metric"])]
+    assert not any(value.requires_grad for value in tensors_of(shadow))
+    networks = dict(shadow.named_parameters())
+    assert all(networks[name] is parameter for name, parameter in module["metric"].named_parameters())
+    assert not any(child._forward_hooks for child in (*shadow.modules(), *module.modules()))
+    assert not any(child._to_sync for child in shadow.modules() if isinstance(child, Metric))
+    before = MetricStates(module).save()
+    metrics.finish({id(module["metric"])})
+    after = MetricStates(module).save()
+    assert [state.keys() for state in before] == [state.keys() for state in after]
+
+
+def tensors_of(metric: Metric) -> Iterator[Tensor]:
+    for child in metric.modules():
+        if isinstance(child, Metric):
+            for name in child._defaults:
+                state = getattr(child, name)
+                yield from state if isinstance(state, list) else [state]
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_states_of_metrics_go_back(kind: str) -> None:
+    module = nn.ModuleDict({"metric": METRICS[kind]()})
+    metric, states = module["metric"], MetricStates(module)
+    leaf = torch.randn(4, requires_grad=True)
+    values = []
+    for _ in range(3):
+        metric(leaf * 2.0, torch.arange(4.0))
+        saved = states.save()
+        assert not any(tensor.requires_grad for state in saved for tensor in flat(state))
+        values.append(metric.compute())
+        for _ in range(2):
+            metric(leaf * 3.0, torch.arange(4.0))
+        states.load(saved)
+        assert torch.equal(metric.compute(), values[-1])
+
+
+def flat(state: dict[str, Any]) -> Iterator[Tensor]:
+    for value in state.values():
+        yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor))
+
+
+def test_copies_of_metrics_that_are_not_logged_on_step_are_dropped() -> None:
+    module = nn.ModuleDict({"logged": MeanMetric(), "other": SumMetric(), "untouched": MinMaxMetric(SumMetric())})
+    metrics = StepMetrics(module)
+    for _ in range(2):
+        metrics.begin()
+        for value in (1.0, 3.0):
+            module["logged"](value)
+            module["other"](value)
+        metrics.end()
+        metrics.finish({id(module["logged"])})
+        assert set(metrics._shadows) == {id(module["logged"])}
+        assert module["logged"]._forward_cache == 2.0
+
+
+def test_wrappers_of_which_lightning_logs_nothing_on_step() -> None:
+    module = nn.ModuleDict({"running": Running(MeanMetric(), window=2)})
+    metrics = StepMetrics(module)
+    metrics.begin()
+    for value in (1.0, 3.0):
+        module["running"](value)
+    metrics.end()
+    metrics.finish({id(module["running"])})
+    assert module["running"]._forward_cache is None
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+class Tokens(pl.LightningModule):
+    """A loss over unmasked labels, and what users log beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Embedding(5, 5)
+        self.step_values: list[dict[str, float]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids, labels = batch["input_ids"], batch["labels"]
+        logits = self.net(ids)
+        loss = nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+        hits = (logits.argmax(-1) == labels) | (labels == -100)
+        both = {"on_step": True, "on_epoch": True, "batch_size": len(ids)}
+        self.log("loss", loss, **both)
+        self.log("tokens", (labels != -100).sum().float(), **both)
+        self.log("count", int((labels != -100).sum()), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log_dict({"perplexity": loss.exp(), "sequences": hits.all(1).float().mean(), "rate": 1e-3}, **both)
+        self.log("longest", (labels != -100).sum(1).max(), **both)
+        self.log("any", bool(hits.any()), **both)
+        self.log("twice", loss, **both)
+        self.log("twice", loss, **both)
+        return loss
+
+    on_train_batch_end = Logging.on_train_batch_end
+    configure_optimizers = Logging.configure_optimizers
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(0, 5, (20, 4), generator=generator)
+        with torch.no_grad():
+            labels = self.net(ids).argmax(-1)  # what the net says, but for some
+        labels = labels.where(torch.rand(ids.shape, generator=generator) < 0.8, (labels + 1) % 5)
+        labels[torch.rand(ids.shape, generator=generator) < 0.3] = -100
+        return DataLoader([{"input_ids": i, "labels": t} for i, t in zip(ids, labels, strict=True)], 8)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_logged_values_are_those_of_the_whole_batch(size: int) -> None:
+    assert_as_plain(Tokens, size)
+    assert_as_plain(Tokens, size, max_epochs=2)
+
+
+def test_rules_reach_the_step() -> None:
+    rules = LogRules()
+    assert StepOutputs(nn.Module(), Results(), rules).logs.rules is rules
+
+
+# --- mappings of other kinds ------------------------------------------------------------------------------------------
+
+
+class Rows(UserDict):
+    """Takes items of its own number of rows alone, as a `TensorDict` does."""
+
+    refuses = True
+
+    def __init__(self, items: Any, num_rows: int) -> None:
+        self.batch_size: Any = torch.Size([num_rows]) if self.refuses else num_rows
+        self.num_rows = num_rows
+        super().__init__(items)
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        if self.refuses and len(item) != self.num_rows:
+            raise RuntimeError("batch dimension mismatch")
+        super().__setitem__(key, item)
+
+
+class Trusting(Rows):
+    refuses = False
+
+
+class Strict(Rows):
+    """Has another name for its number of rows."""
+
+    def __init__(self, items: Any, num_rows: int) -> None:
+        super().__init__(items, num_rows)
+        del self.batch_size
+
+
+@pytest.mark.parametrize(("kind", "found"), [(Rows, dict), (Strict, dict), (Trusting, Trusting)])
+def test_rows_of_micro_batches_come_in_their_mapping_if_it_takes_them(kind: type[Rows], found: type) -> None:
+    parts = [kind({"x": torch.ones(3)}, 3), kind({"x": torch.zeros(2)}, 2)]
+    merged = merge(parts, [3.0, 2.0], [3, 2])
+    assert type(merged) is found
+    assert merged["x"].tolist() == [1, 1, 1, 0, 0]
+    assert type(detached(parts[0])) is kind

@@ -1,0 +1,381 @@
+import copy
+import weakref
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_memfit.optim.eight_bit import check_states, embedding_parameters, repage_states, to_bitsandbytes
+from lightning_memfit.optim.gradient_release import GradientRelease
+from lightning_memfit.profile.quiet import collector_paused
+from tests.numerics.optim.cases import CASES, Lion
+
+
+def steps(optimizer, parameters, num_steps=5):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_steps):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def parameters(dtype=torch.float32):
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(64, 128, dtype=dtype)), nn.Parameter(torch.randn(16, dtype=dtype))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_32_bit_form_computes_the_same(name):
+    cls, kwargs = CASES[name]
+    expected = steps(cls(reference := parameters(), **kwargs), reference)
+    stepped = parameters()
+    converted = to_bitsandbytes(cls(stepped, **kwargs), bits=32)
+    actual = steps(converted, stepped)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_8_bit_form_stays_close(name, dtype):
+    cls, kwargs = CASES[name]
+    reference = [nn.Parameter(p.detach().float()) for p in parameters(dtype)]
+    expected = steps(cls(reference, **kwargs), reference)
+    stepped = parameters(dtype)
+    converted = to_bitsandbytes(cls(stepped, **kwargs))
+    steps(converted, stepped)
+    check_states(converted)
+    large, small = stepped
+    assert converted.state[large]["state1"].dtype is torch.uint8
+    assert converted.state[small]["state1"].dtype is torch.float32
+    moved = (expected[0] - parameters(dtype)[0].float()).abs().mean()
+    error = (large.float() - expected[0]).abs().mean()
+    assert error < (0.1 if dtype is torch.float32 else 0.3) * moved  # bf16 weights round every step
+
+
+def test_groups_and_hyper_parameters_are_kept():
+    first, second = parameters()
+    original = torch.optim.AdamW(
+        [
+            {"params": [first], "lr": 3e-4, "weight_decay": 0.3, "name": "decayed"},
+            {"params": [second], "betas": (0.5, 0.6), "eps": 1e-3},
+        ],
+        lr=1e-3,
+        weight_decay=0.0,
+    )
+    converted = to_bitsandbytes(original, min_8bit_size=100)
+    assert isinstance(converted, bnb.optim.AdamW8bit)
+    a, b = converted.param_groups
+    assert (a["lr"], a["weight_decay"], a["name"], a["params"][0]) == (3e-4, 0.3, "decayed", first)
+    assert (b["lr"], b["weight_decay"], b["betas"], b["eps"]) == (1e-3, 0.0, (0.5, 0.6), 1e-3)
+    assert converted.args.min_8bit_size == 100
+    converted.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert converted.param_groups[2]["lr"] == 1e-3
+
+
+def test_sgd_defaults_without_momentum_but_groups_with():
+    original = torch.optim.SGD([{"params": parameters(), "momentum": 0.7}], lr=0.1)
+    converted = to_bitsandbytes(original)
+    assert converted.get_config(0, 0, converted.param_groups[0])["betas"] == (0.7, 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kwargs", "name"),
+    [
+        (torch.optim.AdamW, {"lr": 1.0}, "PagedAdamW8bit"),
+        (torch.optim.Adam, {"lr": 1.0}, "PagedAdam8bit"),
+        (Lion, {"lr": 1.0}, "PagedLion8bit"),
+        (bnb.optim.AdEMAMix, {"lr": 1.0}, "PagedAdEMAMix8bit"),
+        (bnb.optim.AdamW32bit, {"lr": 1.0}, "PagedAdamW8bit"),
+    ],
+)
+def test_paged_form(optimizer, kwargs, name):
+    assert type(to_bitsandbytes(optimizer(parameters(), **kwargs), paged=True)).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion", "SGD", "RMSprop", "AdEMAMix"])
+def test_32_bit_optimizers_of_bitsandbytes(name):
+    kwargs = {"momentum": 0.9} if name == "SGD" else {}
+    stepped = parameters()
+    converted = to_bitsandbytes(getattr(bnb.optim, name)(stepped, lr=1e-2, weight_decay=0.1, **kwargs))
+    other = parameters()
+    direct = getattr(bnb.optim, f"{name}8bit")(other, lr=1e-2, weight_decay=0.1, **kwargs)
+    for a, b in zip(steps(converted, stepped), steps(direct, other), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kwargs", "message"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
+        (torch.optim.AdamW, {"maximize": True}, "maximize=True"),
+        (torch.optim.AdamW, {"differentiable": True}, "differentiable=True"),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1)}, "tensor as `lr`"),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "decoupled"),
+        (torch.optim.SGD, {}, "momentum=0"),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, "nesterov=True"),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, "dampening=0.5"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum=0.9"),
+        (torch.optim.RMSprop, {"centered": True}, "centered=True"),
+        (torch.optim.Adagrad, {}, "Adagrad"),
+        (bnb.optim.AdamW8bit, {}, "8-bit states already"),
+        (bnb.optim.LAMB, {}, "LAMB"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(optimizer, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        to_bitsandbytes(optimizer(parameters(), **{"lr": 0.1, **kwargs}))
+
+
+def test_unknown_hyper_parameter_of_a_lion_is_refused():
+    optimizer = Lion(parameters())
+    optimizer.defaults["cautious_factor"] = 0.5
+    with pytest.raises(ValueError, match="cautious_factor"):
+        to_bitsandbytes(optimizer)
+
+
+class OtherLion(Lion):
+    """One of the many classes of this name whose groups don't show what else they do."""
+
+    def __init__(self, change, **kwargs):
+        self.change, self.count = change, []
+        super().__init__(parameters(), **kwargs)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count.append(1)
+        before = [(p, p.clone()) for group in self.param_groups for p in group["params"]]
+        super().step()
+        for p, start in before:
+            p.copy_(self.change(p, start))
+
+
+OtherLion.__name__ = "Lion"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p, start: p - 9e-3 * start,  # decay by another rate
+        lambda p, start: 2 * start - p,  # maximizes
+        lambda p, start: torch.where(start > 0, p, start),  # of some elements alone
+    ],
+)
+def test_a_lion_that_is_none_is_refused(change):
+    optimizer = OtherLion(change, weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"group 0: `tests.*Lion` computes something else than Lion"):
+        to_bitsandbytes(optimizer)
+    assert not optimizer.state
+    assert not optimizer.count
+    optimizer = OtherLion(lambda p, start: p, weight_decay=0.1, lr=0.0)  # as a schedule begins
+    assert isinstance(to_bitsandbytes(optimizer), bnb.optim.Lion8bit)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_trial_leaves_everything_else_as_it_is(dtype):
+    class Counts(Lion):
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.number += 1
+            torch.rand(())
+            super().step()
+
+    Counts.__name__ = "Lion"
+    Lion(parameters())  # from now on torch runs the hooks of a step in this class, too
+    optimizer, calls = Counts(parameters()), []
+    optimizer.number = torch.zeros(())
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    state, before = torch.get_rng_state(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert isinstance(to_bitsandbytes(optimizer), bnb.optim.Lion8bit)
+    finally:
+        torch.set_default_dtype(before)
+    assert not calls
+    assert optimizer.number == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_lion_is_tried_in_a_trace_as_well():
+    with FakeTensorMode():
+        stepped = list(nn.Linear(8, 8).parameters())
+        assert isinstance(to_bitsandbytes(Lion(stepped)), bnb.optim.Lion8bit)
+        GradientRelease(Lion(stepped)).remove()
+
+
+def test_other_refusals():
+    class MyAdamW(torch.optim.AdamW):
+        pass
+
+    with pytest.raises(ValueError, match="MyAdamW"):
+        to_bitsandbytes(MyAdamW(parameters()))
+    with pytest.raises(ValueError, match="float64"):
+        to_bitsandbytes(torch.optim.AdamW(parameters(torch.float64)))
+    with pytest.raises(ValueError, match="no paged SGD"):
+        to_bitsandbytes(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), paged=True)
+    with pytest.raises(ValueError, match="bits=4"):
+        to_bitsandbytes(torch.optim.AdamW(parameters()), bits=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_resume_is_bitwise(name, dtype):
+    cls, kwargs = CASES[name]
+    straight = parameters(dtype)
+    optimizer = to_bitsandbytes(cls(straight, **kwargs), keep_32bit=straight[:1])
+    steps(optimizer, straight, 3)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(straight)
+    steps(optimizer, straight, 3)
+
+    resumed = [nn.Parameter(w.detach().clone()) for w in weights]
+    optimizer = to_bitsandbytes(cls(resumed, **kwargs), keep_32bit=resumed[:1])
+    optimizer.load_state_dict(saved)
+    check_states(optimizer)
+    steps(optimizer, resumed, 3)
+    for a, b in zip(straight, resumed, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_steps_on_fake_parameters():
+    with FakeTensorMode():
+        stepped = [nn.Parameter(torch.empty(64, 128)), nn.Parameter(torch.empty(16))]
+        optimizer = to_bitsandbytes(torch.optim.AdamW(stepped, lr=0.1))
+        for p in stepped:
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+    check_states(optimizer)
+    assert optimizer.state[stepped[0]]["state1"].dtype is torch.uint8
+
+
+@pytest.fixture(autouse=True)
+def _clean_manager():
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    yield
+    manager.pid2config.clear()
+    manager.index2config.clear()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, 64)
+        self.body = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 128, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def stepped(module, **kwargs):
+    optimizer = to_bitsandbytes(torch.optim.AdamW(module.parameters()), **kwargs)
+    for p in module.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def test_embeddings_and_tied_heads_keep_32_bit_states():
+    module = Tied()
+    kept = embedding_parameters(module)
+    assert [id(p) for p in kept] == [id(module.head.weight)]
+    optimizer = stepped(module, keep_32bit=kept)
+    check_states(optimizer)
+    assert optimizer.state[module.head.weight]["state1"].dtype is torch.float32
+    assert optimizer.state[module.body.weight]["state1"].dtype is torch.uint8
+    assert optimizer.state[module.body.bias]["state1"].dtype is torch.float32  # 64 elements
+
+
+def test_nothing_leaks_into_or_from_other_optimizers():
+    module = Tied()
+    stepped(module, keep_32bit=[module.body.weight])
+    assert not bnb.optim.GlobalOptimManager.get_instance().pid2config
+    assert stepped(module).state[module.body.weight]["state1"].dtype is torch.uint8
+
+
+def test_optimizers_die_with_their_last_reference():
+    optimizer = stepped(Tied())
+    reference = weakref.ref(optimizer)
+    with collector_paused():
+        del optimizer
+        assert reference() is None
+
+
+def test_overrides_by_position_do_not_reach_us():
+    other = nn.Linear(100, 100)
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.override_config(other.weight, "optim_bits", 32)
+    manager.register_parameters(other.parameters())
+    module = Tied()
+    leaking = bnb.optim.AdamW8bit(module.parameters())
+    for p in module.parameters():
+        p.grad = torch.randn_like(p)
+    leaking.step()
+    assert leaking.state[module.embedding.weight]["state1"].dtype is torch.float32  # upstream's leak is still there
+    assert stepped(module).state[module.embedding.weight]["state1"].dtype is torch.uint8
+
+
+def test_a_users_own_override_by_parameter_counts():
+    module = Tied()
+    bnb.optim.GlobalOptimManager.get_instance().override_config(module.body.weight, "optim_bits", 32)
+    optimizer = stepped(module)
+    check_states(optimizer)
+    assert optimizer.state[module.body.weight]["state1"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("state1", torch.zeros(64, 64)),
+        ("state2", torch.zeros(64, 64, dtype=torch.float16)),
+        ("state1", torch.zeros(64, 63, dtype=torch.uint8)),
+        ("absmax1", torch.zeros(3)),
+    ],
+)
+def test_tampered_states_are_found(key, value):
+    module = Tied()
+    optimizer = stepped(module)
+    check_states(optimizer)
+    optimizer.state[module.body.weight][key] = value
+    with pytest.raises(RuntimeError, match=r"8-bit states for a parameter of shape \(64, 64\)"):
+        check_states(optimizer)
+
+
+def test_ademamix_has_two_moments_in_one_state():
+    module = Tied()
+    optimizer = to_bitsandbytes(bnb.optim.AdEMAMix(module.parameters()))
+    for p in module.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    check_states(optimizer)
+    assert optimizer.state[module.body.weight]["state1"].shape == (2, 64, 64)
+
+
+def test_nothing_is_paged_on_the_cpu():
+    module = Tied()
+    with pytest.warns(UserWarning, match="Paged optimizers are not supported on CPU"):
+        optimizer = stepped(module, paged=True)
+    assert repage_states(optimizer) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_paged_states_stay_paged_after_resume():
+    def module():
+        torch.manual_seed(0)
+        return nn.Linear(512, 512).cuda()
+
+    first = module()
+    optimizer = stepped(first, paged=True)
+    assert optimizer.state[first.weight]["state1"].is_paged
+    second = module()
+    second.load_state_dict(first.state_dict())
+    resumed = to_bitsandbytes(torch.optim.AdamW(second.parameters()), paged=True)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert all(resumed.state[second.weight][key].is_paged for key in ("state1", "state2"))
+    assert repage_states(resumed) == 0
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        b.grad = a.grad.clone()
+    optimizer.step()
+    resumed.step()
+    assert torch.equal(first.weight, second.weight)

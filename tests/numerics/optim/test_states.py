@@ -1,0 +1,473 @@
+"""States of 8 and 32 bits: what bitsandbytes' and torchao's own tests check of theirs, of our conversions of them."""
+
+import copy
+import io
+import itertools
+from importlib.util import find_spec
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
+from torch import nn
+from torch.optim import lr_scheduler
+
+from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
+from lightning_memfit.optim.exchange import exchange
+from lightning_memfit.optim.states import MOMENTS, NUMBERED, RECORD, Resume, dequantize, families_of, flat, moments_of
+from tests.numerics.optim.cases import CASES, Lion
+
+FAMILY_OF = {"AdamW": "Adam", "AdamW-fused": "Adam", "Adam": "Adam"}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def parameters(*shapes, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter((0.1 * torch.randn(shape, generator=generator)).to(dtype)) for shape in shapes]
+
+
+def give_gradients(stepped, step, scale=0.01):
+    generator = torch.Generator().manual_seed(step)
+    for p in stepped:
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+
+
+def train(optimizer, stepped, steps):
+    for step in steps:
+        give_gradients(stepped, step)
+        optimizer.step()
+
+
+def through_a_file(state_dict):
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 5000])
+def test_widening_is_the_nearest_value_of_the_map(size, signed):
+    table = create_dynamic_map(signed=signed)
+    values = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 10.0 ** (torch.arange(size) % 7 - 6)
+    values = values if signed else values.abs()
+    codes, rounded = quantize_blockwise(values, code=table, blocksize=256)
+    wide = dequantize(codes, rounded.absmax, table)
+    assert torch.equal(wide, dequantize_blockwise(codes, rounded))
+    for block, result in zip(values.split(256), wide.split(256), strict=True):
+        scale = block.abs().max().double()
+        nearest = (table.double() * scale - block.double()[:, None]).abs().amin(1)
+        torch.testing.assert_close((result.double() - block.double()).abs(), nearest, rtol=0, atol=1e-4 * scale.item())
+    # The signed map ends at -0.993, so that blocks whose largest value is negative shrink when they are rounded again.
+    again, scales = quantize_blockwise(wide, code=table, blocksize=256)
+    error = (dequantize(again, scales.absmax, table) - wide).abs()
+    assert (error <= 0.01 * rounded.absmax.repeat_interleave(256)[:size]).all() if signed else not error.any()
+
+
+def test_scales_of_other_blocks_are_refused():
+    with pytest.raises(ValueError, match="3 scales, which is not one per 256"):
+        dequantize(torch.zeros(4096, dtype=torch.uint8), torch.ones(3), create_dynamic_map())
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_32_bit_states_are_those_of_torch_through_saving(name, dtype):
+    cls, kwargs = CASES[name]
+    shapes = [(33, 129), (1024, 1), (7,), ()]
+    ours = parameters(*shapes, dtype=dtype)
+    reference = [nn.Parameter(p.detach().double()) for p in ours]
+    optimizer, truth = to_bitsandbytes(cls(ours, **kwargs), bits=32), cls(reference, **kwargs)
+    for step in range(12):
+        give_gradients(ours, step)
+        for p, q in zip(ours, reference, strict=True):
+            q.grad = p.grad.double()
+        optimizer.step()
+        truth.step()
+        for p, q in zip(ours, reference, strict=True):
+            for key, value in moments_of(optimizer.state[p], FAMILY_OF.get(name, name))[1].items():
+                expected = truth.state[q]["momentum" if name == "Lion" else key]
+                assert value.dtype is torch.float32
+                torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-7)
+            q.data = p.detach().double()  # narrow weights drift, and are not what is tested here
+        if step % 4 == 3:
+            saved = through_a_file(optimizer.state_dict())
+            optimizer = to_bitsandbytes(cls(ours, **kwargs), bits=32)
+            optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_8_bit_states_stay_close_to_those_of_torch(name, dtype):
+    cls, kwargs = CASES[name]
+    ours = parameters((64, 129), dtype=dtype)
+    reference = [nn.Parameter(p.detach().double()) for p in ours]
+    optimizer, truth = to_bitsandbytes(cls(ours, **kwargs)), cls(reference, **kwargs)
+    for step in range(20):
+        give_gradients(ours, step)
+        reference[0].grad = ours[0].grad.double()
+        optimizer.step()
+        truth.step()
+        reference[0].data = ours[0].detach().double()
+    (p,), (q,) = ours, reference
+    for key, value in moments_of(optimizer.state[p], FAMILY_OF.get(name, name))[1].items():
+        expected = truth.state[q]["momentum" if name == "Lion" else key]
+        error = (value.double() - expected).norm() / expected.norm()
+        assert error < 0.05
+
+
+def test_groups_have_their_own_hyper_parameters():
+    def groups(shapes):
+        first, second, third = parameters(*shapes)
+        return [
+            {"params": [first], "betas": (0.5, 0.6), "eps": 1e-3},
+            {"params": [second], "lr": 1e-1, "weight_decay": 0.3},
+            {"params": [third], "betas": (0.0, 0.9)},
+        ]
+
+    shapes = [(64, 64), (64, 64), (3,)]
+    ours, reference = groups(shapes), groups(shapes)
+    optimizer, truth = to_bitsandbytes(torch.optim.AdamW(ours), bits=32), torch.optim.AdamW(reference)
+    for optimizer_of, group_list in ((optimizer, ours), (truth, reference)):
+        train(optimizer_of, [p for group in group_list for p in group["params"]], range(4))
+    for a, b in zip(ours, reference, strict=True):
+        torch.testing.assert_close(a["params"][0], b["params"][0], rtol=1e-5, atol=1e-7)
+
+
+def test_names_of_parameters_stay():
+    module = nn.Linear(64, 128)
+    optimizer = to_bitsandbytes(torch.optim.AdamW(module.named_parameters()))
+    train(optimizer, list(module.parameters()), range(1))
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+    assert exchange(optimizer_of(module), "torch.AdamW").param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def optimizer_of(module):
+    return torch.optim.AdamW(module.named_parameters())
+
+
+# --- odd parameters ---------------------------------------------------------------------------------------------------
+
+
+def test_empty_and_single_element_parameters():
+    ours, reference = (parameters((0, 4), (), (1,), (64, 64)) for _ in range(2))
+    optimizer = to_bitsandbytes(torch.optim.AdamW(ours, lr=1e-2), min_8bit_size=0)
+    train(optimizer, ours, range(3))
+    check_states(optimizer)
+    train(torch.optim.AdamW(reference, lr=1e-2), reference, range(3))
+    for a, b in zip(ours, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
+    again = to_bitsandbytes(torch.optim.AdamW(ours, lr=1e-2), min_8bit_size=0)
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(again, ours, range(1))
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("layout", ["transposed", "channels last", "part of a buffer"])
+def test_a_parameter_stays_where_it_is(layout, bits):
+    """bitsandbytes moves one that is not contiguous to new memory, which views of the old don't see."""
+
+    def make():
+        torch.manual_seed(0)
+        if layout == "transposed":
+            memory = torch.randn(128, 64)
+            return memory, memory.t()
+        if layout == "channels last":
+            memory = torch.randn(16, 8, 8, 8).to(memory_format=torch.channels_last)
+            return memory, memory
+        memory = torch.randn(64, 256)
+        return memory, memory[:, ::2]
+
+    memory, view = make()
+    ours = [nn.Parameter(view)]
+    plain = [nn.Parameter(view.clone(memory_format=torch.contiguous_format))]
+    train(to_bitsandbytes(torch.optim.AdamW(plain, lr=1e-2), bits=bits), plain, range(3))
+    optimizer = to_bitsandbytes(torch.optim.AdamW(ours, lr=1e-2), bits=bits)
+    train(optimizer, ours, range(1))
+    saved = through_a_file(optimizer.state_dict())
+    optimizer = to_bitsandbytes(torch.optim.AdamW(ours, lr=1e-2), bits=bits)
+    optimizer.load_state_dict(saved)
+    train(optimizer, ours, range(1, 3))
+    assert torch.equal(ours[0], plain[0])
+    assert ours[0].data_ptr() == memory.data_ptr()
+    assert ours[0].stride() == view.stride()
+    assert torch.equal(view, plain[0])
+
+
+def test_gradients_of_some_steps_only():
+    ours, reference = (parameters((64, 64), (64, 64)) for _ in range(2))
+    optimizer, truth = to_bitsandbytes(torch.optim.AdamW(ours), bits=32), torch.optim.AdamW(reference)
+    for step in range(6):
+        for stepped, by in ((ours, optimizer), (reference, truth)):
+            give_gradients(stepped, step)
+            stepped[step % 2].grad = None
+            by.step()
+    for a, b in zip(ours, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_dtypes_of_which_a_part_would_be_lost_are_refused(dtype):
+    made = [nn.Parameter(torch.zeros(4, dtype=dtype))]
+    for name, options in (
+        ("bitsandbytes.Lion", {"betas": (0.9, 0.99)}),
+        ("bitsandbytes.AdEMAMix", {"betas": (0.9, 0.99, 0.999)}),
+    ):
+        with pytest.raises(ValueError, match=str(dtype)):
+            exchange(torch.optim.AdamW(made), name, options)
+    optimizer = to_bitsandbytes(torch.optim.AdamW(parameters((4,))))
+    optimizer.add_param_group({"params": made})
+    before = optimizer.param_groups[0]["params"][0].detach().clone()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=f"Parameter group 1 holds a {dtype}"):
+        optimizer.step()
+    assert torch.equal(optimizer.param_groups[0]["params"][0], before)
+
+
+def test_a_subclass_is_refused_everywhere():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    for convert in (to_bitsandbytes, lambda old: exchange(old, "torch.AdamW")):
+        with pytest.raises(ValueError, match="Mine"):
+            convert(Mine(parameters((4,))))
+
+
+# --- copies, overrides, hooks -----------------------------------------------------------------------------------------
+
+
+CONVERSIONS = {
+    "8-bit": to_bitsandbytes,
+    "32-bit": lambda old: to_bitsandbytes(old, bits=32),
+    "Lion": lambda old: exchange(old, "bitsandbytes.Lion", {"betas": (0.9, 0.99)}),
+    "fused": lambda old: exchange(old, "torch.AdamW", {"fused": True}),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_deep_copy_steps_by_itself(name):
+    module = nn.Linear(64, 128)
+    optimizer = CONVERSIONS[name](torch.optim.AdamW(module.parameters(), lr=1e-2))
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    train(optimizer, list(module.parameters()), range(2))
+    other, copied, _ = copy.deepcopy((module, optimizer, schedule))
+    before = other.weight.detach().clone()
+    train(optimizer, list(module.parameters()), range(2, 4))
+    assert torch.equal(other.weight, before)
+    train(copied, list(other.parameters()), range(2, 4))
+    assert torch.equal(other.weight, module.weight)
+    assert copied.state[other.weight]["step"] == 4
+
+
+@pytest.fixture
+def manager():
+    found = bnb.optim.GlobalOptimManager.get_instance()
+    yield found
+    found.pid2config.clear()
+    found.index2config.clear()
+
+
+def test_overrides_of_other_parameters_change_nothing(manager):
+    (other,), (ours,), (reference,) = (parameters((64, 64)) for _ in range(3))
+    manager.override_config(other, key_value_dict={"lr": 100.0, "optim_bits": 32})
+    manager.register_parameters([other])
+    train(to_bitsandbytes(torch.optim.AdamW([ours])), [ours], range(2))
+    manager.index2config.clear()
+    train(to_bitsandbytes(torch.optim.AdamW([reference])), [reference], range(2))
+    assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_override_counts_whenever_it_was_registered(manager, before):
+    first, second = parameters((64, 64), (64, 64))
+    if before:
+        manager.override_config(second, "optim_bits", 32)
+    optimizer = to_bitsandbytes(torch.optim.AdamW([first, second]))
+    if not before:
+        manager.override_config(second, "optim_bits", 32)
+    train(optimizer, [first, second], range(1))
+    assert [optimizer.state[p]["state1"].dtype for p in (first, second)] == [torch.uint8, torch.float32]
+
+
+def test_hooks_for_saving_and_loading_run():
+    (p,) = parameters((64, 64))
+    optimizer = to_bitsandbytes(torch.optim.AdamW([p]))
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "after"]
+
+
+# --- other moments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+def test_ademamix_in_all_widths(bits, scheduled):
+    """`AdEMAMix32bit` of bitsandbytes 0.50 makes its first state of half the size that its kernel writes to."""
+    kwargs = {"lr": 1e-3, "t_alpha": 20, "t_beta3": 20} if scheduled else {"lr": 1e-3}
+    (ours,), (reference,) = (parameters((64, 128)) for _ in range(2))
+    optimizer = to_bitsandbytes(bnb.optim.AdEMAMix([ours], **kwargs), bits=bits, paged=bits == 32)
+    train(optimizer, [ours], range(5))
+    train(bnb.optim.AdEMAMix([reference], **kwargs), [reference], range(5))
+    assert optimizer.state[ours]["state1"].shape == (2, 64, 128)
+    start = parameters((64, 128))[0]
+    assert (ours - reference).norm() / (reference - start).norm() < (1e-5 if bits == 32 else 0.1)
+    wide = to_bitsandbytes(bnb.optim.AdEMAMix([ours], **kwargs), bits=32)
+    wide.load_state_dict(through_a_file(optimizer.state_dict()))
+    expected = moments_of(optimizer.state[ours], "AdEMAMix")[1]
+    for key, name in zip(NUMBERED, MOMENTS["AdEMAMix"], strict=True):
+        assert torch.equal(wide.state[ours][key], expected[name])
+    narrow = to_bitsandbytes(bnb.optim.AdEMAMix([ours], **kwargs))
+    narrow.load_state_dict(wide.state_dict())
+    for name, value in moments_of(narrow.state[ours], "AdEMAMix")[1].items():
+        assert (value - expected[name]).norm() < 0.02 * expected[name].norm()
+
+
+# --- from one to another ----------------------------------------------------------------------------------------------
+
+ADAMS = {
+    "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "torch with names": lambda p: exchange(torch.optim.AdamW(p, lr=1e-2), "torch.AdamW"),
+    "bitsandbytes": lambda p: bnb.optim.AdamW(p, lr=1e-2),
+    "bitsandbytes 8-bit": lambda p: bnb.optim.AdamW8bit(p, lr=1e-2),
+    "32-bit": lambda p: to_bitsandbytes(torch.optim.AdamW(p, lr=1e-2), bits=32),
+    "8-bit": lambda p: to_bitsandbytes(torch.optim.AdamW(p, lr=1e-2)),
+    "8-bit of bitsandbytes": lambda p: to_bitsandbytes(bnb.optim.AdamW(p, lr=1e-2)),
+}
+if find_spec("torchao") is not None:
+    for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
+        ADAMS[f"torchao {kind}"] = lambda p, kind=kind: exchange(torch.optim.AdamW(p, lr=1e-2), f"torchao.{kind}")
+EXACT = {"torch", "torch with names", "bitsandbytes", "32-bit"}
+OURS = [name for name in ADAMS if Resume.of(ADAMS[name](parameters((2,)))) is not None]
+WIDTH = {"8": 0.02, "4": 0.3, "F": 0.05}
+
+
+def error_of(name):
+    return 1e-6 if name in EXACT else 0.02 if "torchao" not in name else WIDTH[name.partition("AdamW")[2][0]]
+
+
+def with_states(name):
+    """An optimizer that has stepped; torchao's are given states, since their steps compile."""
+    stepped = parameters((64, 128), (16,))
+    plain = torch.optim.AdamW(stepped, lr=1e-2)
+    train(plain, stepped, range(3))
+    if "torchao" not in name:
+        return ADAMS[name](stepped), plain, stepped
+    optimizer = ADAMS[name](stepped)
+    optimizer.load_state_dict(plain.state_dict())
+    return optimizer, plain, stepped
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(ADAMS, OURS)))
+def test_moments_go_from_every_adam_to_every_other(source, target):
+    saved_by, plain, stepped = with_states(source)
+    if not saved_by.state:
+        other = parameters((64, 128), (16,))
+        saved_by = ADAMS[source](other)
+        train(saved_by, other, range(3))
+    optimizer = ADAMS[target](stepped)
+    optimizer.load_state_dict(through_a_file(saved_by.state_dict()))
+    for p in stepped:
+        step, moments = moments_of(optimizer.state[p], "Adam")
+        assert step == 3
+        for name in ("exp_avg", "exp_avg_sq"):
+            expected = plain.state[p][name]
+            error = (moments[name] - expected).norm() / expected.norm()
+            assert error < error_of(source) + error_of(target), (name, tuple(p.shape))
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-2)
+    assert optimizer.state_dict()[RECORD]["family"] == "Adam"
+
+
+def test_hyper_parameters_of_the_checkpoint_go_on_under_other_names():
+    (p,) = parameters((64, 64))
+    saved = bnb.optim.SGD8bit([p], lr=0.1, momentum=0.7, weight_decay=0.01)
+    train(saved, [p], range(1))
+    optimizer = exchange(torch.optim.SGD([p], lr=1.0, momentum=0.9), "torch.SGD")
+    optimizer.load_state_dict(saved.state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["dampening"], group["weight_decay"]) == (0.1, 0.7, 0, 0.01)
+    back = to_bitsandbytes(bnb.optim.SGD([p], lr=1.0, momentum=0.9))
+    back.load_state_dict(optimizer.state_dict())
+    assert (back.param_groups[0]["betas"], back.param_groups[0]["lr"]) == ((0.7, 0), 0.1)
+
+
+def test_bitsandbytes_itself_loads_our_8_bit_states():
+    ours, theirs = parameters((64, 64)), parameters((64, 64))
+    optimizer = to_bitsandbytes(torch.optim.AdamW(ours, lr=1e-2))
+    train(optimizer, ours, range(2))
+    theirs[0].data.copy_(ours[0])
+    plain = bnb.optim.AdamW8bit(theirs)
+    plain.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(optimizer, ours, range(2, 4))
+    train(plain, theirs, range(2, 4))
+    assert torch.equal(ours[0], theirs[0])
+
+
+def stepped_by(cls, **kwargs):
+    (p,) = parameters((64, 64))
+    optimizer = cls([p], lr=1e-3, **kwargs)
+    give_gradients([p], 0)
+    optimizer.step(*([lambda: 0.0] if cls is torch.optim.LBFGS else []))
+    return optimizer
+
+
+FAMILIES = {
+    torch.optim.Adam: "Adam",
+    torch.optim.AdamW: "Adam",
+    torch.optim.RMSprop: "RMSprop",
+    torch.optim.SGD: "SGD",
+    bnb.optim.Adam: "Adam",
+    bnb.optim.AdamW8bit: "Adam",
+    bnb.optim.AdEMAMix: "AdEMAMix",
+    bnb.optim.AdEMAMix8bit: "AdEMAMix",
+    bnb.optim.Lion: "Lion",
+    bnb.optim.Lion8bit: "Lion",
+    bnb.optim.RMSprop8bit: "RMSprop",
+    bnb.optim.SGD8bit: "SGD",
+    Lion: "Lion",
+}
+OTHERS = [
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "Rprop", "Adafactor")
+    if hasattr(torch.optim, name)
+]
+
+
+@pytest.mark.parametrize(
+    "cls", [*FAMILIES, *OTHERS], ids=lambda cls: f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+)
+def test_an_unnamed_checkpoint_is_not_mistaken(cls):
+    kwargs = {"momentum": 0.9} if cls.__name__ in ("SGD", "SGD8bit") else {}
+    found = families_of(through_a_file(stepped_by(cls, **kwargs).state_dict()))
+    assert found == frozenset([FAMILIES[cls]] if cls in FAMILIES else [])
+
+
+def test_broken_states_are_refused_in_words():
+    (p,) = parameters((64, 64))
+    saved = stepped_by(bnb.optim.AdamW8bit).state_dict()
+    optimizer = to_bitsandbytes(torch.optim.AdamW([p]), bits=32)
+    for change, message in (
+        (lambda state: state.update(absmax1=torch.ones(2)), "2 scales"),
+        (lambda state: state.pop("absmax2"), "lack `absmax2`"),
+        (lambda state: state.pop("state2"), "can't go on|lacks `exp_avg_sq`"),
+    ):
+        broken = copy.deepcopy(saved)
+        broken["state"][0] = flat(broken["state"][0])
+        change(broken["state"][0])
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(broken)
+    fewer = copy.deepcopy(saved)
+    fewer["param_groups"][0]["params"] = []
+    with pytest.raises(ValueError, match=r"its groups have \[0\] parameters.* \[1\]"):
+        optimizer.load_state_dict(fewer)
+    assert not optimizer.state

@@ -1,0 +1,364 @@
+"""Finding the micro-batch size on a simulated device, and everything around it."""
+
+import os
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.size.device_memory import allocation_retries
+from lightning_memfit.fitting.step import effective_step
+from tests.helpers.fitting import Tagger
+from tests.helpers.strategy_launch import run_program
+from tests.helpers.trainers import difference, fit, fit_on_two_ranks, quiet_trainer
+
+LIMIT = "500KiB"
+
+
+class Wide(pl.LightningModule):
+    """Activations far larger than weights, dropout, a metric of Python's own, a shuffled loader."""
+
+    def __init__(self, batch_size: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 4))
+        self.batch_size = batch_size
+        self.calls: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.calls.append(len(batch[0]))
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(0)
+        data = TensorDataset(
+            torch.randn(256, 16, generator=generator), torch.randint(0, 4, (256,), generator=generator)
+        )
+        return DataLoader(data, self.batch_size, shuffle=True)
+
+
+def seeded_fit(module: pl.LightningModule, *callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
+    pl.seed_everything(7, verbose=False)
+    return fit(module, *callbacks, **kwargs)
+
+
+def test_the_run_is_bitwise_the_run_started_by_hand() -> None:
+    fitted, by_hand = Wide(), Wide()
+    callback = MicroBatching()
+    trainer = seeded_fit(fitted, callback, MemoryLimit(LIMIT))
+    assert callback.found is not None
+    assert 1 < callback.changes[0][1] < 64
+    size = callback.changes[0][1]
+    hand = seeded_fit(by_hand, MicroBatching(micro_batch_size=size), MemoryLimit(LIMIT))
+    assert difference(fitted, by_hand) == 0.0
+    assert fitted.calls == by_hand.calls
+    assert trainer.callback_metrics == hand.callback_metrics
+    assert "largest that fits 500.00 KiB" in callback.description
+
+
+def test_two_ranks_agree_on_the_size(tmp_path: Path) -> None:
+    class Pair(Wide):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if self.global_rank == 1 and len(batch[0]) > 10:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(batch, batch_idx)
+
+    (first, _), (second, _) = fit_on_two_ranks(
+        Pair(), tmp_path, MicroBatching(predictor=lambda size: size, limit_bytes=12), max_epochs=1
+    )
+    assert difference(first, second) == 0.0
+
+
+def test_worst_case_comes_from_the_lengths_of_the_data(tmp_path: Path) -> None:
+    class Lengths(Dataset):
+        lengths: ClassVar[list[int]] = list(range(1, 65))
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.full((self.lengths[index],), index)
+
+    widest: list[tuple[int, int]] = []
+
+    class Padded(Tagger):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            widest.append(tuple(batch.shape))
+            return self.net(batch % 11).square().mean()
+
+        def train_dataloader(self) -> DataLoader:
+            def collate(rows: list[Tensor]) -> Tensor:
+                return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+            return DataLoader(Lengths(), 16, collate_fn=collate)
+
+    # The mean over padding differs between micro-batches, hence `allow_batch_statistics`.
+    callback = MicroBatching(predictor=lambda size: size, limit_bytes=4, allow_batch_statistics=True)
+    fit(Padded(), callback, max_steps=1, max_epochs=-1)
+    assert widest[:3] == [(1, 64), (1, 64), (4, 64)]
+    assert widest[3:] == [(4, 16)] * 4
+    widest.clear()
+    callback = MicroBatching(
+        predictor=lambda size: size, limit_bytes=4, max_sequence_length=99, allow_batch_statistics=True
+    )
+    Lengths.lengths = [5] * 8  # too few for the share
+    fit(Padded(), callback, loader=Batches([torch.ones(16, 5, dtype=torch.long)]), max_steps=1, max_epochs=-1)
+    assert widest[2] == (4, 99)
+
+
+def test_size_is_kept_with_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    first = MicroBatching()
+    whole = Wide()
+    seeded_fit(whole, first, MemoryLimit(LIMIT), checkpoint, enable_checkpointing=True, max_epochs=2)
+    path = tmp_path / "step=4.ckpt"
+    again, resumed = MicroBatching(), Wide()
+    trainer = quiet_trainer(again, MemoryLimit(LIMIT), max_epochs=2)
+    trainer.fit(resumed, ckpt_path=path)
+    assert again.found is None
+    assert again.changes[0][1] == first.changes[0][1]
+    assert "as in the checkpoint" in again.description
+    assert trainer.global_step == 8
+    other = MicroBatching()
+    quiet_trainer(other, MemoryLimit("350KiB"), max_epochs=2).fit(Wide(), ckpt_path=path)
+    assert other.found is not None
+    assert other.changes[0][1] < again.changes[0][1]
+
+
+def test_global_batch_size_is_checked_and_lent() -> None:
+    module = Tagger(batch_size=5)
+    fit(module, MicroBatching(global_batch_size=16, micro_batch_size=4), accumulate_grad_batches=2, max_epochs=1)
+    assert module.batch_size == 5  # 8 while training
+    loader = DataLoader(Tagger().dataset, 5)
+    with pytest.raises(MisconfigurationException, match=r"global_batch_size=16.*5 x 1 devices.*= 5.*to 16"):
+        fit(Tagger(), MicroBatching(global_batch_size=16), loader=loader)
+    with pytest.raises(MisconfigurationException, match=r"`global_batch_size=15` can't be divided by 1 devices.*=2"):
+        fit(Tagger(), MicroBatching(global_batch_size=15), accumulate_grad_batches=2)
+
+
+def test_datamodule_with_batch_size() -> None:
+    class Data(pl.LightningDataModule):
+        batch_size = 3
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(Tagger().dataset, self.batch_size)
+
+    module, data = Tagger(), Data()
+    quiet_trainer(MicroBatching(global_batch_size=16, micro_batch_size=4), max_epochs=2).fit(module, datamodule=data)
+    reference = Tagger()
+    fit(reference)
+    assert data.batch_size == 3
+    assert difference(module, reference) < 1e-6
+
+
+class Batches:
+    """A loader that is nothing but iterable."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = list(batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("kind", ["loader", "batches", "stream"])
+def test_any_loader_passed_to_fit(kind: str) -> None:
+    samples = [Tagger().dataset[index] for index in range(48)]
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(samples)
+
+    loaders = {
+        "loader": DataLoader(samples, 16),
+        "batches": Batches(DataLoader(samples, 16)),
+        "stream": DataLoader(Stream(), 16),
+    }
+    module, reference = Tagger(), Tagger()
+    fit(module, MicroBatching(), MemoryLimit("64KiB"), loader=loaders[kind])
+    fit(reference)
+    assert difference(module, reference) < 1e-6
+
+
+@pytest.mark.nightly_cases("options1", "options2")
+@pytest.mark.parametrize(
+    "options", [{"fast_dev_run": True}, {"max_steps": 1, "max_epochs": -1}, {"limit_train_batches": 2}]
+)
+def test_trainer_options(options: dict[str, Any]) -> None:
+    fitted, plain = Wide(), Wide()
+    for module in (fitted, plain):
+        module.net[2].p = 0.0
+    trainer = seeded_fit(fitted, MicroBatching(), MemoryLimit(LIMIT), **options)
+    other = seeded_fit(plain, **options)
+    assert trainer.global_step == other.global_step
+    assert difference(fitted, plain) < 1e-6
+
+
+def test_fitting_twice_with_one_trainer() -> None:
+    callback, module = MicroBatching(micro_batch_size=4), Tagger()
+    trainer = quiet_trainer(callback, max_epochs=1)
+    trainer.fit(module)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    reference = Tagger()
+    fit(reference)
+    assert trainer.global_step == 6
+    assert len(module.seen) == 96
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    class Normed(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.norm(self.net(batch["input_ids"])).square().mean()
+
+    class Contrastive(Tagger):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            rows = nn.functional.normalize(self.net(batch["input_ids"]).mean(1))
+            return nn.functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+    class Summed(Tagger):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch["input_ids"]).square().sum()
+
+    class SummedAndAveraged(Tagger):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch["input_ids"]).square().sum() + super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"1 BatchNorm layers \(norm\).*allow_batch_statistics=True"):
+        fit(Normed(), MicroBatching(micro_batch_size=4))
+    with pytest.raises(MisconfigurationException, match=r"contrastive losses"):
+        fit(Contrastive(), MicroBatching(micro_batch_size=4))
+    with pytest.raises(MisconfigurationException, match=r"several means that count different things"):
+        fit(SummedAndAveraged(), MicroBatching(micro_batch_size=4))
+    whole, split = Summed(), Summed()
+    fit(whole)
+    fit(split, MicroBatching(micro_batch_size=4))
+    assert difference(whole, split) < 2e-6
+    for module in (Normed(), Contrastive(), Normed()):
+        fit(module, MicroBatching(micro_batch_size=4, allow_batch_statistics=True), max_epochs=1)
+    fit(Contrastive(), MicroBatching(micro_batch_size=16), max_epochs=1)  # the whole share
+
+
+def test_what_is_not_supported_says_so() -> None:
+    class Manual(Tagger):
+        automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="automatic optimization"):
+        fit(Manual(), MicroBatching())
+    lazy = Tagger()
+    lazy.net.append(nn.LazyLinear(11))
+    with pytest.raises(MisconfigurationException, match=r"`net\.5\.weight` is one of a lazy module"):
+        fit(lazy, MicroBatching(micro_batch_size=4))
+    with pytest.raises(ValueError, match="`micro_batch_size=0`"):
+        MicroBatching(micro_batch_size=0)
+    with pytest.raises(ValueError, match="`global_batch_size=-1`"):
+        MicroBatching(global_batch_size=-1)
+
+
+def test_without_a_limit_the_whole_share_is_taken() -> None:
+    callback = MicroBatching()
+    fit(Tagger(), callback, max_epochs=1)
+    assert callback.changes == [(0, 16, callback.description)]
+    assert "no memory limit is known for cpu" in callback.description
+
+
+def test_other_errors_in_a_trial_pass_through_and_leave_no_trace() -> None:
+    class Broken(Wide):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if len(batch[0]) > 1:
+                raise KeyError("no such key")
+            return loss
+
+    module = Broken()
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(KeyError, match="no such key"):
+        fit(module, MicroBatching(), MemoryLimit(LIMIT))
+    assert difference(module, before) == 0.0
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert module.calls == []
+
+
+def test_killed_while_probing_leaves_no_files_and_the_next_run_starts_clean(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from lightning_memfit.fitting import MicroBatching
+        from lightning_memfit.fitting.size.trial import Trial
+        from tests.helpers.fitting import Tagger
+        from tests.helpers.trainers import fit
+        probe = Trial.probe
+        def killed(self, size):
+            probe(self, size)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1:] == ["killed"]:
+            Trial.probe = killed
+        module = Tagger()
+        trainer = fit(module, MicroBatching(predictor=lambda size: size, limit_bytes=4))
+        print(trainer.global_step, sum(float(p.double().sum()) for p in module.parameters()))
+        """
+    )
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run_program(script, *arguments, cwd=tmp_path, env=environment, timeout=120)
+
+    untouched = run()
+    assert run("killed").returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+    again = run()
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == untouched.stdout
+
+
+# --- an allocator that frees its cache --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("of_each_step", "sizes"),
+    [
+        pytest.param({}, [8], id="before training"),
+        pytest.param({"num_alloc_retries": 1, "num_ooms": 1}, [8], id="ran out of memory"),
+        pytest.param({"num_alloc_retries": 1}, [8, 4], id="thrashing"),
+    ],
+)
+def test_a_cache_that_is_freed_in_training_time_and_again_lowers_the_size(
+    of_each_step: dict[str, int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was freed before training, or where memory ran out all the same, tells nothing of the size in use."""
+    stats = {"num_alloc_retries": 9, "num_ooms": 2}
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            stats.update({name: stats[name] + number for name, number in of_each_step.items()})
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(effective_step, "allocation_retries", lambda _: allocation_retries(torch.device("cuda")))
+    with_cache = SimpleNamespace(of=lambda _: SimpleNamespace(has_caching_allocator=True))
+    monkeypatch.setattr(effective_step, "DeviceKind", with_cache)
+    callback = MicroBatching(micro_batch_size=8)
+    fit(Tagger(batch_size=8, num_samples=8 * 20), Counts(), callback, max_epochs=1)
+    assert [size for _, size, _ in callback.changes] == sizes

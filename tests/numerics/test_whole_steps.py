@@ -1,0 +1,199 @@
+"""Checkpoints that are due inside an accumulation window: a run goes on from each of them as if nothing had been."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memfit import AtomicCheckpointIO, MicroBatching, WholeSteps, strategies
+from lightning_memfit.data.batched import EffectiveBatchSampler, ResumableLoader
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import quiet_trainer
+
+WINDOW = 4
+DATA = TensorDataset(torch.randn(96, 4, generator=torch.Generator().manual_seed(1)))
+VALIDATION = {"val_check_interval": 3, "limit_val_batches": 1}
+"""Every three batches, so inside windows of four."""
+
+
+class Learns(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).sin().square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch[0]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def train(*callbacks, path=None, ranks=(1, 0), **options):
+    torch.manual_seed(0)
+    module = Learns()
+    loader = ResumableLoader(DATA, EffectiveBatchSampler(DATA, 2, WINDOW, *ranks, seed=7))
+    options = {"max_epochs": 2, "accumulate_grad_batches": WINDOW, "num_sanity_val_steps": 0} | options
+    trainer = quiet_trainer(*callbacks, **({"limit_val_batches": 0} | options))
+    if "strategy" not in options:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    trainer.fit(module, loader, DataLoader(DATA, batch_size=4), ckpt_path=path)
+    return torch.cat([_whole(parameter).flatten() for parameter in module.parameters()])
+
+
+def _whole(parameter):
+    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter).clone()
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach().clone()
+
+
+def saves(folder, **when):
+    return ModelCheckpoint(folder, "{step}-{epoch}", save_top_k=-1, **when)
+
+
+CASES = {
+    "after some time": ({"train_time_interval": timedelta(0)}, {}),
+    "at steps": ({"every_n_train_steps": 1}, {}),
+    "at a validation": ({}, VALIDATION),
+    "the best of a validation": ({"monitor": "val_loss"}, VALIDATION),
+    "at the end of an epoch": ({"save_on_train_epoch_end": True}, {"limit_train_batches": 7}),
+}
+
+
+@pytest.mark.nightly_cases("after some time-Lightning's", "at a validation-")
+@pytest.mark.parametrize("more", [[WholeSteps], [MicroBatching]], ids=["Lightning's windows", "MicroBatching"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_checkpoint_goes_on_exactly(case, more, tmp_path):
+    when, options = CASES[case]
+    options = {**options, "enable_checkpointing": True}
+    made = [kind(micro_batch_size=1) if kind is MicroBatching else kind() for kind in more]
+    whole = train(*made, saves(tmp_path, **when), **options)
+    paths = sorted(tmp_path.glob("*.ckpt"))
+    assert len(paths) > 1
+    for path in paths:
+        progress = torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+        assert progress["ready"] % WINDOW == 0 or progress["ready"] == options.get("limit_train_batches")
+        again = [kind(micro_batch_size=1) if kind is MicroBatching else kind() for kind in more]
+        resumed = train(*again, saves(tmp_path / "resumed", **when), path=path, **options)
+        assert torch.equal(whole, resumed), path
+
+
+def test_it_is_said_once_and_callbacks_are_as_they_were(tmp_path, caplog):
+    guard, saving = WholeSteps(), saves(tmp_path)
+    with caplog.at_level("INFO"):
+        train(guard, saving, enable_checkpointing=True, **VALIDATION)
+    assert caplog.text.count("WholeSteps") <= 1
+    assert guard.moved > 1
+    assert "on_validation_end" not in vars(saving)
+    assert len(saving.best_k_models or [*tmp_path.glob("*.ckpt")]) == len([*tmp_path.glob("*.ckpt")])
+
+
+class SavesItself(Callback):
+    def __init__(self, path, batch):
+        self.path, self.batch = path, batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def test_what_cannot_wait_is_saved_with_a_warning(tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"a.ckpt' was saved before the optimizer's step of batches 5 to 6 \(epoch 0\)"
+    ):
+        train(WholeSteps(), SavesItself(tmp_path / "a.ckpt", 5))
+    assert (tmp_path / "a.ckpt").exists()
+
+
+@pytest.mark.filterwarnings("error:WholeSteps")
+def test_at_the_end_of_a_window_nothing_is_said(tmp_path):
+    train(WholeSteps(), SavesItself(tmp_path / "a.ckpt", 3))
+
+
+def test_an_error_says_what_its_checkpoint_lacks(tmp_path):
+    class Fails(Callback):
+        def on_before_zero_grad(self, trainer, *_):
+            if trainer.global_step == 2:
+                raise RuntimeError("no more")
+
+    saving = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_epochs=5)
+    with pytest.raises(RuntimeError, match="no more"), pytest.warns(UserWarning, match="step of batch 9 "):
+        train(WholeSteps(), Fails(), saving, enable_checkpointing=True)
+
+
+class StopsAt(Callback):
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop |= batch_idx == self.batch and trainer.current_epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [
+        (lambda: StopsAt(5), {}),
+        (lambda: EarlyStopping("val_loss", patience=1, mode="max", stopping_threshold=0.0), VALIDATION),
+    ],
+)
+def test_a_stop_waits_for_the_step(stop, options, tmp_path):
+    save = ModelCheckpoint(tmp_path, "end", save_on_train_epoch_end=True)
+    train(WholeSteps(), stop(), save, enable_checkpointing=True, **options)
+    ended = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert ended["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] % WINDOW == 0
+    assert ended["global_step"] < 12
+
+
+STRATEGIES = {
+    "fsdp2": ("FullyShardedStrategy", {"process_group_backend": "gloo"}),
+    "zero_2": ("ZeroStrategy", {"stage": 2}),
+    "zero_3": ("ZeroStrategy", {"stage": 3}),
+}
+
+
+def on_two(folder: Path, micro_batching: bool) -> dict[str, float]:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    ranks, found = (2, int(os.environ["RANK"])), {}
+    chosen = list(STRATEGIES)[:1] if micro_batching else list(STRATEGIES)  # ZeRO has no windows beside it
+    for name in chosen:
+        kind, options = STRATEGIES[name]
+
+        def run(path=None, to="first", name=name, kind=kind, options=options):
+            own = [MicroBatching(micro_batch_size=1)] if micro_batching else [WholeSteps()]
+            strategy = getattr(strategies, kind)(**options)
+            common = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+            save = saves(folder / name / to)
+            return train(*own, save, path=path, ranks=ranks, enable_checkpointing=True, **common, **VALIDATION)
+
+        _set_ranks(ranks[1])
+        whole = run()
+        paths = sorted((folder / name / "first").glob("*.ckpt"))
+        assert len(paths) > 1
+        for path in paths[:2]:
+            _set_ranks(ranks[1])
+            found[f"{name} {path.name}"] = float((run(path, f"again-{path.stem}") - whole).abs().max())
+    return found
+
+
+def _set_ranks(rank: int) -> None:
+    """Lightning takes them away after a run."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
+
+
+@pytest.mark.parametrize("micro_batching", [False, True])
+def test_under_strategies(micro_batching, tmp_path):
+    pytest.importorskip("deepspeed")
+    for ended in run_ranks(on_two, 2, tmp_path / "run", tmp_path / "saved", micro_batching, seconds=240):
+        assert ended.code == 0, ended.output[-5000:]
+        assert len(ended.result) == (2 if micro_batching else 6)
+        assert set(ended.result.values()) == {0.0}, ended.result

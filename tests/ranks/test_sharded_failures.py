@@ -1,0 +1,332 @@
+"""Under FSDP2, an error on one rank ends all of them soon, with the message there and the rank's number elsewhere."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.strategies import FullyShardedStrategy
+from tests.helpers import ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sharded_steps import (
+    SECONDS,
+    Moments,
+    Tagger,
+    TellOfLayers,
+    be_killed,
+    break_down,
+    close,
+    fail,
+    never,
+    run_out_of_memory,
+    train,
+    whole,
+)
+from tests.helpers.strategy_runs import TokenData, build_module
+from tests.helpers.trainers import quiet_trainer
+
+EARLY, LATE = 2, 20
+VALIDATED = {"limit_val_batches": 2, "val_check_interval": 2}
+
+
+@pytest.mark.nightly_cases("backward-2-options4", "forward-2-options2", "training step-1-options0")
+@pytest.mark.parametrize(
+    ("where", "number", "options"),
+    [
+        ("training step", 1, {}),
+        ("training step", 5, {}),
+        ("forward", EARLY, {}),
+        ("forward", LATE, {}),
+        ("backward", EARLY, {}),
+        ("backward", 10, {}),
+        ("before step", 1, {}),
+        ("step", 2, {}),
+        ("validation step", 1, VALIDATED),
+        ("validation", 4, VALIDATED),
+    ],
+)
+def test_an_error_on_one_rank_ends_all(where: str, number: int, options: dict, tmp_path: Path) -> None:
+    first, second = run_ranks(lambda: fail(where, number, break_down, **options), 2, tmp_path, seconds=60)
+    assert second.error == "ValueError: no such column"
+    assert "Rank 1 failed" in first.error
+    assert "no such column" in first.error
+    assert max(first.seconds, second.seconds) < 30
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
+    ended = run_ranks(lambda: fail("forward", LATE, be_killed, rank=rank), 2, tmp_path, seconds=60)
+    assert ended[rank].code == -9
+    assert f"Rank {rank} failed" in ended[1 - rank].error
+    assert ended[1 - rank].seconds < 30
+
+
+@pytest.mark.parametrize("action", [break_down, be_killed])
+def test_three_ranks_end_when_one_does(action: Any, tmp_path: Path) -> None:
+    ended = run_ranks(lambda: fail("backward", 10, action, rank=2), 3, tmp_path, seconds=60)
+    for one in ended[:2]:
+        assert "Rank 2 failed" in one.error
+        assert one.seconds < 40
+
+
+@pytest.mark.parametrize(
+    ("action", "message"), [(break_down, "no such column"), (run_out_of_memory, "Memory ran out on this rank")]
+)
+def test_where_ranks_can_not_stop_together_all_end(
+    action: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch 2.11, which can't forget a pass that was broken off."""
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.lockstep.sharded_units", lambda module: [])
+    first, second = run_ranks(lambda: fail("forward", LATE, action), 2, tmp_path, seconds=60)
+    assert message in second.error
+    assert "Rank 1 failed" in first.error
+    assert message in first.error
+    assert max(first.seconds, second.seconds) < 30
+
+
+class Steep(Tagger):
+    """Has a weight of one element, which lies on the first rank alone, and whose gradient isn't finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steep = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.steep.abs().sqrt().sum()
+
+
+def take_a_steep_step() -> int:
+    calls = []
+    module = Steep()
+    step = module.training_step
+    module.training_step = lambda *args: (calls.append(1), step(*args))[1]  # type: ignore[method-assign]
+    train(module, MemoryLimit(1 << 30), MicroBatching(micro_batch_size=2), max_steps=1)
+    return len(calls)
+
+
+def test_no_rank_waits_for_one_whose_gradients_alone_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comparing samples together with samples apart, the others went on to samples that it left out."""
+    monkeypatch.setattr("lightning_memfit.fitting.recovery.lockstep.sharded_units", lambda module: [])
+    first, second = run_ranks(take_a_steep_step, 2, tmp_path, seconds=30)
+    assert [first.code, second.code] == [0, 0], first.output[-3000:] + second.output[-3000:]
+    assert first.result == second.result > 4
+
+
+# --- tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+def train_together(moments: Moments, size: int = 2) -> Any:
+    pl.seed_everything(0, verbose=False)
+    module = build_module()
+    strategy = FullyShardedStrategy(process_group_backend="gloo", timeout=SECONDS, tensor_parallel_size=2)
+    options = {"strategy": strategy, "devices": ranks.num_ranks, "use_distributed_sampler": False}
+    trainer = quiet_trainer(
+        TellOfLayers(moments), MicroBatching(micro_batch_size=size), max_steps=4, limit_val_batches=0, **options
+    )
+    trainer.fit(module, TokenData())
+    return {name: whole(p) for name, p in module.named_parameters()}, {}
+
+
+def disturb_together() -> list[tuple[int, float]]:
+    """Run out of memory in the first step with two samples; all that follows is in micro-batches of one."""
+    undisturbed = train_together(never(), size=1)
+    found = []
+    for where, number in (("forward", 5), ("backward", 1), ("backward", 7)):
+        moments = Moments(1, where, (number,), run_out_of_memory)
+        found.append((moments, close(train_together(moments), undisturbed)))
+    return [(moments.failures, difference) for moments, difference in found]
+
+
+@pytest.mark.nightly_cases("4")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tensor_parallelism_recovers_while_a_size_is_new(world_size: int, tmp_path: Path) -> None:
+    ended = run_ranks(disturb_together, world_size, tmp_path, seconds=180)
+    for process in ended:
+        assert process.code == 0, process.output[-5000:]
+        assert max(difference for _, difference in process.result) == 0.0
+    assert [failures for failures, _ in ended[1].result] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("action", "message"), [(run_out_of_memory, "a step that had fitted before"), (break_down, "no such column")]
+)
+def test_tensor_parallelism_ends_all_ranks_later(action: Any, message: str, tmp_path: Path) -> None:
+    moments = Moments(1, "forward", (50,), action)
+    ended = run_ranks(lambda: train_together(moments), 4, tmp_path, seconds=90)
+    assert message in ended[1].error
+    for rank in (0, 2, 3):
+        assert "Rank 1 failed" in ended[rank].error
+        assert message in ended[rank].error
+        assert ended[rank].seconds < 60
+
+
+# --- loaders that deliver different numbers of batches --------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """The first rows of a data set."""
+
+    def __init__(self, rows: Any, count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[index] for index in range(self.count))
+
+
+class Promised(Stream):
+    """Says that it has more rows than it has."""
+
+    def __len__(self) -> int:
+        return 32
+
+
+class Unevenly(Tagger):
+    """Trains and validates on as many batches of four as it is told for its rank."""
+
+    def __init__(self, kind: type[Stream], trained: tuple[int, int], validated: tuple[int, int]) -> None:
+        super().__init__(batch_size=4, num_samples=16)
+        self.kind, self.trained, self.validated = kind, trained, validated
+
+    def _stream(self, kind: type[Stream], counts: tuple[int, int]) -> DataLoader:
+        return DataLoader(kind(self.dataset, 4 * counts[self.global_rank]), 4)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._stream(self.kind, self.trained)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._stream(Stream, self.validated)
+
+
+def run_unevenly(module: Unevenly, **options: Any) -> int:
+    options = {"max_epochs": 1, "limit_val_batches": 1.0, **options}
+    if options.pop("is_replicated", False):
+        sharded = {"strategy": "ddp", "devices": ranks.num_ranks, "use_distributed_sampler": False}
+        trainer = quiet_trainer(MicroBatching(), num_sanity_val_steps=0, **sharded, **options)
+        trainer.fit(module)
+    else:
+        train(module, MicroBatching(), **options)
+    return module.trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "validated", "is_replicated", "message"),
+    [
+        (Stream, (4, 2), (2, 2), False, "Rank 1 .* no more .* after batch 2, while rank 0 .*limit_train_batches=2"),
+        (Stream, (4, 2), (2, 2), True, "Rank 1 .* no more .* after batch 2, while rank 0 .*limit_train_batches=2"),
+        (Stream, (2, 2), (1, 3), False, "Rank 0 .* no more .* after batch 1, while rank 1 .*limit_val_batches=1"),
+        (Promised, (4, 2), (2, 2), False, "rank 0 begins a training batch, rank 1 has ended its training epoch"),
+        (Stream, (0, 2), (2, 2), False, "rank 0 has ended its training epoch, rank 1 begins a training batch"),
+    ],
+)
+def test_ranks_with_unequal_numbers_of_batches_end_in_words(
+    kind: type[Stream],
+    trained: tuple[int, int],
+    validated: tuple[int, int],
+    is_replicated: bool,
+    message: str,
+    tmp_path: Path,
+) -> None:
+    module = Unevenly(kind, trained, validated)
+    for process in run_ranks(lambda: run_unevenly(module, is_replicated=is_replicated), 2, tmp_path, seconds=60):
+        assert process.code == 1
+        assert re.search(message, process.error), process.error
+        assert process.seconds < 30
+
+
+def test_they_go_on_with_equal_numbers(tmp_path: Path) -> None:
+    module = Unevenly(Stream, (4, 2), (1, 3))
+    limits = {"limit_train_batches": 2, "limit_val_batches": 1}
+    for process in run_ranks(lambda: run_unevenly(module, max_epochs=2, **limits), 2, tmp_path, seconds=60):
+        assert process.code == 0, process.output[-5000:]
+        assert process.result == 4
+
+
+class Counted(BoringModel):
+    """Has as many batches on each rank as that rank's number leaves of five."""
+
+    def _loader(self) -> DataLoader:
+        return DataLoader(torch.ones(5 - self.global_rank, 32))
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def told(strategy: str) -> list[str]:
+    """What became of each stage."""
+    found = []
+    for stage, limits in (("fit", {}), ("validate", {}), ("test", {}), ("predict", {}), ("fit", {"max_steps": 4})):
+        limits = {"limit_val_batches": 0, **limits} if stage == "fit" else limits
+        shared = {"strategy": strategy, "devices": ranks.num_ranks, "use_distributed_sampler": False}
+        try:
+            getattr(quiet_trainer(**shared, **({"max_epochs": 1} | limits)), stage)(Counted())
+            found.append("")
+        except MisconfigurationException as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "refused"),
+    [
+        ("memfit_ddp", ["training"]),
+        ("memfit_fsdp2", ["training", "validation", "the test", "prediction"]),
+        ("memfit_zero_3", ["training", "validation", "the test", "prediction"]),
+    ],
+)
+def test_unequal_loaders_are_refused_where_ranks_would_wait(strategy: str, refused: list[str], tmp_path: Path) -> None:
+    """Lightning repeats no sample that is predicted: a rank without one ended, and left the others in a collective."""
+    if "zero" in strategy:
+        pytest.importorskip("deepspeed")
+    for process in run_ranks(told, 2, tmp_path, strategy, seconds=60):
+        assert not process.error, process.output[-3000:]
+        words = [f"Rank 1 has 4 batches for {stage}, rank 0 has 5: under `strategy=memfit_" for stage in refused]
+        expected = [*words, *[""] * (4 - len(words)), ""]
+        assert [message[: len(start)] for message, start in zip(process.result, expected, strict=True)] == expected
+        assert process.result[-1] == ""
+        assert bool(process.result[1]) == ("validation" in refused)
+
+
+class HookOfParts(Tagger):
+    def on_train_start(self) -> None:
+        for weight in self.parameters():
+            weight.register_post_accumulate_grad_hook(lambda part: (part.grad.mul_(0.5), None)[1])
+
+
+def test_hooks_of_parts_that_change_sums_are_refused_where_the_batch_is_split(tmp_path: Path) -> None:
+    def refused() -> None:
+        train(HookOfParts(), MicroBatching(micro_batch_size=8))  # the whole batch
+        with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="hook for accumulated gradients"):
+            train(HookOfParts(), MicroBatching(micro_batch_size=4))
+
+    (only,) = run_ranks(refused, 1, tmp_path, seconds=60)
+    assert not only.error, only.output[-5000:]
+
+
+class HookOfTensorParallel(Tagger):
+    """Has a DTensor that FSDP2 is still to divide, with a hook for its accumulated gradient."""
+
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        self.net[4].weight = nn.Parameter(distribute_tensor(self.net[4].weight.detach(), mesh, [Replicate()]))
+        self.net[4].weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def test_hooks_of_dtensors_that_fsdp2_is_to_divide_are_refused(tmp_path: Path) -> None:
+    (only,) = run_ranks(lambda: train(HookOfTensorParallel(), max_steps=1), 1, tmp_path, seconds=60)
+    assert "`net.4.weight` has a hook of its gradient" in only.error, only.output[-5000:]

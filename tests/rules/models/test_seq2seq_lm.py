@@ -1,0 +1,108 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from cli.trained import load_exported
+from lightning_memfit.data.pairs import TokenizedPairs
+from lightning_memfit.data.tokenization import byte_tokenizer
+from lightning_memfit.models import CausalLM, Seq2SeqLM
+from lightning_memfit.models.sampling import continue_text
+from lightning_memfit.models.trained import network_from_checkpoint
+from tests.helpers.trainers import quiet_trainer
+
+TINY = {
+    "model_type": "blenderbot",
+    "vocab_size": 258,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 16,
+    "pad_token_id": 257,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "decoder_start_token_id": 256,
+    "dropout": 0.0,
+}
+PAIRS = [("one", "eins"), ("two", "zwei"), ("three", "drei"), ("a long question", "yes")]
+
+
+class Pairs(pl.LightningDataModule):
+    source_length, target_length = 12, 8
+
+    def train_dataloader(self):
+        return DataLoader(TokenizedPairs(PAIRS, byte_tokenizer(), self.source_length, self.target_length), batch_size=2)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+
+def make_trainer(tmp_path, **options):
+    return quiet_trainer(**{"default_root_dir": tmp_path, "num_sanity_val_steps": 0} | options)
+
+
+def test_loss_is_the_models_own_over_predicted_tokens_alone(tmp_path):
+    module, trainer = Seq2SeqLM(config=TINY), make_trainer(tmp_path)
+    result = trainer.validate(module, datamodule=Pairs(), verbose=False)[0]
+    total = count = 0.0
+    for batch in Pairs().val_dataloader():
+        start = torch.full((2, 1), 256)
+        decoder_ids = torch.cat([start, batch["labels"][:, :-1].masked_fill(batch["labels"][:, :-1] == -100, 257)], 1)
+        with torch.no_grad():
+            logits = module.network(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], decoder_input_ids=decoder_ids
+            ).logits
+        total += float(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        )
+        count += int((batch["labels"] != -100).sum())
+    assert result["val_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_t5_of_random_weights_takes_a_step():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    # transformers 5.10 has no other attention for T5.
+    module = Seq2SeqLM(config={"model_type": "t5", "decoder_start_token_id": 0, **sizes}, attn_implementation="eager")
+    module.configure_model()
+    ids = torch.arange(2, 10).reshape(2, 4)
+    loss = module._loss({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    assert loss.isfinite()
+
+
+def test_learns_its_pairs_and_writes_what_it_read(tmp_path):
+    pl.seed_everything(0, verbose=False)
+    module = Seq2SeqLM(config=TINY, learning_rate=5e-3, weight_decay=0.0)
+    trainer = make_trainer(tmp_path, max_steps=300)
+    trainer.fit(module, datamodule=Pairs())
+    assert float(trainer.callback_metrics["val_loss"]) < 0.1
+    assert module.generate("two", byte_tokenizer(), max_new_tokens=8, temperature=0) == "zwei"
+
+    saved = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(saved)
+    again = network_from_checkpoint(saved)
+    assert continue_text(again, byte_tokenizer(), "one", 8, 0, 1) == "eins"
+    exported = module.export(tmp_path / "out", byte_tokenizer())
+    trained = load_exported(str(exported))
+    assert continue_text(trained.network, trained.tokenizer, "three", 8, 0, 1) == "drei"
+
+
+def test_predicts_a_token_for_every_label(tmp_path):
+    predicted = make_trainer(tmp_path).predict(Seq2SeqLM(config=TINY), datamodule=Pairs())
+    assert [tuple(ids.shape) for ids in predicted] == [(2, 8), (2, 8)]
+
+
+@pytest.mark.parametrize("argument", ["source_length", "target_length"])
+def test_texts_that_are_too_long(tmp_path, argument, monkeypatch):
+    monkeypatch.setattr(Pairs, argument, 17)
+    with pytest.raises(ValueError, match=f"`{argument}=17` is longer than the model's 16 positions"):
+        make_trainer(tmp_path, max_steps=1).fit(Seq2SeqLM(config=TINY), datamodule=Pairs())
+
+
+def test_each_module_refuses_the_other_kind():
+    with pytest.raises(ValueError, match="'blenderbot' model: use Seq2SeqLM"):
+        CausalLM(config=TINY).configure_model()
+    with pytest.raises(ValueError, match="'gpt2' model: use CausalLM"):
+        Seq2SeqLM(config={"model_type": "gpt2"}).configure_model()

@@ -1,0 +1,124 @@
+"""The page of `memfit plan --html`: its settings are those of the search at every limit, and its text is escaped."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memfit.planner import make as module
+from lightning_memfit.planner.make import make_plan
+from lightning_memfit.planner.plan import Plan
+from lightning_memfit.planner.plan_page import render_plan
+from lightning_memfit.planner.tried import Explored, tried_of
+
+from .made import MadeTraceStore, made_workload
+
+PAYLOAD = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+@cache
+def explored(usable_mib: int) -> tuple[Plan, Explored, list[Any]]:
+    stores = []
+
+    def made(workload: Any, *_: Any) -> MadeTraceStore:
+        stores.append(MadeTraceStore(workload))
+        return stores[0]
+
+    found: list[Explored] = []
+    asked = []
+
+    def observe(search: Any, outcome: Any, plan: Plan) -> None:
+        before = set(stores[0].asked)
+        found.append(tried_of(search, outcome, plan))
+        asked.extend(set(stores[0].asked) - before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TraceStore", made)
+        plan = make_plan(made_workload(usable_mib), observe=observe)
+    return plan, found[0], asked
+
+
+def page_of(plan: Plan, found: Explored) -> str:
+    return render_plan(plan.to_dict(), found, [PAYLOAD] * len(found.tried))
+
+
+def data_in(page: str) -> dict[str, Any]:
+    found = re.search(r'id="data">(.*?)</script>', page, re.S)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_nothing_is_traced_and_the_plan_is_one_dot_with_its_own_figures() -> None:
+    plan, found, asked = explored(1200)
+    assert asked == []
+    data = data_in(page_of(plan, found))
+    assert data["plan"] == json.loads(json.dumps(plan.to_dict()))
+    (dot,) = [dot for dot in data["tried"] if dot["is_plan"]]
+    for name in ("label", "needed_bytes", "peak_bytes", "seconds_per_step", "breakdown", "changes"):
+        assert dot[name] == data["plan"][name]
+    assert dot["from"] <= found.planned
+
+
+def test_every_course_peaks_where_the_setting_does_and_sums_are_complete() -> None:
+    _, found, _ = explored(1200)
+    assert len(found.tried) > 10
+    for one in found.tried:
+        assert one.course.peak_bytes == one.plan.peak_bytes
+        assert one.plan.breakdown.total() == one.plan.needed_bytes
+
+
+def test_what_is_only_bounded_is_no_dot() -> None:
+    plan, found, _ = explored(1200)
+    drawn = {one.plan.setting.without_sizes().without("checkpointing") for one in found.tried if one.plan.setting}
+    assert found.left
+    assert not drawn & {one.setting for one in found.left}
+    bounded = [one.reason for one in found.left if one.least_bytes is not None]
+    assert not any(re.search(r"[0-9]", reason) for reason in bounded)
+    assert plan.setting is not None
+
+
+def test_another_limit_gives_what_its_own_plan_would() -> None:
+    """Where no combination that was left out may be better, the cheapest dot is the plan for that limit."""
+    _, found, _ = explored(1200)
+    compared = 0
+    for limit in [one for one in found.limits if one.named][1::4]:
+        fitting = [one for one in found.tried if one.plan.needed_bytes <= limit.usable_bytes]
+        if not fitting:
+            continue
+        cost = min(one.plan.seconds_per_step * one.weight for one in fitting)
+        there, other, _ = explored(limit.capacity_bytes >> 20)
+        mine = next(one for one in other.tried if one.plan.setting == there.setting)
+        assert mine.plan.seconds_per_step * mine.weight <= cost * (1 + found.tie)
+        rivals = [one for one in found.left if (one.least_bytes or 1 << 60) <= limit.usable_bytes]
+        if not any(one.least_cost < cost for one in rivals):
+            assert mine.plan.seconds_per_step * mine.weight >= cost * (1 - found.tie)
+            compared += 1
+    assert compared
+
+
+def test_nothing_fits() -> None:
+    plan, found, _ = explored(250)
+    data = data_in(page_of(plan, found))
+    assert not plan.fits
+    assert not any(dot["is_plan"] for dot in data["tried"])
+    assert data["left"] or data["tried"]
+
+
+def test_names_are_escaped_and_nothing_is_loaded() -> None:
+    plan, found, _ = explored(1200)
+    page = page_of(replace(plan, model=PAYLOAD, device=PAYLOAD), found)
+    assert PAYLOAD not in page
+    assert page.count("<script") == 2
+    assert "<img" not in page
+    assert "default-src 'none'" in page
+    assert not re.search(r"https?://(?!www.w3.org/2000/svg)|<link|@import|url\(", page)
+    assert data_in(page)["tried"][0]["yaml"] == PAYLOAD
+
+
+def test_the_script_is_part_of_the_package() -> None:
+    assert Path(module.__file__).with_name("plan_page.js").is_file()

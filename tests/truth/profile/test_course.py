@@ -1,0 +1,483 @@
+"""Steps that differ from one another get the figure of a plain Lightning run, by the profiler, or a reason."""
+
+import random
+import time
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_memfit.estimate.estimate import estimate_step
+from lightning_memfit.memory.cache_files import write_file
+from lightning_memfit.profile.budget import TraceLimits
+from lightning_memfit.profile.build import measure_step, profile_module
+from lightning_memfit.profile.events import leave_out
+from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.trace import Emulation, TraceError
+from lightning_memfit.profile.watched import AskedNumbers, WatchedInt
+from tests.helpers.trainers import quiet_trainer
+
+from .modules import CLASSES, WIDTH, Classifier, batch, trace_cpu, true_peak
+
+
+def profiled(module, **options):
+    return profile_module(module, batch(), emulation=Emulation("cpu"), any_micro_batch=False, **options)
+
+
+def figure(profile):
+    return estimate_step(profile).allocated_bytes
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class EveryFourth(Manual):
+    """Lightning's documented accumulation by hand."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / 4)
+        if (batch_idx + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoOptimizers(pl.LightningModule):
+    every, at = 1, 0
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, WIDTH))
+        self.critic = nn.Sequential(nn.Linear(WIDTH, 512), nn.LeakyReLU(0.2), nn.Linear(512, 1))
+
+    def training_step(self, batch, batch_idx):
+        real, (first, second) = batch["x"], self.optimizers()
+        noise, ones = torch.randn(len(real), 16), torch.ones(len(real), 1)
+        judged = self.critic(torch.cat([real, self.generator(noise).detach()]))
+        second.zero_grad()
+        self.manual_backward(F.binary_cross_entropy_with_logits(judged, torch.cat([ones, 1 - ones])))
+        second.step()
+        if batch_idx % self.every == self.at:
+            first.zero_grad()
+            self.manual_backward(F.binary_cross_entropy_with_logits(self.critic(self.generator(noise)), ones))
+            first.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.generator.parameters()), torch.optim.Adam(self.critic.parameters())], []
+
+
+class CriticFirst(TwoOptimizers):
+    every, at = 5, 4
+
+
+class GeneratorFirst(TwoOptimizers):
+    every, at = 5, 0
+
+
+class ThreeOptimizers(Manual):
+    def __init__(self):
+        super().__init__()
+        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, CLASSES)) for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        for net, optimizer in zip(self.nets, self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(net(batch["x"]), batch["y"]))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(net.parameters()) for net in self.nets], []
+
+
+class Bank(Classifier):
+    """Fills over 20 steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = []
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net(batch["x"])
+        self.bank = [*self.bank, hidden.detach()][-20:]
+        return F.cross_entropy(self.head(hidden), batch["y"])
+
+
+class Deep(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def runs(self, number):
+        return True
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"]
+        for number, block in enumerate(self.blocks):
+            if self.runs(number):
+                x = x + F.gelu(block(x))
+        return F.cross_entropy(self.head(x), batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class Grows(Deep):
+    def runs(self, number):
+        return number < 2 + self.global_step // 5
+
+
+class Jumps(Deep):
+    def runs(self, number):
+        return number < 2 or self.trainer.global_step >= 30
+
+
+class Ramps(Deep):
+    def runs(self, number):
+        return number < 2 + 4 * min(1.0, self.global_step / 25)
+
+
+class Sometimes(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if (batch_idx + 1) % 16 == 0:
+            loss = loss + self.net(batch["x"].repeat(4, 1)).mean()
+        return loss
+
+
+class InItsHook(Classifier):
+    """Takes a copy of its weights after the twelfth batch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 11:
+            self.copies = [p.detach().clone() for p in self.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("module", "batches"),
+    [
+        (EveryFourth, 8),
+        (TwoOptimizers, 4),
+        (CriticFirst, 10),
+        (GeneratorFirst, 11),
+        (ThreeOptimizers, 4),
+        (Bank, 24),
+        (Grows, 40),
+        (Jumps, 33),
+        (Ramps, 30),
+        (Sometimes, 20),
+        (InItsHook, 15),
+    ],
+)
+def test_steps_that_differ_get_the_peak_of_the_whole_run(module, batches):
+    truth = true_peak(module, batch, batches)
+    assert figure(profiled(module())) == pytest.approx(truth, rel=1e-3)
+    assert figure(measure_step(module(), batch())) == pytest.approx(truth, rel=1e-3)
+
+
+class Quasi(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=4, history_size=10)
+
+
+def test_a_history_that_grows_over_several_steps_is_measured():
+    torch.manual_seed(0)
+    module = Quasi()
+    weights = module.state_dict()
+
+    def same():
+        other = Quasi()
+        other.load_state_dict(weights)
+        return other
+
+    assert figure(measure_step(module, batch())) == pytest.approx(true_peak(same, batch, 12), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: random.random() < 0.3,
+        lambda: random.uniform(0, 1) > 0.7,
+        lambda: random.randint(1, 4) == 4,
+        lambda: np.random.rand() < 0.3,  # noqa: NPY002
+    ],
+    ids=["random", "uniform", "randint", "numpy"],
+)
+def test_depth_by_draws_gets_the_figure_of_all_blocks(draw):
+    class Draws(Deep):
+        def runs(self, number):
+            return draw()
+
+    before = random.getstate()
+    for profile in (profiled(Draws()), measure_step(Draws(), batch())):
+        assert figure(profile) == pytest.approx(true_peak(Deep, batch, 3), rel=1e-3)
+        assert "draws random numbers" in " ".join(estimate_step(profile).cautions)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    ("draw", "batches", "is_said"),
+    [
+        (lambda: torch.rand(()) >= 0.1, 6, False),  # as Hugging Face's speech models leave layers out
+        (lambda: torch.rand(1).item() < 0.1, 6, True),
+        (lambda: not torch.rand([]) < 0.0, 2, False),
+    ],
+)
+def test_depth_by_a_draw_of_torch_is_traced_with_all_blocks(draw, batches, is_said):
+    class Draws(Deep):
+        def runs(self, number):
+            return draw()
+
+    profile = profiled(Draws())
+    assert figure(profile) == pytest.approx(true_peak(Deep, batch, 3), rel=1e-3)
+    assert ("draws random numbers" in " ".join(estimate_step(profile).cautions)) is is_said
+    assert (profile.traced_batches, profile.assumptions) == (batches, ())
+
+
+def test_a_plain_step_takes_two_batches_and_has_no_cautions():
+    profile = profiled(Classifier())
+    assert (profile.traced_batches, profile.growth, profile.cautions) == (2, None, ())
+
+
+class KeepsOutputs(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net(batch["x"])
+        self.outputs.append(self.net(batch["x"]))
+        return F.cross_entropy(self.head(hidden), batch["y"])
+
+    def on_train_epoch_end(self):
+        self.outputs.clear()
+
+
+def test_memory_that_grows_is_named_and_predicted_for_an_epoch(tmp_path):
+    module = KeepsOutputs()
+    module.trainer = quiet_trainer(max_epochs=1, limit_train_batches=100)
+    profile = profile_module(module, batch(), emulation=Emulation("cpu"))
+    assert profile.growth.batches == 100
+    assert figure(profile) == pytest.approx(true_peak(KeepsOutputs, batch, 100), rel=1e-3)
+    assert estimate_step(profile).growth_bytes_per_batch == profile.growth.bytes_per_batch > 0
+    assert "Memory grows by" in estimate_step(profile).to_dict()["cautions"][0]
+    twice = estimate_step(profile, 64).allocated_bytes
+    assert twice > figure(profile) + 90 * profile.growth.bytes_per_batch
+    write_file(tmp_path / "profile.npz", profile.write)
+    assert ModelProfile.load(tmp_path / "profile.npz").growth == profile.growth
+
+
+def test_growth_is_named_where_the_epoch_is_unknown():
+    profile = profiled(KeepsOutputs())
+    assert profile.growth.batches == profile.traced_batches
+    assert profile.after(profile.traced_batches) is profile
+    assert figure(profile.after(500)) - figure(profile.after(400)) == 100 * profile.growth.bytes_per_batch
+
+
+class KeepsLosses(Classifier):
+    """Four bytes a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+
+def test_growth_that_is_small_is_seen_if_it_goes_on():
+    for profile in (profiled(KeepsLosses()), measure_step(KeepsLosses(), batch())):
+        assert (profile.growth.bytes_per_batch, profile.traced_batches) == (4, 3)
+        assert figure(profile.after(1003)) - figure(profile) == 4000
+        assert "Memory grows by 4 B per batch" in profile.cautions[0]
+
+
+def test_small_growth_takes_whole_blocks_of_the_allocator():
+    profile = profile_module(KeepsLosses(), batch(), any_micro_batch=False)
+    assert figure(profile.after(1003)) - figure(profile) == 1000 * 512
+
+
+class KeepsAFewLosses(KeepsLosses):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        del self.losses[2:]
+        return loss
+
+
+def test_small_growth_that_stops_is_none():
+    profile = profiled(KeepsAFewLosses())
+    assert (profile.traced_batches, profile.growth, profile.cautions) == (3, None, ())
+
+
+class JoinsOutputs(KeepsOutputs):
+    def on_train_epoch_end(self):
+        torch.cat(self.outputs)
+        self.outputs.clear()
+
+
+def test_what_an_epochs_end_makes_is_named():
+    words = "Tensors that `on_train_epoch_end` may make are not in the figures, as no trial step ran with it."
+    assert words in profiled(JoinsOutputs()).cautions
+    assert words not in profiled(KeepsOutputs()).cautions
+
+
+class NeverSteps(Manual):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+
+
+class LoopsOnAFloat(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        while self.loss(batch).item() > 0:
+            pass
+        return loss
+
+
+class Swallows(Classifier):
+    def training_step(self, batch, batch_idx):
+        while True:
+            try:
+                self.loss(batch)
+            except Exception:
+                continue
+
+
+class SkipsItsEpochs(Classifier):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (NeverSteps, "20 batches.*AdamW 0"),
+        (Swallows, "3,000 operators at .*(test_course|modules).py"),
+        (SkipsItsEpochs, "20 batches.*AdamW 0"),
+    ],
+)
+def test_what_does_not_end_is_refused(module, reason):
+    limits = TraceLimits(batches=20, operators=3000)
+    with pytest.raises(TraceError, match=f"was not known after {reason}"):
+        profiled(module(), limits=limits)
+    with pytest.raises(TraceError, match=f"was not known after {reason}"):
+        measure_step(module(), batch(), limits=limits)
+
+
+def test_a_loop_on_an_unknown_number_is_refused_at_its_line():
+    words = (
+        r"depends on values that only real data can tell: .*a loop was taken to turn 3 times at .*test_course.py:\d+"
+    )
+    with pytest.raises(TraceError, match=words):
+        profiled(LoopsOnAFloat(), limits=TraceLimits(batches=20, operators=3000))
+
+
+def test_time_is_a_limit():
+    started = time.monotonic()
+    with pytest.raises(TraceError, match=r"was not known after 1 s at .*(test_course|modules).py"):
+        profiled(Swallows(), limits=TraceLimits(seconds=1))
+    assert time.monotonic() - started < 30
+
+
+class OneIsIdle(TwoOptimizers):
+    every, at = 10_000_000, 1
+
+
+def test_an_optimizer_that_never_steps_is_named():
+    with pytest.raises(TraceError, match=r"40 batches \(steps: Adam 1, Adam 40\)"):
+        profiled(OneIsIdle(), limits=TraceLimits(batches=40))
+
+
+class ReadsASchedule(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.weights = [1.0] * 50
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.weights[int(self.global_step / 1)]
+
+
+def test_a_number_that_the_step_can_not_take_ends_the_trial_only():
+    profile = profiled(ReadsASchedule())
+    assert figure(profile) == figure(profiled(Classifier()))
+    assert "IndexError" in profile.cautions[0]
+    module = ReadsASchedule()
+    module.trainer = quiet_trainer(max_steps=50)
+    assert profiled(module).cautions == ()
+
+
+def test_watched_numbers_are_integers_that_tell_their_thresholds():
+    asked = AskedNumbers()
+    number = WatchedInt.of(7, asked)
+    assert (number + 1) % 4 == 0
+    assert (number - 3) // 2 < 100
+    assert number in {7: "seven"}
+    assert number != 40
+    assert [*range(10)][number] == 7
+    assert f"{number:03d} {number}" == "007 7"
+    assert asked.remainders == {(4, 1)}
+    assert {40, 203} <= asked.thresholds
+    assert not asked.in_arithmetic
+    assert number / 2 == 3.5
+    assert asked.in_arithmetic
+    assert {3, 39, 40, 41, 203} <= set(asked.telling_numbers(500))
+    assert max(asked.telling_numbers(100)) == 100
+
+
+def test_leaving_out_spans_keeps_every_other_moment():
+    events = trace_cpu(Classifier(), batch()).events
+    first, last = events.phases[0][0], events.phases[3][0]  # the first step
+    shorter = leave_out(events, [(first, last)])
+    assert len(shorter) < len(events) - 50
+    assert shorter.phases[0] == (shorter.phases[0][0], "forward")
+    start = shorter.phases[0][0]
+    assert shorter.live_bytes()[start:].tolist() == events.live_bytes()[last:].tolist()
+    assert shorter.breakdown_at(len(shorter) - 1) == events.breakdown_at(len(events) - 1)
+
+
+class StepsInItsBackward(Manual):
+    """PyTorch's tutorial: every parameter has an optimizer of its own, that Lightning doesn't know."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = {weight: torch.optim.Adam([weight], foreach=False) for weight in self.parameters()}
+        for weight in self.parameters():
+            weight.register_post_accumulate_grad_hook(self.step)
+
+    def step(self, weight):
+        self.steps[weight].step()
+        weight.grad = None
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+
+    def configure_optimizers(self):
+        return None
+
+
+class StepsByHand(Manual):
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.sub_(weight.grad, alpha=0.01)
+
+    def configure_optimizers(self):
+        return None
+
+
+@pytest.mark.parametrize("module", [StepsInItsBackward, StepsByHand])
+def test_a_module_without_optimizers_of_lightnings_is_known_after_a_few_batches(module):
+    profile = profile_module(module(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
+    assert profile.traced_batches <= 4
+    assert estimate_step(profile).allocated_bytes == pytest.approx(true_peak(module, batch, 3), rel=1e-3)
