@@ -1,0 +1,253 @@
+"""Undo what was mended once, fault by fault, and find the test that notices it.
+
+Each patch of this folder brings one fault back that an older CHANGELOG lists as mended. A patch runs the tests that
+execute its lines, nearest first, until one fails:
+
+    python -m tests.net --record FOLDER               # all patches: tests/net/results.json, and tests/net.md
+    python -m tests.net --record FOLDER --only 07 12  # these; the others stay as they were
+    python -m tests.net --record FOLDER --before COMMIT   # ask the tests that there were at an earlier commit
+    python -m tests.net --page                        # only the page
+
+FOLDER is what `tests.net.record` wrote about the same commit (or the earlier one). Patches are applied in a worktree of
+their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.net.lines import ROOT, lines_of, seconds_of
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results.json"
+PAGE = ROOT / "tests" / "net.md"
+SECONDS = 180.0
+"""How long a suite is asked about one patch."""
+
+_HUNK = re.compile(r"^@@ -(\d+)")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A fault to bring back.
+
+    Attributes:
+        name: Number and name of its file.
+        entry: What the CHANGELOG said when it was mended.
+        lines: The lines that it changes or stands beside, by file.
+    """
+
+    name: str
+    entry: str
+    lines: dict[str, set[int]]
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return FOLDER / f"{self.name}.patch"
+
+
+def read(path: Path) -> Patch:
+    """The patch of a file."""
+    entry, lines, file, number = "", defaultdict[str, set[int]](set), "", 0
+    for line in path.read_text().splitlines():
+        if line.startswith("Entry: "):
+            entry = line.removeprefix("Entry: ")
+        elif line.startswith("--- a/"):
+            file = line.removeprefix("--- a/")
+        elif hunk := _HUNK.match(line):
+            number = int(hunk[1])
+        elif line.startswith("-"):
+            lines[file].add(number)
+            number += 1
+        elif line.startswith("+") and not line.startswith("+++"):
+            lines[file] |= {number - 1, number}
+        elif line.startswith(" "):
+            number += 1
+    return Patch(path.stem, entry, dict(lines))
+
+
+class Record:
+    """Which tests passed when they were recorded, how long they took, and what they executed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        failed = set()
+        for test, outcome, seconds in seconds_of(folder):
+            self.seconds[test] += seconds
+            if outcome != "passed":
+                failed.add(test)
+        self.reached: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self.size: Counter[str] = Counter()
+        for test, file, line in lines_of(folder):
+            if test in self.seconds and test not in failed:
+                self.reached[file, line].add(test)
+                self.size[test] += 1
+
+    def near(self, patch: Patch) -> list[str]:
+        """Tests that execute a line of `patch`: those of the same module first, then those that execute least."""
+        found: set[str] = set()
+        for file, lines in patch.lines.items():
+            found.update(*(self.reached[file, line] for line in lines))
+        if not found:  # lines that run when the module is imported
+            for file in patch.lines:
+                found.update(*(tests for (other, _), tests in self.reached.items() if other == file))
+        return sorted(
+            found, key=lambda test: (-_likeness(test, patch), self.seconds[test] + self.size[test] / 1e4, test)
+        )
+
+
+def _likeness(test: str, patch: Patch) -> int:
+    """How much of the path of a test is that of the files of `patch`."""
+    parts = set(Path(test.partition("::")[0].replace("test_", "")).with_suffix("").parts)
+    return max(len(parts & set(Path(file).with_suffix("").parts)) for file in patch.lines)
+
+
+@contextmanager
+def worktree(commit: str) -> Iterator[Path]:
+    """A checkout of `commit` that patches may change."""
+    with tempfile.TemporaryDirectory(prefix="memfit-net-") as folder:
+        path = Path(folder) / "checkout"
+        subprocess.run(["git", "worktree", "add", "--detach", "--quiet", str(path), commit], check=True, cwd=ROOT)
+        try:
+            yield path
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(path)], check=True, cwd=ROOT)
+
+
+def first_failure(checkout: Path, tests: list[str], seconds: float) -> tuple[str, bool]:
+    """The first of `tests` to fail, empty if none does; and whether all of them or one that failed came in time."""
+    if not tests:
+        return "", True
+    names = checkout / ".memfit-net-tests"
+    names.write_text("\n".join(tests))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "MEMFIT_NET": "", "OMP_NUM_THREADS": "1"}
+    program = subprocess.Popen(
+        [*command, "-o", "addopts=-rfE", f"@{names}"],
+        cwd=checkout,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = program.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, 9)
+        program.communicate()
+        return "", False
+    if program.returncode == 0:
+        return "", True
+    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.MULTILINE)
+    return (found[1] if found else output.strip().splitlines()[-1]), True
+
+
+def examine(patch: Patch, record: Record, checkout: Path, *, before: bool) -> dict[str, Any]:
+    """Ask the tests of `make test`, then the nightly ones, about one patch; or all of them at once, `before`."""
+    tests = record.near(patch)
+    nightly = set() if before else _nightly(checkout)
+    suites = {
+        "before" if before else "make test": [test for test in tests if test not in nightly],
+        "make nightly": [test for test in tests if test in nightly],
+    }
+    row: dict[str, Any] = {"entry": patch.entry, "files": sorted(patch.lines)}
+    subprocess.run(["git", "apply", str(patch.path)], check=True, cwd=checkout)
+    try:
+        for suite, names in suites.items():
+            failed, in_time = first_failure(checkout, names, SECONDS)
+            row[suite] = {"tests": len(names), "noticed": failed, "decided": in_time}
+            if failed:
+                break
+    finally:
+        subprocess.run(["git", "checkout", "--quiet", "--", "."], check=True, cwd=checkout)
+    return row
+
+
+_nightly_tests: set[str] = set()
+
+
+def _nightly(checkout: Path) -> set[str]:
+    """Names of the tests of `make nightly`."""
+    if not _nightly_tests:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "nightly", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "MEMFIT_NET": ""}
+        output = subprocess.run(command, cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE).stdout
+        _nightly_tests.update(line for line in output.splitlines() if "::" in line)
+    return _nightly_tests
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """The page of `rows`."""
+    before = [name for name, row in rows.items() if _noticed(row, "before")]
+    lines = ["# Which test notices what was mended once\n"]
+    for words, suites in (("`make test`", ("make test",)), ("With `make nightly`", ("make test", "make nightly"))):
+        found = [name for name in before if any(_noticed(rows[name], suite) for suite in suites)]
+        lines.append(f"{words}: {len(found)} of {len(before)} ({len(found) / max(len(before), 1):.0%}).")
+    return "\n".join([*lines, "", *_table(rows), ""])
+
+
+def _noticed(row: dict[str, Any], suite: str) -> str:
+    return row.get(suite, {}).get("noticed", "")
+
+
+def _table(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield "| | what was mended | noticed by | test |"
+    yield "|---|---|---|---|"
+    for name, row in sorted(rows.items()):
+        suite = next((suite for suite in ("make test", "make nightly") if _noticed(row, suite)), "")
+        test = _noticed(row, suite)
+        layer = test.split("/")[1] if test else ("nothing" if _is_decided(row) else "undecided")
+        words = f"{layer}, nightly" if suite == "make nightly" and layer != "nightly" else layer
+        yield f"| {name[:2]} | {row['entry']} | {words} | {_name(test)} |"
+
+
+def _is_decided(row: dict[str, Any]) -> bool:
+    return all(row.get(suite, {"decided": True})["decided"] for suite in ("make test", "make nightly"))
+
+
+def _name(test: str) -> str:
+    file, _, function = test.partition("::")
+    return f"`{Path(file).stem}::{function.partition('[')[0]}`" if function else test
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.net", description=__doc__.partition("\n")[0])
+    parser.add_argument("--record", type=Path, help="folder that `tests.net.record` wrote into")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="numbers of patches")
+    parser.add_argument("--before", metavar="COMMIT", help="ask the tests of an earlier commit")
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    options = parser.parse_args(argv)
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if not options.page:
+        if options.record is None:
+            parser.error("--record FOLDER is needed: what `tests.net.record` wrote")
+        record = Record(options.record)
+        patches = [read(path) for path in sorted(FOLDER.glob("*.patch"))]
+        with worktree(options.before or "HEAD") as checkout:
+            for patch in patches:
+                if not options.only or patch.name[:2] in options.only:
+                    row = examine(patch, record, checkout, before=bool(options.before))
+                    kept = {"before": rows.get(patch.name, {}).get("before", {})}
+                    rows[patch.name] = {**(rows.get(patch.name, {}) if options.before else kept), **row}
+                    print(patch.name, {key: value for key, value in row.items() if isinstance(value, dict)}, flush=True)
+                    RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+    PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()
