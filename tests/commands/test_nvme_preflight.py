@@ -185,6 +185,7 @@ def problems_in_a_process(folder: Path, *command: str, before: str = "") -> str:
     return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=root).stdout
 
 
+@pytest.mark.nightly
 def test_libaio_absent(tmp_path: Path) -> None:
     """Its header is hidden from one process and its children."""
     header = Path("/usr/include/libaio.h")
@@ -249,6 +250,7 @@ def test_host_memory_of_a_small_machine(tmp_path: Path, monkeypatch: pytest.Monk
     assert not [p for p in preflight(tmp_path, needs).problems if p.startswith("host memory")]
 
 
+@pytest.mark.nightly
 def test_locked_memory_is_limited(tmp_path: Path) -> None:
     """In a process without root's right to lock what it likes."""
     drop = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"] if os.geteuid() == 0 else []

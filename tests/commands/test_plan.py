@@ -250,6 +250,7 @@ def test_several_processes_on_auto_that_nothing_is_planned_for(recipe: str, caps
     assert "are not planned for" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_recipe_on_auto_plans_tries_and_trains(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

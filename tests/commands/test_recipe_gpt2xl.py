@@ -92,6 +92,7 @@ def trained(place):
     return place
 
 
+@pytest.mark.nightly
 def test_starts_from_the_weights_of_the_folder(trained):
     first = float(losses(trained, "whole")[0, "train_loss"])
     reference = GPT2LMHeadModel.from_pretrained(trained / "model")

@@ -214,6 +214,7 @@ def test_inside_activation_checkpointing(reentrant):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly_cases("<lambda>-is compiled")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
 @pytest.mark.parametrize(
     ("change", "reason"),

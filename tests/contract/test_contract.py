@@ -69,6 +69,7 @@ def test_every_technique_has_cases_and_every_case_a_technique():
     "host_master_weights-1",
     "torchao",
     "zero_grad_after_step-1",
+    "qlora-1",
 )
 def test_predicted_peak_is_the_measured_one(case):
     if not all(technique.traced for technique in case.setting.techniques()):
@@ -80,7 +81,7 @@ def test_predicted_peak_is_the_measured_one(case):
     assert_predicted_peak_is_measured(case.setting.traced_callbacks(), module().configure, **options)
 
 
-@pytest.mark.nightly_cases("torchao_adamw_4bit-0", "torchao_adamw_8bit")
+@pytest.mark.nightly_cases("torchao_adamw_4bit-0", "torchao_adamw_8bit", "torchao_adamw_fp8-0")
 def test_numbers(case, plain):
     run, reference = ours(case), plain(case)
     losses, expected = torch.stack(run.losses).float(), torch.stack(reference.losses)
@@ -150,6 +151,7 @@ def global_switches() -> tuple:
     )
 
 
+@pytest.mark.nightly_cases("torchao_adamw_8bit-0", "torchao_adamw_4bit-0")
 def test_resume_is_bitwise(case, tmp_path):
     def run(**options):
         return ours(case, max_steps=-1, limit_train_batches=2, **options)
@@ -182,6 +184,7 @@ def test_documented(name):
     assert (ROOT / f"docs/techniques/{technique.page or name}.md").is_file()
 
 
+@pytest.mark.nightly
 def test_records_need_nothing_optional():
     program = """
 import sys

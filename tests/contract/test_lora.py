@@ -162,7 +162,7 @@ def test_exact_techniques_change_nothing_of_it(callbacks):
     assert torch.equal(torch.stack(ours.losses), torch.stack(alone.losses))
 
 
-@pytest.mark.nightly_cases("4bit-32-true", "8bit-bf16-mixed")
+@pytest.mark.nightly_cases("4bit-32-true", "8bit-bf16-mixed", "8bit-bf16-true", "4bit-bf16-mixed", "8bit-32-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_predicted_peak_is_the_measured_one(callbacks, precision):
     assert_predicted_peak_is_measured(callbacks, scheduled, precision=precision)

@@ -58,6 +58,7 @@ def test_what_fits_nowhere_ends_every_rank_with_the_reason(results: dict[str, An
     assert first in second
 
 
+@pytest.mark.nightly
 def test_the_first_rank_plans_for_all_under_slurm(tmp_path: Path) -> None:
     job = {"JOB_ID": free_port(), "NTASKS": 2, "NTASKS_PER_NODE": 2, "NNODES": 1, "NODEID": 0}
     job |= {"NODELIST": "localhost", "JOB_NAME": "train"}

@@ -133,6 +133,7 @@ def test_plans_and_locks(folder, capsys):
     assert not marker.exists()
 
 
+@pytest.mark.nightly
 def test_cache_entries_are_made_anew(folder):
     marker = folder / "ran"
     estimate = ["estimate", "--config", "recipe.yaml"]

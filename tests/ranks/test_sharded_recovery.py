@@ -77,7 +77,7 @@ def assert_nothing_changed(runs: dict[str, tuple[str, tuple[int, ...]]], ended: 
         assert ended[rank].result[name][0] == len(numbers), name
 
 
-@pytest.mark.nightly_cases("2 copies of 2 shards", "3 ranks", "accumulated", "copies", "kept gathered")
+@pytest.mark.nightly_cases("2 copies of 2 shards", "3 ranks", "accumulated", "copies", "kept gathered", "1 rank")
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
@@ -150,6 +150,7 @@ def fail_in_hooks() -> dict[str, Any]:
     return {**found, "written": str(caught.value)}
 
 
+@pytest.mark.nightly
 def test_so_it_does_in_a_forward_of_a_hook_on_one_device(tmp_path: Path) -> None:
     (only,) = run_ranks(fail_in_hooks, 1, tmp_path)
     assert not only.error, only.output[-5000:]
@@ -364,6 +365,7 @@ def thrash(kind: str) -> tuple[float, list[tuple[int, int, str]]]:
     return close(run(cls(batch_size=4, num_samples=144), shortage, callback), whole), callback.changes
 
 
+@pytest.mark.nightly_cases("tensor parallel")
 @pytest.mark.parametrize("kind", THRASHING)
 def test_ranks_lower_the_size_together_where_one_is_short_of_memory(kind: str, tmp_path: Path) -> None:
     for process in run_ranks(partial(thrash, kind), 2, tmp_path):

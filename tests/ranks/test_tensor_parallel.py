@@ -256,6 +256,7 @@ def test_two_by_two_ranks_train_as_plain_torch(on_four, name):
     assert found["losses"] == close(found["plain"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["sharded", "hybrid"])
 def test_two_by_two_ranks_resume(on_four, name):
     found, folder = on_four

@@ -231,6 +231,7 @@ def preferring_under(strategy, pretrained, folder, elsewhere=None):
     return found
 
 
+@pytest.mark.nightly
 def test_preferences_resume_beside_a_reference_that_is_read_again(tmp_path):
     """Checkpoints lack the reference of a pretrained model, which is no fault of theirs."""
     pytest.importorskip("deepspeed")

@@ -287,6 +287,7 @@ AROUND: dict[str, Callable[[], Steps]] = {
 }
 
 
+@pytest.mark.nightly
 def test_what_steps_write_reaches_the_weights_or_is_refused(tmp_path: Path) -> None:
     def train(name: str, strategy: Any) -> dict[str, Tensor]:
         return weights(AROUND[name](), strategy, limit_val_batches=1, max_epochs=2)

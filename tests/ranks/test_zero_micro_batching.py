@@ -242,7 +242,7 @@ def compare_with_accumulation(precision: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.nightly_cases("bf16-mixed")
+@pytest.mark.nightly_cases("bf16-mixed", "32-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_it_is_what_accumulation_gives(precision: str, tmp_path: Path) -> None:
     for ended in run_ranks(compare_with_accumulation, 2, tmp_path, precision, seconds=240):

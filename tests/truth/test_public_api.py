@@ -84,6 +84,7 @@ def installed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly
 def test_type_checkers_know_every_argument(installed, tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "right.py").write_text(

@@ -189,6 +189,7 @@ def test_what_a_run_logged_stays_whoever_steps(recipe, monkeypatch, breaks_at, s
         assert code == 1
 
 
+@pytest.mark.nightly
 def test_what_forked_ranks_wrote_stays_when_they_fail(recipe):
     """Their steps aren't seen by the process that started them."""
     Path("breaking.py").write_text(

@@ -68,6 +68,7 @@ OWN_MODEL = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("recipe", OWN_MODEL)
 def test_an_estimate_of_images_and_speech_needs_no_more(no_network, capsys, recipe):
     small = [f"--model.config={json.dumps(OWN_MODEL[recipe])}", "--data.batch_size=2"]
@@ -78,6 +79,7 @@ def test_an_estimate_of_images_and_speech_needs_no_more(no_network, capsys, reci
     assert not os.listdir()
 
 
+@pytest.mark.nightly
 def test_the_reference_of_dpo_is_counted(no_network, capsys):
     """As a second model of frozen weights, or as none where adapters are left out."""
     found, config = {}, json.dumps(TINY | {"num_hidden_layers": 2})
@@ -91,7 +93,9 @@ def test_the_reference_of_dpo_is_counted(no_network, capsys):
     assert lora["num_parameters"] == full["num_trainable"]
 
 
-@pytest.mark.nightly_cases("chat_qlora-gemma3", "dpo_full-qwen3", "dpo_lora-llama3")
+@pytest.mark.nightly_cases(
+    "chat_qlora-gemma3", "dpo_full-qwen3", "dpo_lora-llama3", "chat_lora-qwen3", "pretrain-mistral"
+)
 @pytest.mark.parametrize(("recipe", "model"), list(zip(LANGUAGE, [*KINDS, "qwen3", "llama3"], strict=True)))
 def test_an_estimate_needs_neither_data_nor_weights_nor_network(no_network, capsys, recipe, model):
     """Of the recipe as it is with a model laid over it; only the architecture is a small one of the same class."""

@@ -47,6 +47,7 @@ def run_all(folder, *names, start=run_program, **variables):
         assert list((folder / "runs" / name).rglob("*.ckpt"))
 
 
+@pytest.mark.nightly
 def test_each_runs_with_its_quick_override(tmp_path):
     run_all(tmp_path, *RECIPES)
 

@@ -76,7 +76,7 @@ def test_autocast():
         assert_equal_runs(gradients(model, batch), plain)
 
 
-@pytest.mark.nightly_cases("keep_matmul")
+@pytest.mark.nightly
 @pytest.mark.parametrize("choice", ["full", "keep_matmul"])
 def test_compiled(choice):
     model, batch = make("gpt2")

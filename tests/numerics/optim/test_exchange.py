@@ -159,6 +159,7 @@ def test_states_go_on_within_a_family_and_are_refused_elsewhere():
         assert torch.equal(state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_torchao(name, tmp_path, monkeypatch):

@@ -256,6 +256,7 @@ def test_module_batch_and_random_state_are_left_alone():
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
 
 
+@pytest.mark.nightly
 def test_a_budget_planned_inside_a_measured_step_does_not_count(monkeypatch):
     found, resolve = [], ActivationCheckpointing._resolve
 

@@ -70,6 +70,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.nightly_cases("32-32-4-64-5-dtype1-0.2", "64-128-8-32-3-dtype1-0.2")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.001), (torch.bfloat16, 0.2)])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "samples", "side", "kernel"),
@@ -227,6 +228,7 @@ class Convolutional(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.nightly_cases("bf16-true", "bf16-mixed")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_other_sizes_are_predicted_with_their_scratch_memory(precision):
     options = StepOptions(precision)

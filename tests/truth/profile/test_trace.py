@@ -383,6 +383,7 @@ def test_a_step_that_reaches_the_module_itself_is_refused(run, has_gradients):
     assert all(parameter.grad is before for parameter, before in zip(module.parameters(), held, strict=True))
 
 
+@pytest.mark.nightly
 def test_gradient_checkpointing_of_hugging_face():
     peaks = {}
     for reentrant in (None, False, True):

@@ -19,8 +19,7 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.profile.watched import AskedNumbers, WatchedInt
 from tests.helpers.trainers import quiet_trainer
-
-from .modules import CLASSES, WIDTH, Classifier, batch, trace_cpu, true_peak
+from tests.truth.profile.modules import CLASSES, WIDTH, Classifier, batch, trace_cpu, true_peak
 
 
 def profiled(module, **options):
