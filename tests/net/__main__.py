@@ -46,11 +46,13 @@ class Patch:
     Attributes:
         name: Number and name of its file.
         entry: What the CHANGELOG said when it was mended.
+        test: The test that is known to have noticed it.
         lines: The lines that it changes or stands beside, by file.
     """
 
     name: str
     entry: str
+    test: str
     lines: dict[str, set[int]]
 
     @property
@@ -61,10 +63,12 @@ class Patch:
 
 def read(path: Path) -> Patch:
     """The patch of a file."""
-    entry, lines, file, number = "", defaultdict[str, set[int]](set), "", 0
+    entry, test, lines, file, number = "", "", defaultdict[str, set[int]](set), "", 0
     for line in path.read_text().splitlines():
         if line.startswith("Entry: "):
             entry = line.removeprefix("Entry: ")
+        elif line.startswith("Test: "):
+            test = line.removeprefix("Test: ")
         elif line.startswith("--- a/"):
             file = line.removeprefix("--- a/")
         elif hunk := _HUNK.match(line):
@@ -76,7 +80,7 @@ def read(path: Path) -> Patch:
             lines[file] |= {number - 1, number}
         elif line.startswith(" "):
             number += 1
-    return Patch(path.stem, entry, dict(lines))
+    return Patch(path.stem, entry, test, dict(lines))
 
 
 class Record:
@@ -97,7 +101,9 @@ class Record:
                 self.size[test] += 1
 
     def near(self, patch: Patch) -> list[str]:
-        """Tests that execute a line of `patch`: those of the same module first, then those that execute least."""
+        """The test that is known, then those that execute a line of `patch`: first those of the same module, then those
+        that execute least.
+        """
         found: set[str] = set()
         for file, lines in patch.lines.items():
             found.update(*(self.reached[file, line] for line in lines))
@@ -181,13 +187,19 @@ _nightly_tests: set[str] = set()
 
 
 def _nightly(checkout: Path) -> set[str]:
-    """Names of the tests of `make nightly`."""
+    """Names of the tests of `make nightly`, and of functions all of whose cases it has."""
     if not _nightly_tests:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "nightly", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTHONPATH": str(checkout), "MEMFIT_NET": ""}
-        output = subprocess.run(command, cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE).stdout
-        _nightly_tests.update(line for line in output.splitlines() if "::" in line)
+        found = [set(_collected(checkout, which)) for which in ("nightly", "not nightly")]
+        functions = [{test.partition("[")[0] for test in tests} for tests in found]
+        _nightly_tests.update(found[0], functions[0] - functions[1])
     return _nightly_tests
+
+
+def _collected(checkout: Path, which: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", which, "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "MEMFIT_NET": ""}
+    output = subprocess.run(command, cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE).stdout
+    return (line for line in output.splitlines() if "::" in line)
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
