@@ -158,41 +158,45 @@ def first_failure(checkout: Path, tests: list[str], seconds: float) -> tuple[str
         return "", False
     if program.returncode == 0:
         return "", True
-    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.MULTILINE)
-    return (found[1] if found else output.strip().splitlines()[-1]), True
+    found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", output, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"pytest ended with {program.returncode}:\n{output[-2000:]}")
+    return found[1], True
 
 
-def examine(patch: Patch, record: Record, checkout: Path, *, before: bool) -> dict[str, Any]:
+class Suites:
+    """Names of the tests in a checkout, each case and each function.
+
+    Attributes:
+        all: All of them.
+        nightly: Those of `make nightly`, and functions all of whose cases it has.
+    """
+
+    def __init__(self, checkout: Path) -> None:
+        nightly, others = (set(_collected(checkout, which)) for which in ("nightly", "not nightly"))
+        functions = [{test.partition("[")[0] for test in tests} for tests in (nightly, others)]
+        self.all = nightly | others | functions[0] | functions[1]
+        self.nightly = nightly | (functions[0] - functions[1])
+
+
+def examine(patch: Patch, record: Record, suites: Suites, checkout: Path, *, before: bool) -> dict[str, Any]:
     """Ask the tests of `make test`, then the nightly ones, about one patch; or all of them at once, `before`."""
-    tests = record.near(patch)
-    nightly = set() if before else _nightly(checkout)
-    suites = {
-        "before" if before else "make test": [test for test in tests if test not in nightly],
-        "make nightly": [test for test in tests if test in nightly],
-    }
+    tests = [test for test in record.near(patch) if test in suites.all]
+    names = {"before": tests} if before else {}
+    if not before:
+        names["make test"] = [test for test in tests if test not in suites.nightly]
+        names["make nightly"] = [test for test in tests if test in suites.nightly]
     row: dict[str, Any] = {"entry": patch.entry, "files": sorted(patch.lines)}
     subprocess.run(["git", "apply", str(patch.path)], check=True, cwd=checkout)
     try:
-        for suite, names in suites.items():
-            failed, in_time = first_failure(checkout, names, SECONDS)
-            row[suite] = {"tests": len(names), "noticed": failed, "decided": in_time}
+        for suite, of_suite in names.items():
+            failed, in_time = first_failure(checkout, of_suite, SECONDS)
+            row[suite] = {"tests": len(of_suite), "noticed": failed, "decided": in_time}
             if failed:
                 break
     finally:
         subprocess.run(["git", "checkout", "--quiet", "--", "."], check=True, cwd=checkout)
     return row
-
-
-_nightly_tests: set[str] = set()
-
-
-def _nightly(checkout: Path) -> set[str]:
-    """Names of the tests of `make nightly`, and of functions all of whose cases it has."""
-    if not _nightly_tests:
-        found = [set(_collected(checkout, which)) for which in ("nightly", "not nightly")]
-        functions = [{test.partition("[")[0] for test in tests} for tests in found]
-        _nightly_tests.update(found[0], functions[0] - functions[1])
-    return _nightly_tests
 
 
 def _collected(checkout: Path, which: str) -> Iterator[str]:
@@ -251,9 +255,10 @@ def main(argv: list[str] | None = None) -> None:
         record = Record(options.record)
         patches = [read(path) for path in sorted(FOLDER.glob("*.patch"))]
         with worktree(options.before or "HEAD") as checkout:
+            suites = Suites(checkout)
             for patch in patches:
                 if not options.only or patch.name[:2] in options.only:
-                    row = examine(patch, record, checkout, before=bool(options.before))
+                    row = examine(patch, record, suites, checkout, before=bool(options.before))
                     kept = {"before": rows.get(patch.name, {}).get("before", {})}
                     rows[patch.name] = {**(rows.get(patch.name, {}) if options.before else kept), **row}
                     print(patch.name, {key: value for key, value in row.items() if isinstance(value, dict)}, flush=True)
