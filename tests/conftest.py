@@ -52,7 +52,7 @@ TESTS = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what runs nightly, order files by what they take, and skip tests whose device isn't there."""
     import torch
 
@@ -68,7 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             sampled.add(item.path)
         seconds[item.path] += LAYERS.get(layer, 1.0)
     # Files go to the workers whole, the longest first: one that comes late keeps one of them busy alone.
-    items.sort(key=lambda item: (-seconds[item.path], item.path))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: (-seconds[item.path], item.path))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

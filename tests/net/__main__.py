@@ -209,9 +209,9 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     """The page of `rows`."""
     lines = [
         "# Which test notices what was mended once\n",
-        f"{len(rows)} faults that CHANGELOGs listed as mended were brought back one by one, by the patches of `tests/net`.",
-        "The tests that execute their lines were run, nearest first, until one failed. The suite of 8,800 tests that there",
-        "was at 26e3ebc2 noticed all of them; the patches say by which test.\n",
+        f"{len(rows)} faults that CHANGELOGs listed as mended were brought back one by one, by the patches of",
+        "`tests/net`. The tests that execute their lines were run, nearest first, until one failed. The suite of 8,800",
+        "tests that there was at 26e3ebc2 noticed all of them; the patches say by which test.\n",
     ]
     for words, suites in (("`make test`", ("make test",)), ("With `make nightly`", ("make test", "make nightly"))):
         found = [name for name, row in rows.items() if any(_noticed(row, suite) for suite in suites)]
