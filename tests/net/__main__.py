@@ -109,9 +109,11 @@ class Record:
         if not found:  # lines that run when the module is imported
             for file in patch.lines:
                 found.update(*(tests for (other, _), tests in self.reached.items() if other == file))
-        return sorted(
-            found, key=lambda test: (-_likeness(test, patch), self.seconds[test] + self.size[test] / 1e4, test)
-        )
+        others = {test for test in found if test.partition("[")[0] != patch.test}
+        return [patch.test, *sorted(others, key=lambda test: (-_likeness(test, patch), self._cost(test), test))]
+
+    def _cost(self, test: str) -> float:
+        return self.seconds[test] + self.size[test] / 1e4
 
 
 def _likeness(test: str, patch: Patch) -> int:
