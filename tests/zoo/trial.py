@@ -8,6 +8,7 @@ Verdicts, and what is wanted, are short words that neither a version nor a machi
 - `traced`: the step was traced to its end
 - `peak`: the predicted peak is that of a plain run
 - `unchanged`: files, descriptors, settings, globals and the module are as before
+- `raised`: an error of torch ended the run on every rank
 - `crashed`, `WRONG`, `changed`, `ended`, `did not end`: none of these is ever wanted
 """
 

@@ -628,8 +628,7 @@ REFUSED: dict[str, dict[str, bool]] = {
 }
 UNUSED = {"find_unused_parameters": True}
 REPLICATED: dict[str, dict[str, bool]] = {
-    **dict.fromkeys(("Base", "Unfrozen", "Added", "AddedFrozen", "AddedValidating", "AlternatingInHook"), PLAIN),
-    **dict.fromkeys(("AddedFrozenApart", "AddedAtOnce"), PLAIN),
+    **dict.fromkeys(("Base", "Unfrozen", "Added", "AddedFrozen", "AddedAtOnce", "AlternatingInHook"), PLAIN),
     **dict.fromkeys(("Alternating", "Frozen", "AlternatingAndUnfrozen"), UNUSED),
 }
 NOT_REPLICATED: dict[str, dict[str, bool]] = {"UnfrozenInStep": UNUSED, "AddedInStep": {}}
