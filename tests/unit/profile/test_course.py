@@ -155,7 +155,7 @@ def test_what_an_epochs_end_makes_is_named():
     ("module", "reason"),
     [
         (NeverSteps, "20 batches.*AdamW 0"),
-        (Swallows, "3,000 operators at .*(test_course|modules).py"),
+        (Swallows, "3,000 operators at .*(schedules|classifier).py"),
         (SkipsItsEpochs, "20 batches.*AdamW 0"),
     ],
 )
@@ -168,9 +168,7 @@ def test_what_does_not_end_is_refused(module, reason):
 
 
 def test_a_loop_on_an_unknown_number_is_refused_at_its_line():
-    words = (
-        r"depends on values that only real data can tell: .*a loop was taken to turn 3 times at .*test_course.py:\d+"
-    )
+    words = r"depends on values that only real data can tell: .*a loop was taken to turn 3 times at .*schedules.py:\d+"
     with pytest.raises(TraceError, match=words):
         profiled(LoopsOnAFloat(), limits=TraceLimits(batches=20, operators=3000))
 
@@ -178,7 +176,7 @@ def test_a_loop_on_an_unknown_number_is_refused_at_its_line():
 @pytest.mark.medium
 def test_time_is_a_limit():
     started = time.monotonic()
-    with pytest.raises(TraceError, match=r"was not known after 1 s at .*(test_course|modules).py"):
+    with pytest.raises(TraceError, match=r"was not known after 1 s at .*(schedules|classifier).py"):
         profiled(Swallows(), limits=TraceLimits(seconds=1))
     assert time.monotonic() - started < 30
 
