@@ -345,7 +345,6 @@ def set_process(module: Any, loss: Any) -> None:
 
 def set_torch(module: Any, loss: Any) -> None:
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(3)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("medium")
     torch.autograd.set_detect_anomaly(True)
@@ -353,6 +352,11 @@ def set_torch(module: Any, loss: Any) -> None:
     torch.backends.cuda.enable_math_sdp(False)
     torch.set_autocast_dtype("cpu", torch.float16)
     torch.nn.functional.silu = torch.relu  # type: ignore[assignment]
+
+
+def set_threads(module: Any, loss: Any) -> None:
+    """Only where nothing is computed: OpenMP can't start threads in a forked process."""
+    torch.set_num_threads(3)
 
 
 def process() -> dict[str, Any]:

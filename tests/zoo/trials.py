@@ -115,12 +115,14 @@ def of_profiles() -> Iterator[Trial]:
             for name, act in acts.items():
                 run = partial(profiled, profile, partial(side_effects.Doing, act))
                 yield Trial(name, "side effects", tried, wanted, seal, run)
-        for act in surroundings.ALL_CHANGES:
+        more = [surroundings.set_threads] if profile is profile_module else []
+        for act in [*surroundings.ALL_CHANGES, *more]:
             run = partial(profiled, profile, partial(surroundings.Doing, act))
             yield Trial(act.__name__, "surroundings", tried, "traced, unchanged", outside, run)
         for kind, batches in schedules.PEAKS.items():
             run = partial(peak, on_the_cpu if profile is profile_module else profile, kind, batches)
-            yield Trial(kind.__name__, "schedules", tried, "peak", course, run)
+            wanted = "peak or refused" if (kind, tried) == (schedules.Quasi, "profile_module") else "peak"
+            yield Trial(kind.__name__, "schedules", tried, wanted, course, run)
         for kind in schedules.REFUSED:
             run = partial(endless, profile, kind)
             yield Trial(kind.__name__, "schedules", tried, "refused", course, run)
