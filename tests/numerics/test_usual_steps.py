@@ -13,35 +13,12 @@ from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
 from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy
 from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.upstream import fsdp
-from tests.helpers import usual_modules
 from tests.helpers.ranks import num_ranks, run_ranks
 from tests.helpers.trainers import quiet_trainer
-from tests.helpers.usual_modules import Base, whole
+from tests.zoo import usual_modules
+from tests.zoo.usual_modules import Base, whole
 
 WITH_CALLBACK = {"NotANumber": NonFiniteGuard, "Base": usual_modules.Finetuning}
-SHARDED = [
-    "MomentumTarget",
-    "Clipped",
-    "ClippedData",
-    "NewData",
-    "ClippedInForward",
-    "Adversaries",
-    "Frozen",
-    "Gradients",
-    "InHooks",
-    "OfOptimizer",
-    "WholePenalty",
-    "TiedBlocks",
-    "NotANumber",
-    "StepOfInstance",
-    "StepOfCallback",
-    "BeforeTheFirstStep",
-    "LayerCopied",
-    "Averaged",
-    "AveragedOwn",
-    "HookOfParts",
-]
-LEFT_GATHERED = ["Averaged", "AveragedOwn"]
 REPLICATED = ["Base", "Unfrozen"]
 REFUSED = {
     "Penalty": "computed from `net.blocks.2.b.bias` outside of its block.*`term.full_tensor",
@@ -73,9 +50,9 @@ def train(name: str, **options: Any) -> tuple[dict[str, torch.Tensor], list[floa
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for names, kind in ((REPLICATED, DataParallelStrategy), ((*SHARDED, *REFUSED), FullyShardedStrategy)):
+    for names, kind in ((REPLICATED, DataParallelStrategy), ((*usual_modules.SHARDED, *REFUSED), FullyShardedStrategy)):
         for name in names:
-            options = {"reshard_after_forward": False} if name in LEFT_GATHERED else {}
+            options = usual_modules.SHARDED.get(name, {})
             try:
                 found[name] = train(name, strategy=kind(process_group_backend="gloo", **options), devices=2)
             except Exception as error:
@@ -139,7 +116,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return [one.result for one in ended]
 
 
-@pytest.mark.parametrize("name", [*SHARDED, *REPLICATED])
+@pytest.mark.parametrize("name", [*usual_modules.SHARDED, *REPLICATED])
 def test_steps_are_those_of_one_device(ranks: list[dict[str, Any]], name: str) -> None:
     assert num_ranks == 1
     expected, seen = train(name)

@@ -13,9 +13,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_memfit import MicroBatching
 from lightning_memfit.strategies import DataParallelStrategy
-from tests.helpers import usual_modules
 from tests.helpers.ranks import num_ranks, run_ranks
 from tests.helpers.trainers import quiet_trainer
+from tests.zoo import usual_modules
 
 FIND_UNUSED = {"find_unused_parameters": True}
 CASES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {

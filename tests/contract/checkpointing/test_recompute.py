@@ -1,9 +1,7 @@
 """Blocks whose forward changes state, draws random numbers or writes to its inputs, against plain torch."""
 
-import array
 import contextvars
 import copy
-import dataclasses
 import gc
 import importlib
 import itertools
@@ -13,365 +11,39 @@ import random
 import threading
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils import parametrizations
 
 from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments
 from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.checkpointing.check import InexactRecomputationError
+from tests.zoo.blocks import (
+    RARE,
+    WIDTH,
+    Batched,
+    Block,
+    ComplexDoubles,
+    Counter,
+    EndsInTorchScript,
+    ForwardMode,
+    GatedRecurrent,
+    HoldsSystemRandom,
+    HooksInput,
+    HooksWeight,
+    Jacobian,
+    Net,
+    Rare,
+    Recurrent,
+    RunningBuffer,
+    Scripted,
+    plainly,
+    reset,
+    state_of,
+)
 
-WIDTH = 6
-CALLS = [0]
-TOTAL = 0
-
-
-class Block(nn.Module):
-    """A product, and whatever a subclass does with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.build()
-
-    def build(self) -> None:
-        pass
-
-    def forward(self, x):
-        return x + self.change(self.inner(x).sin())
-
-    def change(self, y):
-        return y
-
-
-class Counter(Block):
-    def build(self):
-        self.count = 0
-        self.seen = []
-        self.stats = {"calls": 0, "norms": []}
-
-    def change(self, y):
-        self.count += 1
-        self.seen.append(self.count)
-        self.stats["calls"] += 1
-        self.stats["norms"].append(float(y.detach().norm()))
-        return y + 0.1 * self.count * self.stats["calls"] * len(self.seen)
-
-
-class GlobalCounter(Block):
-    kept = 0
-
-    def change(self, y):
-        global TOTAL
-        CALLS[0] += 1
-        TOTAL += 1
-        type(self).kept += 1
-        return y + 0.01 * CALLS[0] * TOTAL * GlobalCounter.kept
-
-
-class State:
-    def __init__(self):
-        self.count = 0
-        self.values = []
-
-
-class PlainObject(Block):
-    def build(self):
-        self.state = State()
-
-    def change(self, y):
-        self.state.count += 1
-        self.state.values = [*self.state.values, y.detach().mean()]
-        return y * self.state.count + sum(self.state.values)
-
-
-class RunningBuffer(Block):
-    def build(self):
-        self.register_buffer("running", torch.zeros(WIDTH))
-        self.register_buffer("num", torch.zeros((), dtype=torch.long))
-
-    def change(self, y):
-        with torch.no_grad():
-            self.running.mul_(0.9).add_(y.mean(0), alpha=0.1)
-            self.num += 1
-        return y - self.running.clone() * self.num
-
-
-class LargeBuffer(Block):
-    """A memory bank larger than what is copied in every call; it is rolled by `.data`."""
-
-    def build(self):
-        self.register_buffer("bank", torch.randn(1 << 12, WIDTH))
-
-    def change(self, y):
-        out = y + (y.detach() @ self.bank.T).softmax(-1) @ self.bank.clone()
-        self.bank.data.copy_(self.bank.roll(1, 0) + y.detach().mean())
-        return out
-
-
-class ReassignedBuffer(Block):
-    def build(self):
-        self.register_buffer("bank", torch.randn(1 << 12, WIDTH))
-        self.cached = None
-
-    def change(self, y):
-        before = 0.0 if self.cached is None else self.cached
-        self.bank = torch.roll(self.bank, 1, 0) + y.detach().mean()
-        self.cached = y.detach() * 2
-        return y * self.bank.mean() + before
-
-
-class Recurrent(Block):
-    """Its state carries the graph of the step before until it is detached."""
-
-    def build(self):
-        self.hidden = None
-
-    def change(self, y):
-        if self.hidden is not None:
-            y = y + self.hidden.detach()
-        self.hidden = y.tanh()
-        return self.hidden
-
-
-class Teacher(Block):
-    def build(self):
-        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def change(self, y):
-        with torch.no_grad():
-            for mine, other in zip(self.teacher.parameters(), self.inner.parameters(), strict=True):
-                mine.mul_(0.5).add_(other, alpha=0.5)
-            target = self.teacher(y)
-        return y - target
-
-
-class HiddenTeacher(Block):
-    """A teacher that is no sub-module."""
-
-    def build(self):
-        self.teacher = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
-
-    def change(self, y):
-        with torch.no_grad():
-            for mine, other in zip(self.teacher[0].parameters(), self.inner.parameters(), strict=True):
-                mine.mul_(0.5).add_(other, alpha=0.5)
-            target = self.teacher[0](y)
-        return y - target
-
-
-class ClampedWeights(Block):
-    def forward(self, x):
-        self.inner.weight.data.clamp_(-0.2, 0.2).mul_(0.9)
-        return super().forward(x)
-
-
-class Spectral(Block):
-    def build(self):
-        self.inner = parametrizations.spectral_norm(self.inner)
-
-
-class OldSpectral(Block):
-    def build(self):
-        self.inner = torch.nn.utils.spectral_norm(self.inner)
-
-
-class Norms(Block):
-    def build(self):
-        self.batch = nn.BatchNorm1d(WIDTH)
-        self.average = nn.BatchNorm1d(WIDTH, momentum=None)
-        self.instance = nn.InstanceNorm1d(2, track_running_stats=True)
-        self.drop = nn.Dropout(0.3)
-
-    def change(self, y):
-        y = self.average(self.batch(y))
-        return self.drop(self.instance(y.view(-1, 2, WIDTH // 2)).reshape(y.shape))
-
-
-class NumpyAndPython(Block):
-    def change(self, y):
-        if random.random() < 0.4:
-            return y * 0
-        return y * np.random.rand() + float(np.random.standard_normal()) * random.gauss(0, 1)  # noqa: NPY002
-
-
-class NumpyNormals(Block):
-    """NumPy draws these in pairs, of which it keeps the second: the bytes of its generator stay as they are then."""
-
-    def change(self, y):
-        return y * np.random.standard_normal()  # noqa: NPY002
-
-
-class OwnGenerators(Block):
-    def build(self):
-        self.torch_generator = torch.Generator().manual_seed(1)
-        self.others = {"numpy": np.random.default_rng(2), "python": random.Random(3)}
-
-    def change(self, y):
-        noise = torch.rand(y.shape, generator=self.torch_generator)
-        return y * noise * self.others["numpy"].random() * self.others["python"].random()
-
-
-class InputInPlace(Block):
-    def forward(self, x):
-        x = x.mul_(2) if self.training else x
-        return self.inner(x).sin()
-
-
-class IntermediateInPlace(Block):
-    def forward(self, x):
-        return self.body(x * 1.5)
-
-    def body(self, x):
-        nn.functional.relu(x, inplace=True)
-        return x + self.inner(x).sin()
-
-
-class EarlyExit(Block):
-    def forward(self, x):
-        return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
-
-
-class Experts(Block):
-    def build(self):
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.gate = nn.Linear(WIDTH, 3)
-        self.aux = None
-
-    def change(self, y):
-        scores = self.gate(y) + torch.randn(len(y), 3)
-        self.aux = scores.softmax(-1).mean()
-        chosen = scores.argmax(-1)
-        out = torch.zeros_like(y)
-        for number, expert in enumerate(self.experts):
-            rows = chosen == number
-            if rows.any():
-                out[rows] = expert(y[rows])
-        return out * scores.max(-1, keepdim=True).values
-
-
-class Views(Block):
-    def forward(self, x):
-        y = super().forward(x)
-        return y.view(-1, 2, WIDTH // 2).transpose(1, 2).transpose(1, 2).reshape(y.shape)[:]
-
-
-class NumpyArray(Block):
-    def build(self):
-        self.table = np.ones(WIDTH, dtype=np.float32)
-
-    def change(self, y):
-        self.table += 1
-        return y + 0.1 * torch.from_numpy(self.table.copy())
-
-
-class Hooked(Block):
-    def build(self):
-        self.calls = calls = []
-
-        def count(module, args, output, mine=[]):  # noqa: B006
-            calls.append(1)
-            mine.append(1)
-            return output + 0.01 * len(calls) * len(mine)
-
-        self.inner.register_forward_hook(count)
-        self.inner.register_forward_pre_hook(Hook(self))
-
-
-class Hook:
-    def __init__(self, owner):
-        self.number = 0
-        self.owner = [owner]
-
-    def __call__(self, module, args):
-        self.number += 1
-        return (args[0] + self.number,)
-
-
-class InnerGradient(Block):
-    """A penalty on a gradient that is taken inside forward."""
-
-    def forward(self, x):
-        with torch.enable_grad():
-            point = x.detach().requires_grad_()
-            energy = self.inner(point).sin().sum()
-            (slope,) = torch.autograd.grad(energy, point, create_graph=True)
-        return x + slope
-
-
-class Adapted(Block):
-    """A frozen product with a trained low-rank one beside it."""
-
-    def build(self):
-        self.inner.requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def change(self, y):
-        return y + self.up(self.down(y))
-
-
-ZOO = [
-    *(Counter, GlobalCounter, PlainObject, RunningBuffer, LargeBuffer, ReassignedBuffer, Recurrent, Teacher),
-    *(HiddenTeacher, ClampedWeights, Spectral, OldSpectral, Norms, NumpyAndPython, NumpyNormals, OwnGenerators),
-    *(InputInPlace, IntermediateInPlace, EarlyExit, Experts, Views, NumpyArray, Hooked, InnerGradient, Adapted),
-]
 CHOICES = ["full", "keep_matmul", "keep_attention", "offload"]
-
-
-class Net(nn.Module):
-    """Blocks one after the other, the last of which is called twice."""
-
-    def __init__(self, kind, twice=False) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(*(kind() for _ in range(3)))
-        self.twice = twice
-
-    def forward(self, x):
-        x = self.blocks(self.stem(x))
-        return self.blocks[-1](x) if self.twice else x
-
-
-def reset():
-    global TOTAL
-    CALLS[0], TOTAL, GlobalCounter.kept = 0, 0, 0
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    torch.manual_seed(0)
-
-
-def plainly(value):
-    """Something that compares: state of any kind."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().tolist()
-    if isinstance(value, dict):
-        return {str(key): plainly(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plainly(item) for item in value]
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return str(value.bit_generator.state)
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, State):
-        return plainly(vars(value))
-    return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
-
-
-def state_of(net):
-    own = {name: plainly({k: v for k, v in vars(m).items() if k[0] != "_"}) for name, m in net.named_modules()}
-    for attributes in own.values():
-        attributes.pop("forward", None)
-    hooks = [plainly(vars(h)) for m in net.modules() for h in m._forward_pre_hooks.values() if isinstance(h, Hook)]
-    drawn = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
-    return {"tensors": plainly(net.state_dict()), "own": own, "global": (CALLS[0], TOTAL, GlobalCounter.kept),
-            "drawn": drawn, "hooks": hooks}  # fmt: skip
 
 
 def train(kind, change=lambda net: None, twice=False, num_steps=5):
@@ -402,44 +74,6 @@ def checkpointed(choice):
 def segmented(net):
     names = tuple(f"blocks.{i}" for i in range(3))
     apply_segments(net, [BlockGroup("blocks", names, tuple(net.blocks))])
-
-
-QUICK = {
-    Counter,
-    LargeBuffer,
-    Teacher,
-    Spectral,
-    Norms,
-    NumpyAndPython,
-    NumpyNormals,
-    OwnGenerators,
-    InputInPlace,
-    Hooked,
-}
-KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.nightly) for kind in ZOO]
-
-
-REFUSED = {GlobalCounter, PlainObject, HiddenTeacher, InputInPlace, Hooked}
-"""Blocks whose state no attribute of a module shows, and one that writes its argument."""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_gradients_and_state_are_those_of_the_plain_run_or_the_block_is_refused(kind):
-    plain = train(kind)
-    for choice in (*CHOICES, "segments"):
-        try:
-            found = train(kind, segmented if choice == "segments" else checkpointed(choice))
-        except InexactRecomputationError as error:
-            found = str(error)
-        if choice != "offload" and (kind in REFUSED or (kind, choice) == (InnerGradient, "keep_matmul")):
-            assert f"{kind.__name__} would not be exact" in found
-        else:
-            assert found == plain, choice
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.values[0] not in REFUSED])
-def test_a_block_that_is_called_twice_in_a_step(kind):
-    assert train(kind, checkpointed("full"), twice=True) == train(kind, twice=True)
 
 
 class Hidden(Block):
@@ -557,39 +191,11 @@ def test_calls_of_a_trace_are_not_taken_for_those_of_a_run(monkeypatch):
         net(torch.randn(8, WIDTH)).sum().backward()
 
 
-class HooksInput(Block):
-    """Doubles its input's gradient, in every call anew."""
-
-    def forward(self, x):
-        if x.requires_grad:
-            x.register_hook(lambda gradient: 2 * gradient)
-        return super().forward(x)
-
-
-class HooksWeight(Block):
-    """Doubles a weight's gradient, in every call once more."""
-
-    def forward(self, x):
-        self.inner.weight.register_hook(lambda gradient: 2 * gradient)
-        return super().forward(x)
-
-
 @pytest.mark.parametrize("choice", ["full", "keep_matmul"])
 @pytest.mark.parametrize("kind", [HooksInput, HooksWeight])
 def test_hooks_that_forward_registers_anew_are_refused(kind, choice):
     with pytest.raises(InexactRecomputationError, match=f"{kind.__name__} would not be exact"):
         train(kind, checkpointed(choice))
-
-
-class HoldsSystemRandom(Block):
-    """Holds a source that has no state to put back, and draws nothing that matters."""
-
-    def build(self):
-        self.source = random.SystemRandom()
-
-    def forward(self, x):
-        self.source.random()
-        return super().forward(x)
 
 
 def test_a_source_without_a_state_may_be_held():
@@ -706,41 +312,6 @@ def test_a_compiled_block_with_buffers_is_left_to_eager_execution():
 # --- what no attribute of a module shows ------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    calls: int = 0
-
-
-def add_slot(state):
-    state.calls += 1
-    return state.calls
-
-
-def add_item(state):
-    state[0] += 1
-    return state[0]
-
-
-RARE = {
-    "slots": (Slotted, add_slot),
-    "array": (lambda: array.array("d", [0.0]), add_item),
-    "bytearray": (lambda: bytearray(1), add_item),
-}
-
-
-class Rare(Block):
-    """Counts its calls in an object of another class than those that are followed."""
-
-    make, add = RARE["slots"]
-
-    def build(self):
-        self.state = type(self).make()
-
-    def forward(self, x):
-        scale = 1 + 0.1 * type(self).add(self.state)
-        return self.inner(x).sin() * scale
-
-
 @pytest.mark.parametrize("name", RARE)
 def test_state_in_other_objects_is_refused(name):
     make, add = RARE[name]
@@ -830,17 +401,6 @@ def test_what_changes_between_forward_and_backward_is_refused_at_once(change, ch
         gradients_of(Surroundings, change, checkpointed(choice), num_calls=1)
 
 
-class ForwardMode(Block):
-    def forward(self, x):
-        value, slope = torch.func.jvp(lambda v: self.inner(v).sin(), (x,), (torch.ones_like(x),))
-        return value + 0.1 * slope
-
-
-class Jacobian(Block):
-    def forward(self, x):
-        return x + torch.func.vmap(torch.func.jacrev(lambda v: self.inner(v).sin()))(x).sum(-1)
-
-
 def test_transforms_of_torch_func():
     plain = gradients_of(ForwardMode, plainly_called, lambda net: None)
     assert gradients_of(ForwardMode, plainly_called, checkpointed("full")) == plain
@@ -850,21 +410,6 @@ def test_transforms_of_torch_func():
     apply_checkpointing(list(net.blocks), ["full"] * 3)
     with pytest.raises(InexactRecomputationError, match="inside a transform"):
         torch.func.vmap(net.blocks[0])(torch.ones(8, WIDTH))
-
-
-class GatedRecurrent(Block):
-    def build(self):
-        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x):
-        return self.rnn(x[None])[0][0]
-
-
-class Batched(Block):
-    """`vmap` computes a linear layer as a product to which it adds the bias in place."""
-
-    def forward(self, x):
-        return x + torch.vmap(lambda row: self.inner(row).tanh())(x)
 
 
 @pytest.mark.parametrize("kind", [GatedRecurrent, Batched])
@@ -894,24 +439,6 @@ def test_nested_tensors_are_torchs_own_error():
 
 
 # --- what is exact is not refused -------------------------------------------------------------------------------------
-
-
-class ComplexDoubles(Block):
-    def change(self, y):
-        return torch.fft.irfft(torch.fft.rfft(y.double()) * (1 + 1j), n=WIDTH).float()
-
-
-class Scripted(Block):
-    def build(self):
-        self.scripted = torch.jit.trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), torch.ones(2, 6))
-
-    def forward(self, x):
-        return self.inner(self.scripted(x)).sin()
-
-
-class EndsInTorchScript(Scripted):
-    def forward(self, x):
-        return self.scripted(self.inner(x))
 
 
 SCRIPT = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

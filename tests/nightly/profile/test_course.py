@@ -3,12 +3,9 @@
 import random
 import time
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory.cache_files import write_file
@@ -19,7 +16,23 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.profile.watched import AskedNumbers, WatchedInt
 from tests.helpers.trainers import quiet_trainer
-from tests.truth.profile.modules import CLASSES, WIDTH, Classifier, batch, trace_cpu, true_peak
+from tests.truth.profile.modules import Classifier, batch, trace_cpu, true_peak
+from tests.zoo.schedules import (
+    Deep,
+    JoinsOutputs,
+    KeepsAFewLosses,
+    KeepsLosses,
+    KeepsOutputs,
+    LoopsOnAFloat,
+    NeverSteps,
+    OneIsIdle,
+    Quasi,
+    ReadsASchedule,
+    SkipsItsEpochs,
+    StepsByHand,
+    StepsInItsBackward,
+    Swallows,
+)
 
 
 def profiled(module, **options):
@@ -28,162 +41,6 @@ def profiled(module, **options):
 
 def figure(profile):
     return estimate_step(profile).allocated_bytes
-
-
-class Manual(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class EveryFourth(Manual):
-    """Lightning's documented accumulation by hand."""
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch) / 4)
-        if (batch_idx + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class TwoOptimizers(pl.LightningModule):
-    every, at = 1, 0
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, WIDTH))
-        self.critic = nn.Sequential(nn.Linear(WIDTH, 512), nn.LeakyReLU(0.2), nn.Linear(512, 1))
-
-    def training_step(self, batch, batch_idx):
-        real, (first, second) = batch["x"], self.optimizers()
-        noise, ones = torch.randn(len(real), 16), torch.ones(len(real), 1)
-        judged = self.critic(torch.cat([real, self.generator(noise).detach()]))
-        second.zero_grad()
-        self.manual_backward(F.binary_cross_entropy_with_logits(judged, torch.cat([ones, 1 - ones])))
-        second.step()
-        if batch_idx % self.every == self.at:
-            first.zero_grad()
-            self.manual_backward(F.binary_cross_entropy_with_logits(self.critic(self.generator(noise)), ones))
-            first.step()
-
-    def configure_optimizers(self):
-        return [torch.optim.Adam(self.generator.parameters()), torch.optim.Adam(self.critic.parameters())], []
-
-
-class CriticFirst(TwoOptimizers):
-    every, at = 5, 4
-
-
-class GeneratorFirst(TwoOptimizers):
-    every, at = 5, 0
-
-
-class ThreeOptimizers(Manual):
-    def __init__(self):
-        super().__init__()
-        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, CLASSES)) for _ in range(3))
-
-    def training_step(self, batch, batch_idx):
-        for net, optimizer in zip(self.nets, self.optimizers(), strict=True):
-            optimizer.zero_grad()
-            self.manual_backward(F.cross_entropy(net(batch["x"]), batch["y"]))
-            optimizer.step()
-
-    def configure_optimizers(self):
-        return [torch.optim.Adam(net.parameters()) for net in self.nets], []
-
-
-class Bank(Classifier):
-    """Fills over 20 steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.bank = []
-
-    def training_step(self, batch, batch_idx):
-        hidden = self.net(batch["x"])
-        self.bank = [*self.bank, hidden.detach()][-20:]
-        return F.cross_entropy(self.head(hidden), batch["y"])
-
-
-class Deep(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def runs(self, number):
-        return True
-
-    def training_step(self, batch, batch_idx):
-        x = batch["x"]
-        for number, block in enumerate(self.blocks):
-            if self.runs(number):
-                x = x + F.gelu(block(x))
-        return F.cross_entropy(self.head(x), batch["y"])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
-class Grows(Deep):
-    def runs(self, number):
-        return number < 2 + self.global_step // 5
-
-
-class Jumps(Deep):
-    def runs(self, number):
-        return number < 2 or self.trainer.global_step >= 30
-
-
-class Ramps(Deep):
-    def runs(self, number):
-        return number < 2 + 4 * min(1.0, self.global_step / 25)
-
-
-class Sometimes(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        if (batch_idx + 1) % 16 == 0:
-            loss = loss + self.net(batch["x"].repeat(4, 1)).mean()
-        return loss
-
-
-class InItsHook(Classifier):
-    """Takes a copy of its weights after the twelfth batch."""
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if batch_idx == 11:
-            self.copies = [p.detach().clone() for p in self.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("module", "batches"),
-    [
-        (EveryFourth, 8),
-        (TwoOptimizers, 4),
-        (CriticFirst, 10),
-        (GeneratorFirst, 11),
-        (ThreeOptimizers, 4),
-        (Bank, 24),
-        (Grows, 40),
-        (Jumps, 33),
-        (Ramps, 30),
-        (Sometimes, 20),
-        (InItsHook, 15),
-    ],
-)
-def test_steps_that_differ_get_the_peak_of_the_whole_run(module, batches):
-    truth = true_peak(module, batch, batches)
-    assert figure(profiled(module())) == pytest.approx(truth, rel=1e-3)
-    assert figure(measure_step(module(), batch())) == pytest.approx(truth, rel=1e-3)
-
-
-class Quasi(Classifier):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), max_iter=4, history_size=10)
 
 
 def test_a_history_that_grows_over_several_steps_is_measured():
@@ -245,20 +102,6 @@ def test_a_plain_step_takes_two_batches_and_has_no_cautions():
     assert (profile.traced_batches, profile.growth, profile.cautions) == (2, None, ())
 
 
-class KeepsOutputs(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.outputs = []
-
-    def training_step(self, batch, batch_idx):
-        hidden = self.net(batch["x"])
-        self.outputs.append(self.net(batch["x"]))
-        return F.cross_entropy(self.head(hidden), batch["y"])
-
-    def on_train_epoch_end(self):
-        self.outputs.clear()
-
-
 def test_memory_that_grows_is_named_and_predicted_for_an_epoch(tmp_path):
     module = KeepsOutputs()
     module.trainer = quiet_trainer(max_epochs=1, limit_train_batches=100)
@@ -280,19 +123,6 @@ def test_growth_is_named_where_the_epoch_is_unknown():
     assert figure(profile.after(500)) - figure(profile.after(400)) == 100 * profile.growth.bytes_per_batch
 
 
-class KeepsLosses(Classifier):
-    """Four bytes a batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.losses.append(loss.detach())
-        return loss
-
-
 def test_growth_that_is_small_is_seen_if_it_goes_on():
     for profile in (profiled(KeepsLosses()), measure_step(KeepsLosses(), batch())):
         assert (profile.growth.bytes_per_batch, profile.traced_batches) == (4, 3)
@@ -305,22 +135,9 @@ def test_small_growth_takes_whole_blocks_of_the_allocator():
     assert figure(profile.after(1003)) - figure(profile) == 1000 * 512
 
 
-class KeepsAFewLosses(KeepsLosses):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        del self.losses[2:]
-        return loss
-
-
 def test_small_growth_that_stops_is_none():
     profile = profiled(KeepsAFewLosses())
     assert (profile.traced_batches, profile.growth, profile.cautions) == (3, None, ())
-
-
-class JoinsOutputs(KeepsOutputs):
-    def on_train_epoch_end(self):
-        torch.cat(self.outputs)
-        self.outputs.clear()
 
 
 def test_what_an_epochs_end_makes_is_named():
@@ -329,38 +146,11 @@ def test_what_an_epochs_end_makes_is_named():
     assert words not in profiled(KeepsOutputs()).cautions
 
 
-class NeverSteps(Manual):
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.loss(batch))
-
-
-class LoopsOnAFloat(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        while self.loss(batch).item() > 0:
-            pass
-        return loss
-
-
-class Swallows(Classifier):
-    def training_step(self, batch, batch_idx):
-        while True:
-            try:
-                self.loss(batch)
-            except Exception:
-                continue
-
-
-class SkipsItsEpochs(Classifier):
-    def on_train_batch_start(self, batch, batch_idx):
-        return -1
-
-
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
         (NeverSteps, "20 batches.*AdamW 0"),
-        (Swallows, "3,000 operators at .*(test_course|modules).py"),
+        (Swallows, "3,000 operators at .*(schedules|classifier).py"),
         (SkipsItsEpochs, "20 batches.*AdamW 0"),
     ],
 )
@@ -373,36 +163,21 @@ def test_what_does_not_end_is_refused(module, reason):
 
 
 def test_a_loop_on_an_unknown_number_is_refused_at_its_line():
-    words = (
-        r"depends on values that only real data can tell: .*a loop was taken to turn 3 times at .*test_course.py:\d+"
-    )
+    words = r"depends on values that only real data can tell: .*a loop was taken to turn 3 times at .*schedules.py:\d+"
     with pytest.raises(TraceError, match=words):
         profiled(LoopsOnAFloat(), limits=TraceLimits(batches=20, operators=3000))
 
 
 def test_time_is_a_limit():
     started = time.monotonic()
-    with pytest.raises(TraceError, match=r"was not known after 1 s at .*(test_course|modules).py"):
+    with pytest.raises(TraceError, match=r"was not known after 1 s at .*(schedules|classifier).py"):
         profiled(Swallows(), limits=TraceLimits(seconds=1))
     assert time.monotonic() - started < 30
-
-
-class OneIsIdle(TwoOptimizers):
-    every, at = 10_000_000, 1
 
 
 def test_an_optimizer_that_never_steps_is_named():
     with pytest.raises(TraceError, match=r"40 batches \(steps: Adam 1, Adam 40\)"):
         profiled(OneIsIdle(), limits=TraceLimits(batches=40))
-
-
-class ReadsASchedule(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.weights = [1.0] * 50
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * self.weights[int(self.global_step / 1)]
 
 
 def test_a_number_that_the_step_can_not_take_ends_the_trial_only():
@@ -441,38 +216,6 @@ def test_leaving_out_spans_keeps_every_other_moment():
     start = shorter.phases[0][0]
     assert shorter.live_bytes()[start:].tolist() == events.live_bytes()[last:].tolist()
     assert shorter.breakdown_at(len(shorter) - 1) == events.breakdown_at(len(events) - 1)
-
-
-class StepsInItsBackward(Manual):
-    """PyTorch's tutorial: every parameter has an optimizer of its own, that Lightning doesn't know."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = {weight: torch.optim.Adam([weight], foreach=False) for weight in self.parameters()}
-        for weight in self.parameters():
-            weight.register_post_accumulate_grad_hook(self.step)
-
-    def step(self, weight):
-        self.steps[weight].step()
-        weight.grad = None
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.loss(batch))
-
-    def configure_optimizers(self):
-        return None
-
-
-class StepsByHand(Manual):
-    def training_step(self, batch, batch_idx):
-        self.zero_grad()
-        self.manual_backward(self.loss(batch))
-        with torch.no_grad():
-            for weight in self.parameters():
-                weight.sub_(weight.grad, alpha=0.01)
-
-    def configure_optimizers(self):
-        return None
 
 
 @pytest.mark.parametrize("module", [StepsInItsBackward, StepsByHand])

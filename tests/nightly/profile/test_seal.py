@@ -4,22 +4,14 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import hashlib
 import logging
-import mmap
-import multiprocessing
 import os
 import queue
-import shutil
 import socket
-import sqlite3
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +28,9 @@ from lightning_memfit.profile.copying import UncopiedError
 from lightning_memfit.profile.seal import RefusedError, current_seal, sealed
 from lightning_memfit.profile.trace import TraceError
 from tests.truth.profile.modules import Classifier, batch
+from tests.zoo.side_effects import HARMFUL, WAITING, Doing, contents, open_before, save_weights
 
 LOG = logging.getLogger(__name__)
-
-
-class Doing(Classifier):
-    """Does something in every step.
-
-    Args:
-        act: What to do, with the module.
-    """
-
-    def __init__(self, act: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.act = act
-
-    @override
-    def training_step(self, batch: Any, batch_idx: int) -> STEP_OUTPUT:
-        self.act(self)
-        return self.loss(batch)
 
 
 @pytest.fixture(autouse=True)
@@ -68,175 +44,68 @@ def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     return tmp_path
 
 
-def contents(folder: Path) -> dict[str, Any]:
-    """Digest, mode and times of everything in a folder."""
-    return {
-        str(path.relative_to(folder)): (
-            path.stat().st_mode,
-            path.stat().st_mtime_ns,
-            hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "",
-        )
-        for path in sorted(folder.rglob("*"))
-    }
-
-
-descriptors: dict[str, int] = {}
-connections: list[Any] = []
-
-
-@contextlib.contextmanager
-def open_before() -> Iterator[None]:
-    """Open files and a pipe before a step, and find them as they were."""
-    pipe = list(multiprocessing.Pipe())
-    connections.append([[[[[[[[pipe]]]]]]]])  # too deep for what is noted before a step
-    descriptors.update({"old.txt": os.open("old.txt", os.O_RDWR), "read": os.open("old/inner.txt", os.O_RDONLY)})
-    files = {name: os.fstat(number).st_ino for name, number in descriptors.items()}
-    try:
-        yield
-        assert {name: os.fstat(number).st_ino for name, number in descriptors.items()} == files
-        assert all(os.lseek(number, 0, os.SEEK_CUR) == 0 for number in descriptors.values())
-        assert not pipe[1].poll()
-    finally:
-        for number in descriptors.values():
-            os.close(number)
-        for connection in pipe:
-            connection.close()
-        connections.clear()
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def save_weights(module: Any) -> None:
-    torch.save({"epoch": module.current_epoch}, "best.pt")
-
-
-def write_from_thread(module: Any) -> None:
-    thread = threading.Thread(target=lambda: Path("thread.txt").write_text("x"))
-    thread.start()
-    thread.join()
-
-
-def write_from_pool(module: Any) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(Path("pool.txt").write_text, "x")
-
-
-def write_and_go_on(module: Any) -> None:
-    with contextlib.suppress(BaseException):
-        Path("quiet.txt").write_text("x")
-
-
-def write_atomically(module: Any) -> None:
-    descriptor, name = tempfile.mkstemp(dir=".")
-    os.close(descriptor)
-    os.replace(name, "old.txt")
-
-
-def save_by_safetensors(module: Any) -> None:
-    from safetensors.numpy import save_file
-
-    save_file({"a": np.zeros(2)}, "a.safetensors")
-
-
-def spawn(module: Any) -> None:
-    multiprocessing.get_context("spawn").Process(target=print).start()
-
-
-def script(module: Any) -> None:
-    torch.jit.script(torch.nn.Linear(1, 1)).save("scripted.pt")
-
-
-def write_by_number(module: Any) -> None:
-    os.write(descriptors["old.txt"], b"x")
-
-
-def share_memory(module: Any) -> None:
-    shared_memory.SharedMemory(create=True, size=10, name="memfit_test_seal")
-
-
-def save_function(module: Any) -> None:
-    torch.jit.save(torch.jit.script(add_one), "function.pt")
-
-
-def add_one(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
-
-
-def put_into_queue(module: Any) -> None:
-    WAITING.put(1)
-
-
-def send_through_pipe(module: Any) -> None:
-    innermost(connections)[0].send("x")
-
-
-def innermost(nested: list[Any]) -> list[Any]:
-    return innermost(nested[0]) if isinstance(nested[0], list) else nested
-
-
-WAITING: queue.Queue[int] = queue.Queue()
-
-REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a new file": (lambda _: open("new.txt", "w").close(), "writes to `new.txt`"),
-    "a longer file": (lambda _: open("old.txt", "a").close(), "writes to `old.txt`"),
-    "by os.open": (lambda _: os.open("new.txt", os.O_CREAT | os.O_WRONLY), "writes to `new.txt`"),
-    "by pathlib": (lambda _: Path("old.txt").write_text("x"), "writes to `old.txt`"),
-    "touch": (lambda _: Path("old.txt").touch(), "changes the times of"),
-    "torch.save": (save_weights, "writes to `best.pt`"),
-    "torch.jit": (script, "writes to `scripted.pt`"),
-    "safetensors": (save_by_safetensors, "writes to `a.safetensors`"),
-    "numpy": (lambda _: np.save("a.npy", np.zeros(2)), "writes to `a.npy`"),
-    "memory map": (lambda _: np.memmap("old.txt", mode="r+"), "writes to `old.txt`"),
-    "copy": (lambda _: shutil.copy("old.txt", "copy.txt"), "writes to `copy.txt`"),
-    "remove": (lambda _: os.remove("old.txt"), "removes"),
-    "remove a tree": (lambda _: shutil.rmtree("old"), "removes"),
-    "rename": (lambda _: os.rename("old.txt", "renamed.txt"), "moves `old.txt` to `renamed.txt`"),
-    "replace atomically": (write_atomically, "to `old.txt`"),
-    "truncate": (lambda _: os.truncate("old.txt", 1), "shortens"),
-    "mode": (lambda _: os.chmod("old.txt", 0o600), "changes the mode"),
-    "folder": (lambda _: os.makedirs("new/folder"), "makes the folder"),
-    "link": (lambda _: os.symlink("old.txt", "link"), "makes the link `link`"),
-    "log file": (lambda _: logging.FileHandler("run.log"), "run.log`"),
-    "database": (lambda _: sqlite3.connect("runs.db"), "opens the database `runs.db`"),
-    "from a thread": (write_from_thread, "writes to `thread.txt`"),
-    "from a pool": (write_from_pool, "writes to `pool.txt`"),
-    "caught": (write_and_go_on, "writes to `quiet.txt`"),
-    "subprocess": (lambda _: subprocess.run(["touch", "new.txt"], check=True), "starts a process (`touch new.txt`)"),
-    "shell": (lambda _: os.system("touch new.txt"), "starts a process (`touch new.txt`)"),
-    "fork": (lambda _: os.fork() or os._exit(0), "starts a process"),
-    "spawn": (spawn, "starts a process"),
-    "signal": (lambda _: os.kill(os.getpid(), 10), "sends signal 10"),
-    "connect": (lambda _: socket.create_connection(("127.0.0.1", 9)), "connects to"),
-    "by its number": (write_by_number, "writes to `"),
-    "several buffers": (lambda _: os.writev(descriptors["old.txt"], [b"x"]), "writes to `"),
-    "at a place": (lambda _: os.pwrite(descriptors["old.txt"], b"x", 0), "writes to `"),
-    "from a file": (lambda _: os.sendfile(descriptors["old.txt"], descriptors["read"], 0, 3), "writes to `"),
-    "shorten by its number": (lambda _: os.ftruncate(descriptors["old.txt"], 1), "shortens"),
-    "memory map by its number": (lambda _: mmap.mmap(descriptors["old.txt"], 3), "maps memory to `"),
-    "close": (lambda _: os.close(descriptors["old.txt"]), "closes `"),
-    "replace a descriptor": (lambda _: os.dup2(descriptors["read"], descriptors["old.txt"]), "replaces `"),
-    "read on": (lambda _: os.read(descriptors["read"], 1), "reads on in `"),
-    "pipe of the file system": (lambda _: os.mkfifo("pipe"), "writes to `pipe`"),
-    "shared memory": (share_memory, "makes or removes shared memory"),
-    "torch.jit.save": (save_function, "writes to `function.pt`"),
-    "queue of the program": (put_into_queue, "changes a queue that was there before"),
-    "pipe to a process": (send_through_pipe, "sends data through a connection"),
-    "exit at once": (lambda _: os._exit(0), "ends the program by `os._exit`"),
-    "abort": (lambda _: os.abort(), "ends the program by `os.abort`"),
-    "listen": (lambda _: socket.socket().bind(("127.0.0.1", 0)), "listens at"),
+WORDS = {
+    "a new file": "writes to `new.txt`",
+    "a longer file": "writes to `old.txt`",
+    "by os.open": "writes to `new.txt`",
+    "by pathlib": "writes to `old.txt`",
+    "touch": "changes the times of",
+    "torch.save": "writes to `best.pt`",
+    "torch.jit": "writes to `scripted.pt`",
+    "safetensors": "writes to `a.safetensors`",
+    "numpy": "writes to `a.npy`",
+    "memory map": "writes to `old.txt`",
+    "copy": "writes to `copy.txt`",
+    "remove": "removes",
+    "remove a tree": "removes",
+    "rename": "moves `old.txt` to `renamed.txt`",
+    "replace atomically": "to `old.txt`",
+    "truncate": "shortens",
+    "mode": "changes the mode",
+    "folder": "makes the folder",
+    "link": "makes the link `link`",
+    "log file": "run.log`",
+    "database": "opens the database `runs.db`",
+    "from a thread": "writes to `thread.txt`",
+    "from a pool": "writes to `pool.txt`",
+    "caught": "writes to `quiet.txt`",
+    "subprocess": "starts a process (`touch new.txt`)",
+    "shell": "starts a process (`touch new.txt`)",
+    "fork": "starts a process",
+    "spawn": "starts a process",
+    "signal": "sends signal 10",
+    "connect": "connects to",
+    "by its number": "writes to `",
+    "several buffers": "writes to `",
+    "at a place": "writes to `",
+    "from a file": "writes to `",
+    "shorten by its number": "shortens",
+    "memory map by its number": "maps memory to `",
+    "close": "closes `",
+    "replace a descriptor": "replaces `",
+    "read on": "reads on in `",
+    "pipe of the file system": "writes to `pipe`",
+    "shared memory": "makes or removes shared memory",
+    "torch.jit.save": "writes to `function.pt`",
+    "queue of the program": "changes a queue that was there before",
+    "pipe to a process": "sends data through a connection",
+    "exit at once": "ends the program by `os._exit`",
+    "abort": "ends the program by `os.abort`",
+    "listen": "listens at",
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", WORDS)
 @pytest.mark.parametrize("profile", [profile_module, measure_step])
 def test_harm_is_refused_with_its_line(profile: Callable[..., Any], name: str, folder: Path) -> None:
-    act, words = REFUSED[name]
     before = contents(folder)
     with open_before(), pytest.raises(TraceError) as refused:
-        profile(Doing(act), batch())
-    assert words in str(refused.value)
-    assert "test_seal.py, line " in str(refused.value)
+        profile(Doing(HARMFUL[name]), batch())
+    assert WORDS[name] in str(refused.value)
+    assert "side_effects.py, line " in str(refused.value)
     assert contents(folder) == before
     assert not os.listdir(tempfile.gettempdir())
     assert WAITING.empty()
@@ -288,59 +157,6 @@ def test_hook_without_a_line_of_the_users_is_refused(folder: Path) -> None:
 
 
 # --- what is not ------------------------------------------------------------------------------------------------------
-
-
-def make_temporary_files(module: Any) -> None:
-    with tempfile.TemporaryDirectory() as made:
-        torch.save({}, f"{made}/a.pt")
-        os.rename(f"{made}/a.pt", f"{made}/b.pt")
-    tempfile.mkstemp()
-    tempfile.mkdtemp()
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(b"x")
-    with tempfile.TemporaryFile() as file:
-        file.write(b"x")
-
-
-def import_module(module: Any) -> None:
-    import xmlrpc.client  # noqa: F401  (whatever was not imported before)
-
-
-def use_descriptors(module: Any) -> None:
-    reading, writing = os.pipe()
-    os.write(writing, b"x")
-    os.read(reading, 1)
-    os.close(reading)
-    os.close(writing)
-    with tempfile.TemporaryFile() as file:
-        file.write(b"abc")
-        file.flush()
-        mmap.mmap(file.fileno(), 3).close()
-    multiprocessing.Value("i").value = 1  # type: ignore[attr-defined]
-    mmap.mmap(-1, 10).close()
-
-
-ALLOWED: dict[str, Callable[[Any], Any]] = {
-    "temporary files": make_temporary_files,
-    "nothing": lambda _: open(os.devnull, "w").close(),
-    "reading": lambda _: Path("old.txt").read_text(),
-    "folder that exists": lambda _: os.makedirs("old", exist_ok=True),
-    "file that doesn't exist": lambda _: Path("new.txt").unlink(missing_ok=True),
-    "database in memory": lambda _: sqlite3.connect(":memory:").close(),
-    "import": import_module,
-    "descriptors": use_descriptors,
-    "read a memory map": lambda _: np.memmap("old.txt", mode="r")[0],
-    "thread": lambda _: threading.Thread(target=sum, args=([1, 2],)).start(),
-}
-
-
-@pytest.mark.parametrize("name", ALLOWED)
-@pytest.mark.parametrize("profile", [profile_module, measure_step])
-def test_harmless_operations_are_not_refused(profile: Callable[..., Any], name: str, folder: Path) -> None:
-    before = contents(folder)
-    profile(Doing(ALLOWED[name]), batch())
-    assert contents(folder) == before
-    assert not os.listdir(tempfile.gettempdir())
 
 
 def test_new_module_may_be_compiled_but_does_nothing_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

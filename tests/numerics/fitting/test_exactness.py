@@ -2,9 +2,7 @@
 
 import copy
 import warnings
-from collections import UserDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics import MeanSquaredError
@@ -29,87 +27,88 @@ from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
 from tests.helpers.trainers import difference, fit
+from tests.zoo.split_steps import (
+    BATCH,
+    FEATURES,
+    SAMPLES,
+    WRITING,
+    Clamped,
+    ClampsSums,
+    Classes,
+    Cleared,
+    ClearsItself,
+    Clipped,
+    ClipsSums,
+    Contrastive,
+    Counting,
+    Curriculum,
+    Dropping,
+    FirstMasked,
+    FunctionalNorm,
+    GradientsOfItsOwn,
+    HalvedGradients,
+    HalvesSums,
+    Helpers,
+    HiddenWeights,
+    HookOfSums,
+    InPlace,
+    Kept,
+    LeastLoss,
+    Made,
+    Masked,
+    MovedInputs,
+    Noisy,
+    Normalised,
+    Normed,
+    OnlyLooks,
+    Popping,
+    QueueRead,
+    RarelyClipped,
+    Reading,
+    Record,
+    RelativeLoss,
+    ReplacesSums,
+    RunningVariance,
+    Shrinks,
+    ShrinksWhenCleared,
+    Spectral,
+    SumLoss,
+    Teacher,
+    Tokens,
+    Toy,
+    WrongHook,
+    loader,
+    numbers,
+    regression,
+    tokens,
+)
 
-FEATURES, CLASSES, LENGTH, BATCH, SAMPLES = 4, 5, 3, 6, 24
 
+class Recording(Toy):
+    """Notes the calls of its step, and runs out of memory in some of them."""
 
-def numbers() -> torch.Generator:
-    return torch.Generator().manual_seed(7)
-
-
-def loader(*columns: Tensor, **options: Any) -> DataLoader:
-    return DataLoader(TensorDataset(*columns), BATCH, **options)
-
-
-def regression() -> DataLoader:
-    inputs = torch.randn(SAMPLES, FEATURES, generator=numbers(), dtype=torch.float64)
-    return loader(inputs, inputs.flip(1) ** 2)
-
-
-def classes() -> DataLoader:
-    inputs = torch.randn(SAMPLES, FEATURES, generator=numbers(), dtype=torch.float64)
-    return loader(inputs, torch.randint(0, CLASSES, (SAMPLES,), generator=numbers()))
-
-
-def tokens() -> tuple[Tensor, Tensor]:
-    """Token ids and labels of which some are -100, unevenly over the samples."""
-    ids = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=numbers())
-    kept = torch.rand(SAMPLES, LENGTH, generator=numbers()) < torch.linspace(0.2, 0.9, SAMPLES)[:, None]
-    kept[:, 0] = True
-    return ids, ids.roll(1, 1).masked_fill(~kept, -100)
-
-
-class Toy(pl.LightningModule):
-    """Maps features to features; cases below change one thing about it."""
-
-    make_loader: Callable[[], DataLoader] = staticmethod(regression)
     fails_at: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, FEATURES)).double()
-        self.record: list[int] = _Record()
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs, targets = batch
-        return functional.mse_loss(self.net(inputs), targets)
+        self.record = Record()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not is_checking():
             self.record.append(batch_idx)
             if len(self.record) in self.fails_at:
                 raise out_of_memory()
-        return self.loss(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-    def train_dataloader(self) -> DataLoader:
-        return type(self).make_loader()
+        return super().training_step(batch, batch_idx)
 
 
-class _Record:
-    """Remembers calls where a repeated batch can't take them back as it does with attributes."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self) -> None:
-        self._items: list[Any] = []
-
-    def append(self, item: Any) -> None:
-        self._items.append(item)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items)
+def recording(kind: type[Toy]) -> Any:
+    """A module of a class that notes its calls as well."""
+    return kind() if issubclass(kind, Recording) else type(kind.__name__, (Recording, kind), {})()
 
 
 def both(kind: type[Toy], size: int = 2, fails_at: tuple[int, ...] = (), **options: Any) -> tuple[Toy, Toy]:
     """Train a module without and with `MicroBatching`."""
-    plain, ours = kind(), kind()
+    plain, ours = kind(), recording(kind)
     fit(plain, max_epochs=2)
     ours.fails_at = fails_at
     fit(ours, MicroBatching(micro_batch_size=size, **options), max_epochs=2)
@@ -125,7 +124,7 @@ def assert_exact(kind: type[Toy], size: int = 2, fails_at: tuple[int, ...] = (),
 
 
 def assert_refused(kind: type[Toy], match: str, size: int = 2, fails_at: tuple[int, ...] = ()) -> None:
-    module = kind()
+    module = recording(kind)
     module.fails_at = fails_at
     with pytest.raises(MisconfigurationException, match=match):
         fit(module, MicroBatching(micro_batch_size=size), max_epochs=2)
@@ -133,31 +132,6 @@ def assert_refused(kind: type[Toy], match: str, size: int = 2, fails_at: tuple[i
 
 
 # --- 1: checks also run when the size becomes smaller later -----------------------------------------------------------
-
-
-class SumLoss(Toy):
-    def loss(self, batch: Any) -> Tensor:
-        return functional.mse_loss(self.net(batch[0]), batch[1], reduction="sum")
-
-
-class Contrastive(Toy):
-    def loss(self, batch: Any) -> Tensor:
-        scores = self.net(batch[0]) @ batch[1].T
-        return functional.cross_entropy(scores, torch.arange(len(scores)))
-
-
-class Normalised(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES).double()
-
-    def loss(self, batch: Any) -> Tensor:
-        return functional.mse_loss(self.net(self.norm(batch[0])), batch[1])
-
-
-@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (4, (2,))])
-def test_summed_losses_are_added_up(size: int, fails_at: tuple[int, ...]) -> None:
-    assert_exact(SumLoss, size, fails_at)
 
 
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (1, ())])
@@ -178,7 +152,7 @@ def test_the_whole_share_at_once_needs_no_check(kind: type[Toy]) -> None:
 
 @pytest.mark.parametrize("kind", [Contrastive, Normalised])
 def test_a_later_shrink_is_refused_with_the_weights_of_the_last_good_step(kind: type[Toy]) -> None:
-    before, module = kind(), kind()
+    before, module = kind(), recording(kind)
     fit(before, max_steps=2, max_epochs=-1)
     module.fails_at = (3,)
     with pytest.raises(MisconfigurationException, match="Samples affect each other|normalise with"):
@@ -187,149 +161,7 @@ def test_a_later_shrink_is_refused_with_the_weights_of_the_last_good_step(kind: 
     assert difference(module, before) == 0.0
 
 
-@pytest.mark.parametrize("fails_at", [(3,), (3, 4), (1, 5)])
-def test_a_later_shrink_of_a_sum_is_exact(fails_at: tuple[int, ...]) -> None:
-    assert_exact(SumLoss, BATCH, fails_at)
-
-
 # --- 2: the check sees what matters -----------------------------------------------------------------------------------
-
-
-class Classes(Toy):
-    make_loader = staticmethod(classes)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(FEATURES, CLASSES).double()
-
-    def loss(self, batch: Any) -> Tensor:
-        return functional.cross_entropy(self.net(batch[0]), batch[1])
-
-
-class ClassWeighted(Classes):
-    def __init__(self) -> None:
-        super().__init__()
-        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64))
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.criterion(self.net(batch[0]), batch[1])
-
-
-class HiddenWeights(Classes):
-    """The weights of classes stand where nobody can find them."""
-
-    def loss(self, batch: Any) -> Tensor:
-        weights = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
-        return functional.cross_entropy(self.net(batch[0]), batch[1], weights)
-
-
-class HiddenWeightsWithHook(HiddenWeights):
-    def loss_weight(self, batch: Any) -> Tensor:
-        return torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)[batch[1]].sum()
-
-
-class WrongHook(HiddenWeights):
-    def loss_weight(self, batch: Any) -> float:
-        return len(batch[0])
-
-
-class Tokens(Toy):
-    """Labels of -100 in a tuple."""
-
-    make_loader = staticmethod(lambda: loader(*tokens()))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Embedding(CLASSES, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
-
-    def labelled(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.net(ids).transpose(1, 2), labels)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.labelled(*batch)
-
-
-class Named(Tokens):
-    @staticmethod
-    def make_loader() -> DataLoader:
-        ids, labels = tokens()
-        rows = [{"ids": one, "answers": other} for one, other in zip(ids, labels, strict=True)]
-        return DataLoader(rows, BATCH)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.labelled(batch["ids"], batch["answers"])
-
-
-class FloatMask(Tokens):
-    @staticmethod
-    def make_loader() -> DataLoader:
-        ids, labels = tokens()
-        return loader(ids, ids.roll(1, 1), labels.ne(-100).double())
-
-    def loss(self, batch: Any) -> Tensor:
-        ids, labels, mask = batch
-        losses = functional.cross_entropy(self.net(ids).transpose(1, 2), labels, reduction="none")
-        return (losses * mask).sum() / mask.sum()
-
-
-class Shifted(Tokens):
-    """The module itself shifts labels by one."""
-
-    def loss(self, batch: Any) -> Tensor:
-        ids, labels = batch
-        return self.labelled(ids[:, :-1], labels[:, 1:])
-
-
-class OwnIgnoredIndex(Tokens):
-    def __init__(self) -> None:
-        super().__init__()
-        self.criterion = nn.CrossEntropyLoss(ignore_index=3)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.criterion(self.net(batch[0]).transpose(1, 2), batch[0])
-
-
-class Padded(Tokens):
-    """Only what the module knows tells padding from tokens: the last token that is repeated."""
-
-    @staticmethod
-    def make_loader() -> DataLoader:
-        ids = tokens()[0] % (CLASSES - 1)
-        ids[torch.arange(LENGTH) > torch.arange(SAMPLES)[:, None] % LENGTH] = CLASSES - 1
-        return loader(torch.cat([ids, torch.full((SAMPLES, 2), CLASSES - 1)], 1))
-
-    def loss(self, batch: Any) -> Tensor:
-        (ids,) = batch
-        return self.labelled(ids, ids.masked_fill(ids == CLASSES - 1, -100))
-
-
-class Lengths(Tokens):
-    @staticmethod
-    def make_loader() -> DataLoader:
-        ids = tokens()[0]
-        return loader(ids, torch.arange(SAMPLES) % LENGTH + 1)
-
-    def loss(self, batch: Any) -> Tensor:
-        ids, lengths = batch
-        return self.labelled(ids, ids.masked_fill(torch.arange(LENGTH) >= lengths[:, None], -100))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 5])
-@pytest.mark.parametrize(
-    "kind", [Classes, ClassWeighted, HiddenWeightsWithHook, Tokens, Named, FloatMask, Shifted, OwnIgnoredIndex, Lengths]
-)
-def test_whatever_the_loss_is_a_mean_over(kind: type[Toy], size: int) -> None:
-    assert_exact(kind, size)
-
-
-@pytest.mark.parametrize("kind", [Tokens, FloatMask, Shifted, ClassWeighted])
-def test_it_is_found_at_a_later_shrink_as_well(kind: type[Toy]) -> None:
-    assert_exact(kind, BATCH, fails_at=(4,))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_padding_is_found(size: int) -> None:
-    assert_exact(Padded, size)
 
 
 def test_weights_that_nothing_shows_are_refused_with_the_hook_that_helps() -> None:
@@ -340,52 +172,8 @@ def test_a_wrong_hook_is_refused() -> None:
     assert_refused(WrongHook, "as `loss_weight` says, but")
 
 
-class FunctionalNorm(Toy):
-    def loss(self, batch: Any) -> Tensor:
-        return functional.mse_loss(self.net(functional.batch_norm(batch[0], None, None, training=True)), batch[1])
-
-
-class Centred(Toy):
-    """Statistics of the batch that no layer tells of."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return functional.mse_loss(self.net(batch[0]) - self.net(batch[0]).mean(0), batch[1])
-
-
-class Mixup(Toy):
-    def loss(self, batch: Any) -> Tensor:
-        order = torch.randperm(len(batch[0]))
-        inputs, targets = (0.7 * one + 0.3 * one[order] for one in batch)
-        return functional.mse_loss(self.net(inputs), targets)
-
-
-class Balanced(Toy):
-    """A term over the whole batch, as in mixtures of experts, is too small to show in the loss."""
-
-    def loss(self, batch: Any) -> Tensor:
-        out = self.net(batch[0])
-        return functional.mse_loss(out, batch[1]) + 1e-3 * out.softmax(1).mean(0).square().sum()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", [FunctionalNorm, Centred, Mixup, Balanced])
-def test_samples_that_affect_each_other_are_refused(kind: type[Toy], size: int) -> None:
-    assert_refused(kind, "Samples affect each other", size)
-
-
-class Dropping(Toy):
-    def loss(self, batch: Any) -> Tensor:
-        return functional.mse_loss(functional.dropout(self.net(batch[0]), 0.5), batch[1])
-
-
 def test_a_step_that_fails_on_one_sample_is_refused() -> None:
     assert_refused(FunctionalNorm, "can't be run on 1 samples of the batch alone: ValueError: Expected more than 1", 1)
-
-
-def test_noise_is_no_reason_to_refuse() -> None:
-    module = Dropping()
-    fit(module, MicroBatching(micro_batch_size=2), max_epochs=2)
-    assert module.trainer.global_step == 8
 
 
 class PairsOf(Toy):
@@ -407,160 +195,6 @@ def test_shares_of_two_are_checked_as_well() -> None:
 # --- 2: what the step writes on the module ----------------------------------------------------------------------------
 
 
-class Counting(Toy):
-    """Buffers updated in the step decide how much the loss counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
-
-    def loss(self, batch: Any) -> Tensor:
-        self.steps += 1
-        return super().loss(batch) / self.steps
-
-
-class RunningMean(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.float64))
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = functional.mse_loss(self.net(batch[0] - self.mean), batch[1])
-        self.mean.lerp_(batch[0].mean(0), 0.1)
-        return loss
-
-
-class RunningVariance(Toy):
-    """Not the mean of anything that micro-batches write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("variance", torch.ones(FEATURES, dtype=torch.float64))
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = functional.mse_loss(self.net(batch[0] / self.variance), batch[1])
-        self.variance.lerp_(batch[0].var(0), 0.1)
-        return loss
-
-
-class Queue(Toy):
-    """Keeps the last samples, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(2 * BATCH, FEATURES, dtype=torch.float64))
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        self.queue = torch.cat([self.queue[len(batch[0]) :], batch[0]])
-        return loss
-
-
-class QueueRead(Queue):
-    """The second micro-batch would read the samples of the first."""
-
-    def loss(self, batch: Any) -> Tensor:
-        scores = self.net(batch[0]) @ self.queue.T
-        return super().loss(batch) + scores.square().mean()
-
-
-class Teacher(Toy):
-    """A momentum teacher that is updated in the step, through `.data`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-
-    def loss(self, batch: Any) -> Tensor:
-        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            theirs.data = theirs.data * 0.9 + mine.data * 0.1
-        return super().loss(batch) + functional.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.net.parameters(), lr=0.01)
-
-
-class TeacherInPlace(Teacher):
-    def loss(self, batch: Any) -> Tensor:
-        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            theirs.data.mul_(0.9).add_(mine.data, alpha=0.1)
-        return functional.mse_loss(self.net(batch[0]), self.teacher(batch[0]) + batch[1])
-
-
-class Annealed(Toy):
-    """A plain number that the step counts up decides how much a term counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def loss(self, batch: Any) -> Tensor:
-        self.calls += 1
-        return super().loss(batch) + min(1.0, self.calls / 8) * self.net(batch[0]).abs().mean()
-
-
-class Helpers(Toy):
-    """Counters and lists in plain helper objects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space = SimpleNamespace(calls=0, inner=SimpleNamespace(history=[]))
-
-    def loss(self, batch: Any) -> Tensor:
-        self.space.calls += 1
-        self.space.inner.history.append(self.space.calls)
-        return super().loss(batch) / (self.space.calls + len(self.space.inner.history))
-
-
-class Made(Toy):
-    """An attribute that the first step makes."""
-
-    def loss(self, batch: Any) -> Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        return super().loss(batch) / self.calls
-
-
-class MadeInHelper(Helpers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.space = SimpleNamespace()
-
-    def loss(self, batch: Any) -> Tensor:
-        self.space.calls = getattr(self.space, "calls", 0) + 1
-        return Toy.loss(self, batch) / self.space.calls
-
-
-class Replaced(Helpers):
-    """A helper that every step replaces."""
-
-    def loss(self, batch: Any) -> Tensor:
-        self.space = SimpleNamespace(calls=self.space.calls + 1)
-        return Toy.loss(self, batch) / self.space.calls
-
-
-class Spectral(Toy):
-    """Power iteration: every forward writes buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0] = nn.utils.parametrizations.spectral_norm(self.net[0])
-
-
-WRITING = [
-    Counting,
-    RunningMean,
-    Queue,
-    Teacher,
-    TeacherInPlace,
-    Annealed,
-    Helpers,
-    Made,
-    MadeInHelper,
-    Replaced,
-    Spectral,
-]
-
-
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,)), (4, (2, 4))])
 @pytest.mark.parametrize("kind", WRITING)
 def test_what_the_step_writes_is_that_of_the_batch(kind: type[Toy], size: int, fails_at: tuple[int, ...]) -> None:
@@ -577,31 +211,6 @@ def test_a_queue_that_is_read_is_refused(size: int, fails_at: tuple[int, ...]) -
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
 def test_what_cannot_be_put_together_is_refused(size: int, fails_at: tuple[int, ...]) -> None:
     assert_refused(RunningVariance, "changes `variance` of the module", size, fails_at)
-
-
-class Kept(Toy):
-    """Keeps losses and outputs in containers that forget some of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = deque[float](maxlen=3)
-        self.newest_first = deque[float](maxlen=3)
-        self.trimmed: list[float] = []
-        self.outputs: list[Tensor] = []
-        self.all = ()
-        self.pair = (0.0, 0.0)
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        value = loss.item()
-        self.last.append(value)
-        self.newest_first.appendleft(value)
-        self.trimmed = [*self.trimmed, value][-2:]
-        self.outputs.clear()
-        self.outputs.append(self.net(batch[0]).detach())
-        self.all = (*self.all, value)
-        self.pair = (value, value)
-        return loss
 
 
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,)), (4, (2, 6))])
@@ -632,119 +241,16 @@ def test_lists_that_some_micro_batches_leave_alone_are_named() -> None:
     assert difference(plain, ours) < 1e-9
 
 
-class RelativeLoss(Toy):
-    """Divides by the first loss: samples depend on each other from the second step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: Tensor | None = None
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        if self.first is None:
-            self.first = loss.detach()
-        return loss * (loss.detach() / self.first)
-
-
-class LeastLoss(Toy):
-    """The mean of the least losses of micro-batches is the least of their mean in the first step only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("least", torch.tensor(1e9, dtype=torch.float64))
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        self.least = torch.minimum(self.least, loss.detach())
-        return loss
-
-
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,))])
 def test_what_the_first_step_sets_is_tried_in_a_second(size: int, fails_at: tuple[int, ...]) -> None:
     assert_refused(RelativeLoss, "from the second step on: the first one sets `first`", size, fails_at)
     assert_refused(LeastLoss, "changes `least` of the module", size, fails_at)
 
 
-class Curriculum(Toy):
-    """Goes up a level with each batch whose loss is low: every micro-batch would, by its own loss."""
-
-    limit = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.level = 0
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        factor = 1 + 0.05 * self.level
-        if loss < self.limit:
-            self.level += 1
-        return factor * loss
-
-
-class CurriculumByNumber(Curriculum):
-    def loss(self, batch: Any) -> Tensor:
-        loss = Toy.loss(self, batch)
-        factor = 1 + 0.05 * self.level
-        if loss.item() < self.limit:
-            self.level = self.level + 1
-        return factor * loss
-
-
-class CurriculumOnDevice(Curriculum):
-    """Nothing is read out of tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.level
-        self.register_buffer("level", torch.zeros((), dtype=torch.float64))
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = Toy.loss(self, batch)
-        factor = 1 + 0.05 * self.level
-        self.level += loss.detach() < self.limit
-        return factor * loss
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("limit", [0.5, 0.55, 0.6, 0.65, 0.7, 0.8])
-@pytest.mark.parametrize("kind", [Curriculum, CurriculumByNumber, CurriculumOnDevice])
-def test_what_depends_on_how_low_the_loss_is_adds_up_by_no_chance(kind: type[Toy], limit: float, size: int) -> None:
-    limited = type(kind.__name__, (kind,), {"limit": limit})
-    with suppress(MisconfigurationException):  # at some limits no micro-batch and no batch differ
-        assert_exact(limited, size)
-
-
 @pytest.mark.parametrize(("limit", "level"), [(0.0, 0), (1e9, 2 * SAMPLES // BATCH)])
 def test_a_branch_that_all_parts_take_alike_is_exact(limit: float, level: int) -> None:
     plain, ours = assert_exact(type("Curriculum", (Curriculum,), {"limit": limit}))
     assert (plain.level, ours.level) == (level, level)
-
-
-class Reading(Toy):
-    """Reads numbers out of tensors as training steps do, and branches on them to no effect on what is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.skipped, self.low, self.positive, self.total = 0, 0, 0, 0.0
-        self.mean = 0.0
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        assert not torch.isnan(loss).any()
-        if torch.isinf(loss):
-            self.skipped += 1
-            return loss * 0
-        if loss < 1.0:
-            self.low += 1
-        for value in batch[0][:, 0]:
-            if value > 0:
-                self.positive += 1
-        self.total += float(batch[0].sum())
-        weight = 1 + 0.1 * self.mean
-        self.mean = 0.9 * self.mean + 0.1 * loss.item()
-        self.log("loss", loss.item())
-        return weight * loss
 
 
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,))])
@@ -757,70 +263,10 @@ def test_reading_numbers_is_no_reason_to_refuse(size: int, fails_at: tuple[int, 
 # --- 3: the batch dimension is known ----------------------------------------------------------------------------------
 
 
-class TimeMajor(Toy):
-    """(T, B, C) with as many time steps as could be samples."""
-
-    @staticmethod
-    def make_loader() -> DataLoader:
-        inputs = torch.randn(SAMPLES, LENGTH, FEATURES, generator=numbers(), dtype=torch.float64)
-        rows = list(zip(inputs, inputs.flip(2) ** 2, strict=True))
-        return DataLoader(rows, BATCH, collate_fn=lambda rows: [torch.stack(c, 1) for c in zip(*rows, strict=True)])
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs, targets = batch
-        return functional.mse_loss(self.net(inputs.cumsum(0)), targets)
-
-
-class WithConstants(Toy):
-    """Every batch brings a constant, whose size is that of the last batch."""
-
-    @staticmethod
-    def make_loader() -> DataLoader:
-        inputs = torch.randn(SAMPLES - 2, FEATURES, generator=numbers(), dtype=torch.float64)
-        constant = torch.arange(4.0, dtype=torch.float64)
-
-        def collate(rows: list[Any]) -> dict[str, Any]:
-            return {"x": torch.stack(rows), "constant": constant, "where": object()}
-
-        return DataLoader(inputs, BATCH, collate_fn=collate)
-
-    def loss(self, batch: Any) -> Tensor:
-        assert len(batch["constant"]) == FEATURES
-        return (self.net(batch["x"]) - batch["constant"]).square().mean()
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("kind", [TimeMajor, WithConstants])
-def test_batches_are_cut_where_their_samples_are(kind: type[Toy], size: int) -> None:
-    assert_exact(kind, size)
-
-
 # --- 4: steps that change what they are given -------------------------------------------------------------------------
 
 
-class Popping(Named):
-    def loss(self, batch: Any) -> Tensor:
-        return self.labelled(batch["ids"], batch.pop("answers"))
-
-
-class InPlace(Toy):
-    def loss(self, batch: Any) -> Tensor:
-        batch[0].mul_(0.5)
-        return super().loss(batch)
-
-
-class Noisy(Toy):
-    """Draws from a generator of its own, the same for all samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = torch.Generator().manual_seed(11)
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * torch.rand((), generator=self.noise, dtype=torch.float64)
-
-
-class FailingLate(InPlace):
+class FailingLate(Recording, InPlace):
     """Memory runs out after the batch has been changed."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -833,13 +279,13 @@ class FailingLate(InPlace):
 
 
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (BATCH, (1,)), (BATCH, (3,)), (4, (2, 4))])
-@pytest.mark.parametrize("kind", [Popping, InPlace, FailingLate])
+@pytest.mark.parametrize("kind", [FailingLate])
 def test_every_repeat_gets_the_loaders_batch(kind: type[Toy], size: int, fails_at: tuple[int, ...]) -> None:
     assert_exact(kind, size, fails_at)
 
 
 def test_an_own_generator_goes_on_as_without_checks_and_repeats() -> None:
-    plain, ours = Noisy(), Noisy()
+    plain, ours = Noisy(), recording(Noisy)
     fit(plain, max_epochs=2)
     ours.fails_at = (3,)
     fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, max_steps=2)
@@ -861,14 +307,14 @@ class Written(DummyLogger):
         self.calls.append(metrics)
 
 
-class Logging(Toy):
+class Logging(Recording):
     """Counts its samples, and writes to the logger itself if it is told to."""
 
     writes = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.checked, self.starts = _Record(), _Record()
+        self.checked, self.starts = Record(), Record()
 
     def on_train_start(self) -> None:
         self.starts.append(1)
@@ -1004,93 +450,12 @@ def test_sizes_are_found_for_optimizers_that_need_their_closure(optimizer: Any) 
     assert difference(plain, ours) < 1e-9
 
 
-class PlainBackward(Toy):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(*args, retain_graph=True, **kwargs)
-
-
-class SuperBackward(Toy):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, *args, **kwargs)
-
-
-class HalvedGradients(Toy):
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-        for parameter in self.net[2].parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
-
-
-class RarelyClipped(Toy):
-    """Edits gradients only where they are larger than those of the first batches."""
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-        if max(float(p.grad.abs().max()) for p in self.parameters() if p.grad is not None) > 1e3:
-            nn.utils.clip_grad_norm_(self.parameters(), 1e3)
-
-
-class GradientsOfItsOwn(Toy):
-    def backward(self, loss: Tensor) -> None:
-        gradients = torch.autograd.grad(loss, list(self.parameters()))
-        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-            parameter.grad = gradient.sign()
-
-
-@pytest.mark.parametrize("kind", [PlainBackward, SuperBackward])
-def test_an_own_backward_that_only_calls_backward_is_exact(kind: type[Toy]) -> None:
-    assert_exact(kind, 2)
-
-
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (6, (1,))])
 @pytest.mark.parametrize("kind", [HalvedGradients, RarelyClipped, GradientsOfItsOwn])
 def test_an_own_backward_that_does_more_is_refused_where_the_batch_is_split(
     kind: type[Toy], size: int, fails_at: tuple[int, ...]
 ) -> None:
     assert_refused(kind, "`.*backward` does more than|would give other weights", size, fails_at)
-
-
-@pytest.mark.parametrize("kind", [HalvedGradients, RarelyClipped, GradientsOfItsOwn])
-def test_an_own_backward_may_do_more_with_the_whole_batch(kind: type[Toy]) -> None:
-    assert_exact(kind, BATCH)
-
-
-class HookOfSums(Toy):
-    """Has hooks for accumulated gradients, which do nothing but look."""
-
-    def on_train_start(self) -> None:
-        for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(self.hook)
-
-    def hook(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        assert float(parameter.grad.mul(2).abs_().max()) < 1e3
-
-
-class HalvesSums(HookOfSums):
-    def hook(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(0.5)
-
-
-class ClampsSums(HookOfSums):
-    """Clamps what is small enough already, past autograd and its version counters."""
-
-    def hook(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.data[:1].clamp_(-1e3, 1e3)
-
-
-class ClipsSums(HookOfSums):
-    def hook(self, parameter: Tensor) -> None:
-        nn.utils.clip_grad_norm_([parameter], 1e-3)
-
-
-class ReplacesSums(HookOfSums):
-    def hook(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.sign()
 
 
 def test_hooks_may_look_at_the_sums_of_micro_batches() -> None:
@@ -1104,23 +469,6 @@ def test_hooks_that_change_the_sums_are_refused_where_the_batch_is_split(kind: t
     assert_refused(kind, r"`net\..*` has a hook for accumulated gradients .* changes them|would give other weights")
 
 
-@pytest.mark.parametrize("kind", [HalvesSums, ClipsSums, ReplacesSums])
-def test_hooks_may_change_the_sums_of_the_whole_batch(kind: type[Toy]) -> None:
-    assert_exact(kind, BATCH)
-
-
-class Shrinks(Toy):
-    """Writes to its weights, from a step on."""
-
-    start = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_step >= self.start:
-            with torch.no_grad():
-                self.net[0].weight.mul_(0.9)
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize(("start", "ends_at"), [(0, 0), (3, 3), (11, 15)])
 def test_steps_that_begin_to_write_to_weights_are_refused(start: int, ends_at: int) -> None:
     module = type("Shrinks", (Shrinks,), {"start": start})()
@@ -1129,39 +477,13 @@ def test_steps_that_begin_to_write_to_weights_are_refused(start: int, ends_at: i
     assert module.trainer.global_step == ends_at
 
 
-class Clipped(Toy):
-    """Clips its weights between forward and backward, past their versions."""
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        for weight in self.net.parameters():
-            weight.data.clamp_(-0.3, 0.3)
-
-
 @pytest.mark.parametrize("fails_at", [1, 2, 4])
 def test_weights_written_when_gradients_are_cleared_are_noticed_in_whole_batches(fails_at: int) -> None:
-    module = Clipped()
+    module = recording(Clipped)
     module.fails_at = (fails_at,)
     with pytest.raises(MisconfigurationException, match="`on_before_zero_grad` or `optimizer_zero_grad` changes"):
         fit(module, MicroBatching(micro_batch_size=BATCH))
     assert module.trainer.global_step == fails_at - 1
-
-
-class Cleared(Toy):
-    """A teacher and a number, which the step reads, follow between forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-        self.share = 0.0
-
-    def loss(self, batch: Any) -> Tensor:
-        found = self.net(batch[0])
-        return functional.mse_loss(found, self.teacher(batch[0]) + batch[1]) + self.share * found.abs().mean()
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.share += 0.1
-        for theirs, mine in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            theirs.data.mul_(0.8).add_(mine.data, alpha=0.2)
 
 
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (2, (5,)), (4, (4, 7)), (BATCH, (2, 4))])
@@ -1172,7 +494,7 @@ def test_what_a_zero_grad_hook_writes_is_seen_from_the_next_batch_on(size: int, 
 
 @pytest.mark.parametrize("fails_at", [(), (5,), (8,)])
 def test_what_a_zero_grad_hook_writes_is_seen_so_in_windows(fails_at: tuple[int, ...]) -> None:
-    plain, ours = Cleared(), Cleared()
+    plain, ours = Cleared(), recording(Cleared)
     fit(plain, accumulate_grad_batches=2)
     ours.fails_at = fails_at
     fit(ours, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
@@ -1180,48 +502,10 @@ def test_what_a_zero_grad_hook_writes_is_seen_so_in_windows(fails_at: tuple[int,
     assert plain.share == ours.share
 
 
-class ShrinksWhenCleared(Toy):
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        with torch.no_grad():
-            self.net[0].weight.mul_(0.9)
-
-
 def test_a_zero_grad_hook_that_writes_to_weights_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"`on_before_zero_grad` .* changes `net\.0\.weight`"):
         fit(ShrinksWhenCleared(), MicroBatching(micro_batch_size=2))
     assert_exact(ShrinksWhenCleared, BATCH)
-
-
-class Clamped(Toy):
-    """Clamps gradients, which now and then are larger than what it clamps to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = _Record()
-        for parameter in self.net.parameters():
-            parameter.register_hook(self.hook)
-
-    def hook(self, gradient: Tensor) -> Tensor | None:
-        self.calls.append(1)
-        return gradient.clamp(-0.05, 0.05)
-
-
-class Normed(Clamped):
-    def hook(self, gradient: Tensor) -> Tensor | None:
-        self.calls.append(1)
-        return gradient / gradient.norm()
-
-
-class Masked(Clamped):
-    def hook(self, gradient: Tensor) -> Tensor | None:
-        self.calls.append(1)
-        return gradient * (torch.arange(len(gradient)) % 2).view(-1, *[1] * (gradient.ndim - 1))
-
-
-class OnlyLooks(Clamped):
-    def hook(self, gradient: Tensor) -> Tensor | None:
-        self.calls.append(1)
-        return None
 
 
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (4, (1, 6))])
@@ -1235,20 +519,6 @@ def test_hooks_of_weights_get_the_gradient_of_the_batch(
         assert list((parameter._backward_hooks or {}).values()) == [ours.hook]
 
 
-class Noised(Clamped):
-    def on_train_start(self) -> None:
-        torch.manual_seed(0)
-
-    def hook(self, gradient: Tensor) -> Tensor | None:
-        self.calls.append(1)
-        return gradient + 0.1 * torch.randn_like(gradient)
-
-
-def test_hooks_of_weights_are_called_in_the_order_of_a_backward_pass() -> None:
-    """They may draw random numbers."""
-    assert_exact(Noised)
-
-
 def test_hooks_of_weights_get_the_gradient_of_each_batch_of_a_window() -> None:
     plain, ours = Clamped(), Clamped()
     fit(plain, accumulate_grad_batches=2)
@@ -1257,40 +527,7 @@ def test_hooks_of_weights_get_the_gradient_of_each_batch_of_a_window() -> None:
     assert len(plain.calls) == len(ours.calls)
 
 
-class MovedInputs(Toy):
-    """Moves inputs against the loss, by a backward pass that leaves gradients on the weights, too."""
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs = batch[0].clone().requires_grad_()
-        functional.mse_loss(self.net(inputs), batch[1]).backward()
-        assert inputs.grad is not None
-        return functional.mse_loss(self.net((inputs + 0.1 * inputs.grad.sign()).detach()), batch[1])
-
-
-class SomeMovedInputs(Toy):
-    """Does so with some of the inputs: not every micro-batch has any."""
-
-    def loss(self, batch: Any) -> Tensor:
-        chosen = batch[0][:, 0] > 1.0
-        if not chosen.any():
-            return super().loss(batch)
-        inputs = batch[0][chosen].clone().requires_grad_()
-        functional.mse_loss(self.net(inputs), batch[1][chosen]).backward()
-        assert inputs.grad is not None
-        moved = batch[0].clone()
-        moved[chosen] += 0.1 * inputs.grad.sign()
-        return functional.mse_loss(self.net(moved), batch[1])
-
-
-@pytest.mark.parametrize(("size", "fails_at"), [(1, ()), (2, ()), (2, (2,)), (2, (8,)), (4, (1, 6))])
-@pytest.mark.parametrize("kind", [MovedInputs, SomeMovedInputs])
-def test_gradients_of_passes_that_the_step_itself_runs_are_cleared(
-    kind: type[Toy], size: int, fails_at: tuple[int, ...]
-) -> None:
-    assert_exact(kind, size, fails_at)
-
-
-class MovedInputsAgain(MovedInputs):
+class MovedInputsAgain(Recording, MovedInputs):
     """Runs out of memory once its gradients are complete."""
 
     has_failed = False
@@ -1308,88 +545,12 @@ def test_they_are_cleared_in_a_batch_that_is_repeated_later(size: int, monkeypat
     assert MovedInputsAgain.has_failed
 
 
-class ClearsItself(Toy):
-    """Clears gradients, all of them, though Lightning does so itself."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.optimizers().zero_grad()
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_step_may_clear_gradients_itself() -> None:
-    assert_exact(ClearsItself)
-
-
 @pytest.mark.parametrize("kind", [MovedInputs, ClearsItself])
 def test_steps_that_change_gradients_are_refused_within_windows(kind: type[Toy]) -> None:
     module = kind()
     with pytest.raises(MisconfigurationException, match="runs a backward pass of its own"):
         fit(module, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
     assert difference(module, kind()) == 0.0
-
-
-class OwnWindow(Toy):
-    """Adds up the gradients of two batches itself, and logs what has to be compared again."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("worst", (self.net(batch[0]) - batch[1]).abs().max())
-        return loss
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:  # type: ignore[override]
-        if batch_idx % 2:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
-
-
-@pytest.mark.parametrize("fails_at", [(), (4,), (5,), (6,), (10,)])
-def test_gradients_that_a_module_adds_up_itself_survive_a_repeated_batch(fails_at: tuple[int, ...]) -> None:
-    assert_exact(OwnWindow, 2, fails_at)
-
-
-class PaddedWithAToken(Toy):
-    """Padding is a token like any other, rows that are full end in two equal tokens, and no part names its index."""
-
-    pad = CLASSES - 1
-
-    @staticmethod
-    def make_loader() -> DataLoader:
-        ids = torch.randint(1, CLASSES - 1, (SAMPLES, 8), generator=numbers())
-        ids[1:BATCH, -2:] = ids[1:BATCH, -3:-2]  # in the first batch: two equal ones at the end of unpadded rows
-        ids[BATCH::3, 4:] = PaddedWithAToken.pad
-        ids[BATCH + 1 :: 3, -2:] = 1
-        return loader(ids)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)).double()
-
-    def loss(self, batch: Any) -> Tensor:
-        (ids,) = batch
-        logits = self.net(ids[:, :-1]).transpose(1, 2)
-        return functional.cross_entropy(logits, ids[:, 1:], ignore_index=self.pad)
-
-
-class OneClassLeftOut(Toy):
-    make_loader = staticmethod(classes)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(FEATURES, CLASSES).double()
-
-    def loss(self, batch: Any) -> Tensor:
-        return functional.cross_entropy(self.net(batch[0]), batch[1], ignore_index=2)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("kind", [PaddedWithAToken, OneClassLeftOut])
-def test_entries_that_the_loss_itself_leaves_out_are_seen_in_its_call(kind: type[Toy], size: int) -> None:
-    assert_exact(kind, size)
 
 
 # --- gradients that are not finite show nothing -----------------------------------------------------------------------
@@ -1483,7 +644,7 @@ def test_a_batch_without_finite_gradients_is_no_reason_to_refuse() -> None:
 
 @pytest.mark.parametrize("kind", [Popping, InPlace])
 def test_earlier_batches_of_a_window_are_repeated_as_the_loader_gave_them(kind: type[Toy]) -> None:
-    plain, ours = kind(), kind()
+    plain, ours = kind(), recording(kind)
     fit(plain, MicroBatching(micro_batch_size=3), max_epochs=1, accumulate_grad_batches=2)
     ours.fails_at = (2, 10)  # in the second batch of each window, at first whole and then in halves
     fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=1, accumulate_grad_batches=2)
@@ -1692,27 +853,6 @@ def test_windows_that_a_callback_makes_longer_weigh_whole_batches_as_well(monkey
         ((plain.loss(first) * one + plain.loss(second) * two) / (one + two)).backward()
         optimizer.step()
     assert difference(ours, plain) < 1e-9
-
-
-class FirstMasked(Tokens):
-    """A window begins with a batch that has nothing to learn from."""
-
-    @staticmethod
-    def make_loader() -> DataLoader:
-        ids, labels = tokens()
-        labels[:BATCH] = -100
-        rows = [{"ids": one, "labels": other} for one, other in zip(ids, labels, strict=True)]
-        return DataLoader(rows, BATCH)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0.0
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.labelled(batch["ids"], batch["labels"])
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.largest = max(self.largest, float(loss.detach().nan_to_num()))
 
 
 def test_losses_stay_in_the_range_of_float16_where_a_windows_first_batch_counts_nothing() -> None:

@@ -73,12 +73,12 @@ def test_exactness_page_is_what_its_results_give() -> None:
 
 def test_every_case_of_the_zoo_has_a_verdict() -> None:
     from benchmarks.micro_batching.table import EXACTNESS_RESULT
-    from benchmarks.micro_batching.zoo import CASES
+    from tests.zoo import CASES
 
     rows = json.loads(EXACTNESS_RESULT.read_text())["rows"]
     assert [(row["case"], row["title"], row["wanted"]) for row in rows] == [
         (case.name, case.title, case.wanted) for case in CASES.values()
-    ], "run `python -m benchmarks.micro_batching.exactness`"
+    ], "run `python -m tests.zoo --write`"
     # Samples that begin to depend on each other after the first split: the guide says that no comparison sees it.
     later = {"coupled_later", "experts_with_capacity"}
     assert {row["case"] for row in rows if "WRONG" in (row["training"], row["logs"])} <= later

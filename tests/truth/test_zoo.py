@@ -1,4 +1,4 @@
-"""The zoo of `benchmarks/micro_batching`: its judge tells right from wrong, and a sample of it is exact or refused."""
+"""The zoo: its judge tells right from wrong, and verdicts are those of the committed table."""
 
 from dataclasses import replace
 
@@ -6,64 +6,65 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from benchmarks.micro_batching.exactness import SHRINK, examine, judge, main, train
-from benchmarks.micro_batching.zoo import CASES, THEMES
-from benchmarks.micro_batching.zoo.base import Case, Supervised
 from lightning_memfit.fitting import MicroBatching
+from tests.zoo import CASES, THEMES
+from tests.zoo.__main__ import TABLE, main, read_table, table, try_all
+from tests.zoo.base import Case, Supervised
+from tests.zoo.compare import examine, judge, train
+from tests.zoo.trial import Trial, is_met
+from tests.zoo.trials import all_trials
 
-# Cases that have to be exact, or refused: any of `benchmarks/micro_batching/zoo`, a few of each theme.
-SAMPLE = (
-    "token_labels",
-    "vae_own_noise",
-    "ctc",
-    "class_weights_with_hook",
-    "teacher_in_hook",
-    "after_backward",
-    "two_loaders_different",
-    "nested_dict",
-    "graphs_with_hooks",
-    "accumulate_ragged",
-    "log_collection",
-    "dropout",
-    "adversarial",
-    "labels_in_tuple",
-    "labels_masked_later",
-    "own_shifted_labels",
-    "float_mask",
-    "time_first",
-    "class_weights",
-    "sum",
-    "clip",
-    "mixup",
-    "functional_batch_norm",
-    "spectral_norm",
-    "teacher_in_step",
-    "annealed_by_attribute",
-    "own_generator",
-    "popped_labels",
-    "inputs_in_place",
-    "ragged_lists",
-    "tabular_with_metadata",
-    "skips_by_content",
-    "log_tokens",
-    "log_mean_of_loss",
-)
+SAMPLE = {
+    "MicroBatching: token_labels",
+    "MicroBatching: Contrastive",
+    "profile_module: a new file",
+    "measure_step: rebind",
+    "profile_module: EveryFourth",
+    "ActivationCheckpointing: Counter",
+}
 
-QUICK = ("token_labels", "class_weights", "spectral_norm", "teacher_in_step", "inputs_in_place", "time_first")
+
+def test_verdicts_of_a_sample_are_those_of_the_table() -> None:
+    trials = [trial for trial in all_trials() if trial.key in SAMPLE]
+    assert {key: verdict for key, (verdict, _) in try_all(trials).items()} == {key: read_table()[key] for key in SAMPLE}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_all_verdicts_are_those_of_the_table() -> None:
+    trials = all_trials()
+    assert table(trials, try_all(trials)) == TABLE.read_text(), "run `python -m tests.zoo --write`, and see what moved"
+
+
+def test_every_trial_has_a_row_of_its_own() -> None:
+    trials = all_trials()
+    assert [trial.key for trial in trials] == list(read_table()), "run `python -m tests.zoo --write`"
+    assert len(CASES) == sum(map(len, THEMES.values())) >= 50
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in SAMPLE]
+    ("wanted", "verdict", "expected"),
+    [
+        ("exact", "exact", True),
+        ("exact", "exact, logs warned; 8 refused", True),
+        ("exact", "exact, logs WRONG", False),
+        ("exact or refused", "refused", True),
+        ("unchanged", "refused, unchanged", True),
+        ("unchanged", "traced, changed: files", False),
+        ("traced, unchanged", "refused, unchanged", False),
+        ("refused", "crashed: ValueError", False),
+    ],
 )
-def test_exact_or_refused(name: str) -> None:
-    case = CASES[name]
-    row = examine(case)
-    assert row["training"] in {"equal": {"equal"}, "accepted": {"accepted"}}.get(case.wanted, {"equal", "refused"}), row
-    assert row["logs"] != "WRONG", row
+def test_what_is_wanted_is_met(wanted: str, verdict: str, expected: bool) -> None:
+    assert is_met(wanted, verdict) == expected
 
 
-def test_the_zoo_is_large_and_its_names_differ() -> None:
-    assert len(CASES) == sum(map(len, THEMES.values())) >= 50
+@pytest.mark.parametrize(
+    ("code", "verdict"), [("import os; os._exit(1)", "ended"), ("while True: pass", "did not end")]
+)
+def test_a_trial_may_end_its_process_or_never_end(code: str, verdict: str) -> None:
+    trial = Trial("bad", "", "exec", "exact", "", lambda: str(exec(code)), seconds=0.5)
+    assert try_all([trial]) == {"exec: bad": (verdict, None)}
 
 
 # --- the judge ------------------------------------------------------------------------------------------------------
@@ -148,10 +149,11 @@ def test_a_case_that_never_runs_out_of_memory_is_no_case() -> None:
         examine(Case("miscounted", "", Miscounted))
 
 
-def test_command_writes_a_record(tmp_path, capsys) -> None:
-    main(["--only", "ragged_last_batch", "--output", str(tmp_path / "result.json")])
-    assert "ragged_last_batch" in capsys.readouterr().out
-    assert SHRINK in (tmp_path / "result.json").read_text()
+def test_command_shows_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--only", "ragged_last_batch"])
+    assert "MicroBatching: ragged_last_batch: exact" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--only", "ragged_last"])
     assert "ragged_last_batch?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--write", "--only", "ragged_last_batch"])

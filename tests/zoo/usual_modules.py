@@ -607,3 +607,28 @@ class Buffers(Base):
 
     def set_extra_state(self, state: Any) -> None:
         pass
+
+
+PLAIN: dict[str, bool] = {}
+LEFT_GATHERED = {"reshard_after_forward": False}
+SHARDED: dict[str, dict[str, bool]] = {
+    **dict.fromkeys(("MomentumTarget", "Clipped", "ClippedData", "NewData", "ClippedInForward", "Adversaries"), PLAIN),
+    **dict.fromkeys(
+        ("Frozen", "Gradients", "InHooks", "OfOptimizer", "WholePenalty", "TiedBlocks", "NotANumber"), PLAIN
+    ),
+    **dict.fromkeys(("StepOfInstance", "StepOfCallback", "BeforeTheFirstStep", "LayerCopied", "HookOfParts"), PLAIN),
+    **dict.fromkeys(("Averaged", "AveragedOwn"), LEFT_GATHERED),
+}
+"""What FSDP2 trains as one device does, with options of the strategy."""
+REFUSED: dict[str, dict[str, bool]] = {
+    **dict.fromkeys(("Penalty", "UsedInStep", "LayerInHook", "GradientPenalty", "GradientNorms", "LostData"), PLAIN),
+    **dict.fromkeys(
+        ("LostAverage", "LostAtTheEnd", "HookOfOptimizers", "HookLater", "AddedLate", "WrittenTwice"), PLAIN
+    ),
+}
+UNUSED = {"find_unused_parameters": True}
+REPLICATED: dict[str, dict[str, bool]] = {
+    **dict.fromkeys(("Base", "Unfrozen", "Added", "AddedFrozen", "AddedAtOnce", "AlternatingInHook"), PLAIN),
+    **dict.fromkeys(("Alternating", "Frozen", "AlternatingAndUnfrozen"), UNUSED),
+}
+NOT_REPLICATED: dict[str, dict[str, bool]] = {"UnfrozenInStep": UNUSED, "AddedInStep": {}}

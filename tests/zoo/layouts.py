@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.micro_batching.zoo.base import (
+from tests.zoo.base import (
     BATCH,
     EVEN,
     FEATURES,

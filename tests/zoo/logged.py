@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
-from benchmarks.micro_batching.zoo.base import CLASSES, NUM_SAMPLES, Case, Supervised, features, floats, mlp
-from benchmarks.micro_batching.zoo.text import MASKED, TokenStep, token_loss
+from tests.zoo.base import CLASSES, NUM_SAMPLES, Case, Supervised, features, floats, mlp
+from tests.zoo.text import MASKED, TokenStep, token_loss
 
 
 class Logging(Supervised):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.micro_batching.zoo.base import BATCH, EVEN, NUM_SAMPLES, Case, Lit, floats, ints, uniform
+from tests.zoo.base import BATCH, EVEN, NUM_SAMPLES, Case, Lit, floats, ints, uniform
 
 VOCABULARY = 17
 LENGTH = 7

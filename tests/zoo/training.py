@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from benchmarks.micro_batching.zoo.base import (
+from tests.zoo.base import (
     BATCH,
     CLASSES,
     EVEN,

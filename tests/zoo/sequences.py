@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from benchmarks.micro_batching.zoo.base import BATCH, CLASSES, EVEN, NUM_SAMPLES, Case, Lit, classes, floats, ints
+from tests.zoo.base import BATCH, CLASSES, EVEN, NUM_SAMPLES, Case, Lit, classes, floats, ints
 
 MELS = 4
 

@@ -1,7 +1,5 @@
 """Are weights and logged values those of the undivided batch? Ten steps of every case of the zoo, cut and whole.
 
-    python -m benchmarks.micro_batching.exactness [--only NAME ...]
-
 Each case trains in float64, once by plain Lightning and then with `MicroBatching`: with the whole batch of 8 at once,
 with micro-batches of 4, 3 and 1 samples, and at once until memory runs out. It does from the fourth step on, at the end
 of every `training_step` that had more than 5 samples, so that all it changes has been changed. Compared are parameters,
@@ -20,18 +18,15 @@ Verdicts on logged values: `equal`, `warned` (they differ, and a warning named e
 torchmetrics computes in float32 may differ by 1e-6.
 """
 
-import argparse
 import inspect
 import linecache
 import logging
 import math
-import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +39,8 @@ from torch import Tensor
 
 import lightning_memfit
 from benchmarks.micro_batching.record import write
-from benchmarks.micro_batching.zoo import CASES, THEMES
-from benchmarks.micro_batching.zoo.base import Case
 from lightning_memfit.fitting import MicroBatching
+from tests.zoo.base import Case
 
 STEPS = 10
 SIZES = (8, 4, 3, 1)
@@ -285,13 +279,13 @@ def _judge_error(plain: Run, cut: Run, error: Exception, may_be_late: bool) -> s
     if cut.weights and not _largest(plain.weights[cut.steps], cut.weights[-1])[1] <= TOLERANCE:
         return "WRONG"
     is_in_time = not cut.steps or (may_be_late and cut.steps == FAILING_STEP - 1)
-    return "refused" if is_in_time and _is_refusal(error) else "crashed"
+    return "refused" if is_in_time and is_refusal(error) else "crashed"
 
 
-def _is_refusal(error: Exception) -> bool:
+def is_refusal(error: BaseException) -> bool:
     """Whether our code raised the error on purpose."""
-    if isinstance(error, MisconfigurationException):
-        return True
+    if isinstance(error, MisconfigurationException) or type(error).__module__.startswith("lightning_memfit"):
+        return not isinstance(error, torch.OutOfMemoryError)
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, torch.OutOfMemoryError) or not frames or not frames[-1].filename.startswith(_OURS):
         return False
@@ -340,7 +334,6 @@ def _relative(expected: Tensor, found: Tensor) -> Tensor:
 
 def examine(case: Case, theme: str = "") -> dict[str, Any]:
     """Run one case whole and in every way of cutting it, and judge each."""
-    started = time.perf_counter()
     plain = train(case, None)
     if plain.error is not None:
         raise RuntimeError(f"`{case.name}` doesn't run without micro-batches.") from plain.error
@@ -365,7 +358,6 @@ def examine(case: Case, theme: str = "") -> dict[str, Any]:
             k: max(one.logs_differ.get(k, 0.0) for one in judged.values())
             for k in sorted({k for one in judged.values() for k in one.logs_differ})
         },
-        "seconds": round(time.perf_counter() - started, 2),
     }
 
 
@@ -374,30 +366,14 @@ def _distinct(messages: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in messages.items() if next(n for n in messages if messages[n] == text) == name}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="names or themes of cases; nothing is written then")
-    parser.add_argument("--output", type=Path, help=f"by default {RESULT}")
-    chosen = parser.parse_args(arguments)
-    names = [(theme, case) for theme, cases in THEMES.items() for case in cases]
-    for name in chosen.only or ():
-        if name not in CASES and name not in THEMES:
-            near = get_close_matches(name, [*CASES, *THEMES]) or THEMES
-            parser.error(f"--only: there is no case or theme {name!r}. Did you mean {', '.join(near)}?")
-    rows = []
-    for theme, case in names:
-        if chosen.only is None or case.name in chosen.only or theme in chosen.only:
-            rows.append(examine(case, theme))
-            _show(rows[-1], in_full=chosen.only is not None)
-    output = chosen.output or (RESULT if chosen.only is None else None)
-    if output is not None:
-        kept = {"steps": STEPS, "tolerance": TOLERANCE, "seconds": round(sum(row["seconds"] for row in rows))}
-        write(output, kept | {"rows": [_recorded(row) for row in rows]})
+def write_page(rows: list[dict[str, Any]], path: Path = RESULT) -> None:
+    """Write the record that the docs' page of exactness is made of."""
+    write(path, {"steps": STEPS, "tolerance": TOLERANCE, "rows": [_recorded(row) for row in rows]})
 
 
 def _recorded(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what differs from run to run."""
-    return {key: value for key, value in row.items() if key != "seconds"} | {
+    """A row as it is written: differences with one digit, the beginnings of messages."""
+    return row | {
         "difference": _rounded(row["difference"]),
         "logs_differ": {name: _rounded(difference) for name, difference in row["logs_differ"].items()},
         "messages": {name: text[:MESSAGE] for name, text in row["messages"].items()},
@@ -407,17 +383,3 @@ def _recorded(row: dict[str, Any]) -> dict[str, Any]:
 def _rounded(difference: float) -> float | str:
     """One digit; "inf" where only one run has a value or one isn't a number."""
     return float(f"{difference:.0e}") if math.isfinite(difference) else "inf"
-
-
-def _show(row: dict[str, Any], in_full: bool) -> None:
-    cells = " ".join(f"{name}:{verdict}" for name, verdict in row["runs"].items())
-    print(f"{row['case']:28} {row['training']:9} logs {row['logs']:6} {cells} ({row['seconds']} s)", flush=True)
-    if in_full:
-        print(f"    wanted: {row['wanted']}, differs by {row['difference']:.1e}, logs differ: {row['logs_differ']}")
-        for name, message in row["messages"].items():
-            print(f"    {name}: {message}", flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # more of them take longer on tensors as small as these
-    main()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from benchmarks.micro_batching.zoo.base import (
+from tests.zoo.base import (
     CLASSES,
     FEATURES,
     NUM_SAMPLES,

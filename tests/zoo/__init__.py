@@ -1,9 +1,10 @@
-"""More than a hundred small modules with their data: what micro-batches must leave exact or refuse.
+"""Small modules and steps with what is wanted of each: the net under every change of the package.
 
-`THEMES` has the cases of each file, `CASES` all of them by name.
+`THEMES` has the cases of micro-batching that the docs' page of exactness shows, `CASES` all of them by name;
+`tests.zoo.trials` has every case with the public name that is tried on it, and `python -m tests.zoo` tries them.
 """
 
-from benchmarks.micro_batching.zoo import (
+from tests.zoo import (
     coupled,
     layouts,
     logged,
@@ -14,7 +15,7 @@ from benchmarks.micro_batching.zoo import (
     training,
     vision,
 )
-from benchmarks.micro_batching.zoo.base import Case
+from tests.zoo.base import Case
 
 THEMES: dict[str, tuple[Case, ...]] = {
     "text": text.CASES,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.micro_batching.zoo.base import CLASSES, FEATURES, Case, Supervised, features, floats, mlp
+from tests.zoo.base import CLASSES, FEATURES, Case, Supervised, features, floats, mlp
 
 
 class MomentumTeacher(Supervised):
