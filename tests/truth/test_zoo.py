@@ -38,7 +38,7 @@ def test_all_verdicts_are_those_of_the_table() -> None:
 
 def test_every_trial_has_a_row_of_its_own() -> None:
     trials = all_trials()
-    assert [trial.key for trial in trials] == list(read_table()), "run `python -m tests.zoo --write`"
+    assert sorted(trial.key for trial in trials) == sorted(read_table()), "run `python -m tests.zoo --write`"
     assert len(CASES) == sum(map(len, THEMES.values())) >= 50
 
 
