@@ -29,12 +29,11 @@ from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.division import Division, NotDividedError, division_in_plans
 from lightning_memfit.estimate.target import Target, device_target, host_target
-from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LastResort
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, refuse_batch_size_finder
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.kind import DeviceKind, index_of
+from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, label, technique_classes
@@ -56,6 +55,7 @@ from lightning_memfit.profile.hooks import StartHooks, leave_out_hooks, with_sta
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError
+from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch

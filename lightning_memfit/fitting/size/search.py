@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from lightning_memfit.fitting.recovery.oom import release
+from lightning_memfit.memory.oom import release
 
 PeakPredictor = Callable[[int], int]
 """From a micro-batch size to the predicted peak of a training step in bytes; must not decrease as the size grows."""

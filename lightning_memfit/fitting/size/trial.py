@@ -12,8 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import TrainingSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
@@ -26,8 +24,10 @@ from lightning_memfit.fitting.size.search import (
     find_by_trials,
     find_largest,
 )
-from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.reliability.consensus import RankConsensus
+from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine
 
 _MARGIN = 0.03  # of the memory for more than one sample, where running out of it in a trial step ends the run
 _NOT_TAKEN_BACK = (

@@ -22,13 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.consensus import At, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
-from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
-from lightning_memfit.fitting.recovery.rank_watch import RankWatch
 from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
-from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import SizePrediction, is_divided, predict_sizes
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
@@ -45,6 +41,10 @@ from lightning_memfit.fitting.step.session import (
 )
 from lightning_memfit.fitting.step.split import BatchSplitter, SplitHook
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.reliability.consensus import At, RankConsensus
+from lightning_memfit.reliability.random_numbers import KeepsRandomNumbers
+from lightning_memfit.reliability.rank_watch import RankWatch, watch_ranks
+from lightning_memfit.reliability.whole_steps import WholeSteps
 from lightning_memfit.techniques.core.facts import run_of
 from lightning_memfit.techniques.micro_batching import unsupported
 
@@ -163,8 +163,7 @@ class MicroBatching(KeepsRandomNumbers):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's optimization loop and the strategy's evaluation steps."""
         self._undo(trainer)
-        if trainer.world_size > 1:
-            self._watch = RankWatch(trainer.global_rank, trainer.world_size)
+        self._watch = watch_ranks(trainer.strategy)
         refuse_batch_size_finder(trainer)
         if self.options.recover:
             self._guard = TrainerGuard(trainer, pl_module)
@@ -322,8 +321,6 @@ class MicroBatching(KeepsRandomNumbers):
             owner.batch_size = before
         if self._ranks is not None:
             self._ranks.close()
-        if self._watch is not None:
-            self._watch.close()
         self._loop, self._guard, self._evaluation, self._lent = None, None, None, None
         self._watch, self._ranks = None, None
 

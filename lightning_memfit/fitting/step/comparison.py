@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.rollback import MetricStates, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
     StepState,
@@ -38,10 +37,11 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import RecordedNoise, SlicedNoise, without_recurrent_dropout
 from lightning_memfit.fitting.step.outputs import StepLogs, returned
 from lightning_memfit.fitting.step.split import BatchSplitter, with_own_tensors
-from lightning_memfit.fitting.upstream.deepspeed import held_weight
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory.float32_products import exact_products
+from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.memory.state import is_random_source
+from lightning_memfit.reliability.upstream.deepspeed import held_weight
 
 _NUM_PROJECTIONS = 32
 _CHUNK = 1 << 18

@@ -18,8 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.step_state import (
     Slot,
     StateRules,
@@ -35,6 +33,8 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
 from lightning_memfit.fitting.step.outputs import merge, merge_kept
 from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.reliability.consensus import RankConsensus
 from lightning_memfit.techniques.core.facts import batch_statistics
 
 _USERS = Rule("users")

@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.memory.attach import exchange_tensors
+from lightning_memfit.memory.host_copy import HostCopy
 
 SplitHook = Callable[[Any, list[int]], Sequence[Any]]
 

@@ -15,7 +15,6 @@ from lightning_memfit.fitting.recovery import guard as guard_module
 from lightning_memfit.fitting.recovery import host_states
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.host_states import (
-    HostCopy,
     HostStates,
     absent_bytes,
     fetch_states,
@@ -23,6 +22,7 @@ from lightning_memfit.fitting.recovery.host_states import (
 )
 from lightning_memfit.fitting.recovery.step_state import StepState, content_of, find_slots
 from lightning_memfit.memory.host import is_on_host
+from lightning_memfit.memory.host_copy import HostCopy
 from lightning_memfit.memory.kind import DeviceKind
 
 PLENTY = 1 << 30

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.step.loss_weights import LossWeights, predicts_next_token
 from lightning_memfit.fitting.step.split import (
     BatchGuard,
@@ -26,6 +25,7 @@ from lightning_memfit.fitting.step.split import (
     with_own_containers,
     with_own_tensors,
 )
+from lightning_memfit.memory.host_copy import HostCopy
 
 Pair = namedtuple("Pair", ["x", "y"])
 
