@@ -276,9 +276,9 @@ class MicroBatching(KeepsRandomNumbers):
         """Whether there will be a search for a size that a prediction can help."""
         _, split_batch, num_samples = self._hooks
         module = trainer.lightning_module
-        own_batches = split_batch or num_samples or _method(module, "split_batch") or _method(module, "num_samples")
+        hooks = (split_batch or own_method(module, "split_batch"), num_samples or own_method(module, "num_samples"))
         has_limit = self.options.limit_bytes is not None or knows_limit(trainer)
-        return self.options.micro_batch_size == "auto" and has_limit and not own_batches
+        return self.options.micro_batch_size == "auto" and has_limit and not any(hooks)
 
     def _note(self, size: int, reason: str) -> None:
         assert self._loop is not None
@@ -297,14 +297,14 @@ class MicroBatching(KeepsRandomNumbers):
     ) -> BatchSplitter:
         _, split_batch, num_samples = self._hooks
         return BatchSplitter(
-            split_batch or _method(module, "split_batch"),
-            num_samples or _method(module, "num_samples"),
+            split_batch or own_method(module, "split_batch"),
+            num_samples or own_method(module, "num_samples"),
             expected,
             remainder,
         )
 
     def _weights(self, module: LightningModule) -> LossWeights:
-        return LossWeights(self._hooks[0] or _method(module, "loss_weight"), module)
+        return LossWeights(self._hooks[0] or own_method(module, "loss_weight"), module)
 
     def _undo(self, trainer: Trainer) -> None:
         if self._session is not None:
@@ -325,7 +325,7 @@ class MicroBatching(KeepsRandomNumbers):
         self._watch, self._ranks = None, None
 
 
-def _method(module: LightningModule, name: str) -> Callable[..., Any] | None:
+def own_method(module: LightningModule, name: str) -> Callable[..., Any] | None:
     """A function that the module's class defines or the module was given; a number of that name is the user's own."""
     if isinstance(vars(module).get(name), (FunctionType, MethodType, partial)):
         return vars(module)[name]  # type: ignore[no-any-return]

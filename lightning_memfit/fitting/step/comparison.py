@@ -253,6 +253,14 @@ class Comparison:
         found.draws_otherwise = noise.is_other
         return found
 
+    def writes_once(self, names: Collection[str]) -> bool:
+        """Whether a part writes the same to weights in training when it is run again from what it has left there."""
+        parameters = dict(self._loop.module.named_parameters())
+        self.part(0)
+        left = [parameters[name].detach().clone() for name in names]
+        self._run(self.parts[0], SlicedNoise(self._noise, 0, self.cut.first, self.cut.count), self._divisor, False)
+        return all(bool(one.equal(parameters[name])) for name, one in zip(names, left, strict=True))
+
     def _try(self, batch: Any, size: int, noise: RecordedNoise, divisor: float) -> Pass:
         try:
             return self._run(batch, noise, divisor)
@@ -260,16 +268,19 @@ class Comparison:
             if is_out_of_memory(error) or (self._is_whole and size == self.cut.count):
                 raise
             raise PartFailed(
-                f"`training_step` can't be run on {size} samples of the batch alone: {type(error).__name__}: {error} "
-                "If the batch is cut in the wrong place, define `split_batch(batch, sizes)` on the LightningModule."
+                f"`training_step` can't be run on {size} samples of the batch alone: {type(error).__name__}: {error}. "
+                "Parts are as wide as the batch: a module that needs the longest of its samples, as packed sequences "
+                "do, or whose samples lie elsewhere than in the first dimension (graphs, lists of parts), says how to "
+                "cut a batch by `split_batch(batch, sizes)` on the LightningModule."
             ) from error
 
-    def _run(self, batch: Any, noise: RecordedNoise, divisor: float) -> Pass:
+    def _run(self, batch: Any, noise: RecordedNoise, divisor: float, moves_weights: bool = True) -> Pass:
         loop, module = self._loop, self._loop.module
         for parameter in module.parameters():
             parameter.grad = None
         self._settle()
-        _move_weights(module)
+        if moves_weights:
+            _move_weights(module)
         before = _readings(module)
         logs, sketches, host_random = StepLogs(), _Sketches(module), _host_random()
         try:

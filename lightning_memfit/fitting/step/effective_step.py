@@ -774,7 +774,7 @@ class EffectiveStep:
         state = self._rollback.state
         names = state.written() - self._known()
         if state.is_looking:
-            names |= state.written_weights() - self._written_weights
+            names |= state.written_weights() - self._written_weights - self._known()
         self._check.look_for(names)
         self._stop_if(bool(names))
 
