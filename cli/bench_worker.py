@@ -23,9 +23,9 @@ from lightning_memfit.bench.peers.peer import UnsupportedError
 from lightning_memfit.bench.peers.run import PeerRun
 from lightning_memfit.bench.record import Memory, versions
 from lightning_memfit.bench.tracking import Tracker, Tracking
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
+from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.memory.process import peak_rss_bytes
 from lightning_memfit.memory.replicas import num_replicas
 

@@ -23,14 +23,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
-from lightning_memfit.fitting.recovery.preemption import Preemption
-from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.hub import asked_once
 from lightning_memfit.measure.guarded_loggers import guard_loggers
 from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.planner.plan import check_adapters, is_batching, is_technique
 from lightning_memfit.planner.workload import DEFAULT_ALLOW
+from lightning_memfit.reliability.non_finite import NonFiniteGuard
+from lightning_memfit.reliability.preemption import Preemption
+from lightning_memfit.reliability.whole_steps import WholeSteps
 
 from .arguments import next_line
 from .errors import RunFailedError

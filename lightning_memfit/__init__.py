@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from lightning_memfit.device.limit import SimulatedDevice as SimulatedDevice
     from lightning_memfit.estimate.estimate import estimate_step as estimate_step
     from lightning_memfit.fitting.auto import MemFit as MemFit
-    from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard as NonFiniteGuard
     from lightning_memfit.fitting.recovery.oom_report import OutOfMemoryReport as OutOfMemoryReport
-    from lightning_memfit.fitting.recovery.preemption import Preemption as Preemption
-    from lightning_memfit.fitting.recovery.whole_steps import WholeSteps as WholeSteps
     from lightning_memfit.fitting.size.prediction import MemoryPrediction as MemoryPrediction
     from lightning_memfit.fitting.step.callback import MicroBatching as MicroBatching
     from lightning_memfit.measure.data_wait import DataWaitMonitor as DataWaitMonitor
@@ -52,6 +49,9 @@ if TYPE_CHECKING:
     from lightning_memfit.planner.feedback import PlanFeedback as PlanFeedback
     from lightning_memfit.profile.build import measure_step as measure_step
     from lightning_memfit.profile.build import profile_module as profile_module
+    from lightning_memfit.reliability.non_finite import NonFiniteGuard as NonFiniteGuard
+    from lightning_memfit.reliability.preemption import Preemption as Preemption
+    from lightning_memfit.reliability.whole_steps import WholeSteps as WholeSteps
     from lightning_memfit.strategies import AtomicCheckpointIO as AtomicCheckpointIO
     from lightning_memfit.strategies import DataParallelStrategy as DataParallelStrategy
     from lightning_memfit.strategies import FullyShardedStrategy as FullyShardedStrategy
@@ -101,12 +101,12 @@ _PUBLIC = {
     "MemoryMonitor": "lightning_memfit.measure.monitor",
     "MemoryPrediction": "lightning_memfit.fitting.size.prediction",
     "MicroBatching": "lightning_memfit.fitting.step.callback",
-    "NonFiniteGuard": "lightning_memfit.fitting.recovery.non_finite",
+    "NonFiniteGuard": "lightning_memfit.reliability.non_finite",
     "Optimizer8bit": "lightning_memfit.techniques.optimizer_8bit",
     "OutOfMemoryReport": "lightning_memfit.fitting.recovery.oom_report",
     "PairData": "lightning_memfit.data",
     "PlanFeedback": "lightning_memfit.planner.feedback",
-    "Preemption": "lightning_memfit.fitting.recovery.preemption",
+    "Preemption": "lightning_memfit.reliability.preemption",
     "PreferenceData": "lightning_memfit.data",
     "PreferenceLM": "lightning_memfit.models",
     "QuantizedWeights": "lightning_memfit.techniques.quantized_weights",
@@ -128,7 +128,7 @@ _PUBLIC = {
     "TF32": "lightning_memfit.techniques.tf32",
     "TextData": "lightning_memfit.data",
     "TorchCompile": "lightning_memfit.techniques.torch_compile",
-    "WholeSteps": "lightning_memfit.fitting.recovery.whole_steps",
+    "WholeSteps": "lightning_memfit.reliability.whole_steps",
     "ZeroGradAfterStep": "lightning_memfit.techniques.zero_grad_after_step",
     "ZeroInfinityStrategy": "lightning_memfit.strategies",
     "ZeroStrategy": "lightning_memfit.strategies",

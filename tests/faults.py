@@ -96,11 +96,16 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             "test_an_error_on_one_rank_ends_all",
         ),
         ("by SIGKILL", "the others end within 60 s and name it", "test_a_killed_rank_is_named"),
+        (
+            "by either, under DDP, FSDP2 and ZeRO without `MicroBatching`",
+            "the others name its rank and message",
+            "test_a_rank_that_ends_is_named_without_micro_batches",
+        ),
         ("of three", "the other two end", "test_three_ranks_end_when_one_does"),
     ),
     "A run is ended": (
         *_cases(
-            "numerics/test_preemption.py",
+            "numerics/reliability/test_preemption.py",
             (
                 "by SIGTERM, SIGINT, SIGUSR1 or SIGHUP in forward, backward, step, save or validation",
                 "a checkpoint at the next step; exit code 143, 130, 138 or 129; resumed bitwise",
@@ -246,7 +251,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ("beside a model or tokenizer", "the same", "test_code_beside_a_model_or_tokenizer"),
     ),
     "Accumulation windows": _cases(
-        "numerics/test_whole_steps.py",
+        "numerics/reliability/test_whole_steps.py",
         (
             "a save is due inside a window: by time, steps, a validation or an epoch's end",
             "it waits for the window's step; resumed bitwise",
@@ -341,7 +346,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ("the folder of a CSV log vanishes", "it is made anew", "test_a_folder_that_vanishes_is_made_again"),
         ),
         *_cases(
-            "numerics/test_non_finite.py",
+            "numerics/reliability/test_non_finite.py",
             (
                 "gradients that are no numbers, with `NonFiniteGuard`",
                 "the step is left out, its first parameter named",

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -29,12 +29,11 @@ from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.division import Division, NotDividedError, division_in_plans
 from lightning_memfit.estimate.target import Target, device_target, host_target
-from lightning_memfit.fitting.recovery.consensus import PeerFailed, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LastResort
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory
-from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, refuse_batch_size_finder
+from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, own_method, refuse_batch_size_finder
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.kind import DeviceKind, index_of
+from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, label, technique_classes
@@ -56,6 +55,7 @@ from lightning_memfit.profile.hooks import StartHooks, leave_out_hooks, with_sta
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError
+from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch
@@ -125,7 +125,7 @@ def _two_steps(
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
             logger=False,
-            callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks()],
+            callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks(), _NoSchedules()],
             **SILENT_TRAINER,
         )
         try:
@@ -140,6 +140,14 @@ def _two_steps(
         return True
 
     return with_start_hooks(module, run)
+
+
+class _NoSchedules(pl.Callback):
+    """Leaves learning rates as they are: they take no memory, and may follow a validation that is not run."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.lr_scheduler_configs.clear()
 
 
 def _peak_bytes(device: torch.device, limits: list[MemoryLimit]) -> int | None:
@@ -180,6 +188,10 @@ class MemFit(pl.Callback):
     `ZeroStrategy` and `ZeroInfinityStrategy` run it. Copies aren't tried there: `MicroBatching` recovers where the
     prediction was wrong.
 
+    A run that can't be planned says why: its step can't be traced, its batch can't be read before the run, or the
+    module cuts batches itself (`split_batch`, `num_samples`). Then precision, optimizer and checkpointing stay as they
+    are, and `MicroBatching` finds the micro-batch by measured steps.
+
     It works on any Trainer and module; list it before callbacks that measure.
 
     Args:
@@ -192,7 +204,7 @@ class MemFit(pl.Callback):
             states, as a share such as `0.05` or `5%`.
 
     Attributes:
-        plan: The plan in use; None before `fit`.
+        plan: The plan in use; None before `fit`, and where the run can't be planned.
         attempts: Label of every plan and what its probe found, in order; empty where no plan is tried.
 
     Raises:
@@ -229,6 +241,10 @@ class MemFit(pl.Callback):
             planned = _on_first_rank(trainer, lambda: self._planned(trainer, pl_module, target, division), ranks)
         finally:
             ranks.close()
+        if isinstance(planned, str):
+            self.plan = None
+            self._put_on_measured(trainer, planned)
+            return
         self.plan, loader_batch = plan, _ = planned
         rank_zero_info(f"MemFit: {plan.summary()}")
         rank_zero_info(f"MemFit: {plan.numbers()}")
@@ -248,11 +264,20 @@ class MemFit(pl.Callback):
 
     def _planned(
         self, trainer: pl.Trainer, module: pl.LightningModule, target: Target, division: Division | None
-    ) -> tuple[Plan, int]:
-        """A plan, and the samples of a batch of the loader."""
-        batch = self._batch(trainer)
-        workload = self._workload(trainer, module, batch, target, division)
-        return self._proved(trainer, module, batch, workload), batch_size(batch)
+    ) -> tuple[Plan, int] | str:
+        """A plan, and the samples of a batch of the loader; or why there can be none."""
+        for hook in ("split_batch", "num_samples"):
+            if own_method(module, hook) is not None:
+                return f"`{type(module).__name__}.{hook}` says what a batch is, and plans can't ask it for other sizes"
+        try:
+            batch = first_batch(trainer)
+        except ValueError as error:
+            return f"a plan needs a batch, but {error}"
+        try:
+            workload = self._workload(trainer, module, batch, target, division)
+            return self._proved(trainer, module, batch, workload), batch_size(batch)
+        except (TraceError, ValueError) as error:
+            return str(error)
 
     def _check(self, trainer: pl.Trainer) -> Division | None:
         """Refuse what no plan can be made for; return how the strategy divides the run, if it isn't on one device."""
@@ -275,13 +300,6 @@ class MemFit(pl.Callback):
                     "the two out."
                 )
         return division
-
-    @staticmethod
-    def _batch(trainer: pl.Trainer) -> Any:
-        try:
-            return first_batch(trainer)
-        except ValueError as error:
-            raise MisconfigurationException(f"`MemFit` needs a batch to plan with, but {error}") from error
 
     def _workload(
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, target: Target, division: Division | None
@@ -323,15 +341,13 @@ class MemFit(pl.Callback):
         """Return the first plan whose probe fits.
 
         Raises:
-            MisconfigurationException: If nothing fits, or the step can't be traced.
+            MisconfigurationException: If nothing fits.
+            TraceError: If the step can't be traced.
         """
         self.attempts, withheld = [], 0
         usable = workload.target.usable_bytes or 0
         for _ in range(_MAX_PLANS):
-            try:
-                plan = make_plan(workload, ProfileCache(), withheld_bytes=withheld)
-            except TraceError as error:
-                raise MisconfigurationException(f"`MemFit` can't plan this run: {error}") from error
+            plan = make_plan(workload, ProfileCache(), withheld_bytes=withheld)
             if plan.setting is None:
                 raise MisconfigurationException(f"`MemFit`: {plan.summary()} {' '.join(plan.advice[1:])}".rstrip())
             if not self.probe or workload.division is not None:
@@ -361,30 +377,54 @@ class MemFit(pl.Callback):
     def _put_on(self, trainer: pl.Trainer, plan: Plan, loader_batch: int) -> None:
         setting = plan.setting
         assert setting is not None
-        added: list[pl.Callback] = Setting(chosen=setting.chosen).callbacks()
+        added = Setting(chosen=setting.chosen).callbacks()
         whole = setting.micro_batch_size == loader_batch
         run = Setting(chosen=setting.chosen).run(read_facts(trainer.lightning_module))
         if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # it also recovers, where it can
             size = setting.micro_batch_size or loader_batch
-            # The plan may already use all the host memory that the limit allows.
-            last_resort: LastResort = "offload" if self.host_bytes is None else "recompute"
-            if isinstance(trainer.strategy, DeepSpeedStrategy):
-                last_resort = "none"  # which repeats no step
-            added.append(MicroBatching(micro_batch_size=size, last_resort=last_resort))
+            added.append(MicroBatching(micro_batch_size=size, last_resort=self._last_resort(trainer)))
         added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        place = callbacks.index(self) + 1
-        callbacks[place:place] = added
+        remove = self._insert(trainer, added)
         strategy, before = trainer.strategy, trainer.strategy.precision_plugin
         if setting.precision != trainer.precision:
             strategy.precision_plugin = precision_plugin(setting.precision, strategy)
 
         def undo() -> None:
-            # A new list: Lightning may be iterating over the old one, whose callbacks must still get their last hooks.
-            trainer.callbacks = [callback for callback in callbacks if callback not in added]  # type: ignore[attr-defined]
+            remove()
             strategy.precision_plugin = before
 
         self._undo = undo
+
+    def _put_on_measured(self, trainer: pl.Trainer, reason: str) -> None:
+        """Let `MicroBatching` find the micro-batch of a run that can't be planned."""
+        refused = MICRO_BATCHING.unsupported(Setting().run(read_facts(trainer.lightning_module)), {})
+        if refused is not None:
+            raise MisconfigurationException(
+                f"`MemFit` can neither plan this run ({reason}) nor find its micro-batch by measured steps: {refused}"
+            )
+        rank_zero_warn(
+            f"MemFit: this run can't be planned: {reason.rstrip('.')}. Precision, optimizer and checkpointing stay as "
+            "they are, and the micro-batch is found by measured steps."
+        )
+        self._undo = self._insert(trainer, [MicroBatching(last_resort=self._last_resort(trainer))])
+
+    def _last_resort(self, trainer: pl.Trainer) -> LastResort:
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            return "none"  # which repeats no step
+        # The plan may already use all the host memory that the limit allows.
+        return "offload" if self.host_bytes is None else "recompute"
+
+    def _insert(self, trainer: pl.Trainer, added: list[pl.Callback]) -> Callable[[], None]:
+        """Add callbacks after this one, where Lightning sets them up next; return what removes them."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        place = callbacks.index(self) + 1
+        callbacks[place:place] = added
+
+        def undo() -> None:
+            # A new list: Lightning may be iterating over the old one, whose callbacks must still get their last hooks.
+            trainer.callbacks = [callback for callback in callbacks if callback not in added]  # type: ignore[attr-defined]
+
+        return undo
 
     def _take_off(self) -> None:
         undo, self._undo = self._undo, None

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, distributed, nn
 from torch.autograd import Function
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from typing_extensions import override
 
 T = TypeVar("T")
@@ -37,6 +38,11 @@ def listen(listener: Callable[[], None]) -> Callable[[], None]:
             _listeners.remove(listener)
 
     return end
+
+
+def store_under(prefix: str) -> Store:
+    """A part of the store in which the ranks of this run have met."""
+    return PrefixStore(prefix, _get_default_store())
 
 
 def announce() -> None:

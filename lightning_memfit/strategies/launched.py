@@ -20,6 +20,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_memfit.reliability.rank_watch import watch_ranks
 from lightning_memfit.strategies.integrity import gathered
 
 
@@ -173,7 +174,16 @@ def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) 
     layer_sync.apply(module)
 
 
-class EqualBatches:
+class WatchedRanks:
+    """Base of strategies whose ranks tell each other when one of them fails, so that none waits for it forever."""
+
+    def setup_environment(self: Any) -> None:
+        """Start the processes' communication, and watch who leaves it."""
+        super().setup_environment()  # type: ignore[misc]
+        watch_ranks(self)
+
+
+class EqualBatches(WatchedRanks):
     """Base of strategies that refuse loaders with more batches on some ranks than on others.
 
     Those would wait for these without end. Lightning divides samples to be predicted without repeating any. Loaders

@@ -29,6 +29,7 @@ from lightning_memfit.memory.process import return_freed_memory
 from lightning_memfit.memory.state_dicts import versions_in
 from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.profile.replaced import keep_constructors
+from lightning_memfit.reliability.rank_watch import watch_ranks
 from lightning_memfit.strategies.checkpoint_io import read_by
 from lightning_memfit.strategies.checkpoints import ZERO_MARK, rewritten
 from lightning_memfit.strategies.host_check import require_host_memory
@@ -200,6 +201,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         self._check_cpu()
         disable_shared_memory_collectives()
         DDPStrategy.setup_environment(self)
+        watch_ranks(self)
 
     @override
     def setup_distributed(self) -> None:

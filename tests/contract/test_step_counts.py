@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
 from lightning_memfit.measure.data_wait import DataWaitMonitor
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.measure.utilization import FlopsMonitor
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.host_master import HostMaster
 from lightning_memfit.optim.rounding import Kahan, Stochastic
+from lightning_memfit.reliability.non_finite import NonFiniteGuard
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights

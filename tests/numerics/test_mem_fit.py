@@ -66,7 +66,7 @@ def loader(batch: int = 4096) -> DataLoader[Any]:
 
 
 def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    return quiet_trainer(*callbacks, max_steps=2, **options)
+    return quiet_trainer(*callbacks, **{"max_steps": 2, **options})
 
 
 class TrainedOtherwise(pl.LightningModule):
@@ -268,3 +268,105 @@ def test_batches_of_layers_that_take_statistics_over_them_stay_whole() -> None:
         torch.testing.assert_close(found[name], wanted[name])
     with pytest.raises(MisconfigurationException, match=r"smaller micro-batches are not planned: .*\(blocks.0.1, "):
         trainer(MemFit(allow=["exact"]), MemoryLimit("20MiB")).fit(Normalised(), loader())
+
+
+# --- what can't be planned, or only looked as if ----------------------------------------------------------------------
+
+
+class Plateau(Perceptron):
+    """Lowers its learning rate by a metric of validation, which a probe doesn't run."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def test_a_schedule_that_follows_validation() -> None:
+    mem_fit = MemFit(allow=["exact"])
+    run = trainer(mem_fit, MemoryLimit("30MiB"), limit_val_batches=1)
+    run.fit(Plateau(), loader(), loader())
+    assert mem_fit.attempts
+    assert "val_loss" in run.callback_metrics
+
+
+class Packed(pl.LightningModule):
+    """A packed recurrent network: what it computes depends on the lengths, which a trace doesn't have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.LSTM(4, 32, batch_first=True)
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sizes.append(len(batch[0]))
+        lengths = batch[1].cpu()
+        packed = torch.nn.utils.rnn.pack_padded_sequence(batch[0], lengths, batch_first=True, enforce_sorted=False)
+        return self.net(packed)[1][0].square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        data = torch.utils.data.TensorDataset(torch.randn(32, 6, 4), torch.arange(32) % 6 + 1)
+        return DataLoader(data, batch_size=16)
+
+
+class Graphs(pl.LightningModule):
+    """Nodes of all graphs in one tensor, which the module cuts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sizes.append(len(batch["y"]))
+        sums = torch.zeros(len(batch["y"])).index_add(0, batch["graph"], self.net(batch["x"]).squeeze(-1))
+        return torch.nn.functional.mse_loss(sums, batch["y"])
+
+    def num_samples(self, batch: Any) -> int:
+        return len(batch["y"])
+
+    def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
+        parts, begin = [], 0
+        for size in sizes:
+            mine = (batch["graph"] >= begin) & (batch["graph"] < begin + size)
+            graph = batch["graph"][mine] - begin
+            parts.append({"x": batch["x"][mine], "graph": graph, "y": batch["y"][begin : begin + size]})
+            begin += size
+        return parts
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        def collate(numbers: list[int]) -> dict[str, torch.Tensor]:
+            nodes = torch.tensor([3 + number % 3 for number in numbers])
+            graph = torch.repeat_interleave(torch.arange(len(nodes)), nodes)
+            return {"x": torch.randn(len(graph), 4), "graph": graph, "y": torch.randn(len(nodes))}
+
+        return DataLoader(range(64), batch_size=16, collate_fn=collate)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Packed, "depends on values of tensors"), (Graphs, "split_batch")])
+def test_what_cannot_be_planned_is_measured(kind: Any, reason: str, recwarn: pytest.WarningsRecorder) -> None:
+    peaks = []
+    for size in (4, 16):
+        limit = MemoryLimit("1GiB")
+        trainer(limit, MicroBatching(micro_batch_size=size)).fit(kind())
+        assert limit.ledger is not None
+        peaks.append(limit.ledger.peak_bytes)
+    module, mem_fit = kind(), MemFit()
+    run = trainer(mem_fit, MemoryLimit(sum(peaks) // 2), max_steps=3)
+    run.fit(module)
+    assert run.global_step == 3
+    assert mem_fit.plan is None
+    assert max(module.sizes[-2:]) < 16
+    told = [str(one.message) for one in recwarn if "can't be planned" in str(one.message)]
+    assert len(told) == 1
+    assert reason in told[0]
+    assert not any(isinstance(one, MicroBatching) for one in run.callbacks)  # type: ignore[attr-defined]

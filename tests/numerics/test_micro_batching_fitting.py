@@ -362,3 +362,110 @@ def test_a_cache_that_is_freed_in_training_time_and_again_lowers_the_size(
     callback = MicroBatching(micro_batch_size=8)
     fit(Tagger(batch_size=8, num_samples=8 * 20), Counts(), callback, max_epochs=1)
     assert [size for _, size, _ in callback.changes] == sizes
+
+
+# --- what a search must not take for a shortage of memory -------------------------------------------------------------
+
+
+class Sparse(pl.LightningModule):
+    """Its optimizer step is the peak, the same for 1 to 48 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(96, 768, bias=False)
+        self.decoder = nn.Linear(768, 96, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.decoder(_TopK.apply(self.encoder(batch), 24)), batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Muon(self.parameters())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(192, 96), batch_size=48)
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: int) -> Tensor:
+        values, index = x.topk(k, -1)
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.note = x.shape, x * 2
+        return torch.zeros_like(x).scatter(-1, index, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return torch.zeros(ctx.shape, dtype=gradient.dtype).scatter(-1, index, gradient.gather(-1, index)), None
+
+
+def test_where_the_optimizer_step_is_the_peak_every_size_fits() -> None:
+    def fitted(limit_bytes: int, size: Any = "auto") -> tuple[MicroBatching, MemoryLimit]:
+        limit, callback = MemoryLimit(limit_bytes), MicroBatching(micro_batch_size=size)
+        seeded_fit(Sparse(), callback, limit, max_steps=2)
+        return callback, limit
+
+    peaks = []
+    for size in (1, 48):
+        ledger = fitted(1 << 40, size)[1].ledger
+        assert ledger is not None
+        peaks.append(ledger.peak_bytes)
+    for share in (1.0, 1.02, 1.1):
+        found = fitted(int(max(peaks) * share))[0].found
+        assert found is not None
+        assert (found.largest, found.is_verified) == (48, True), share
+
+
+class Table(pl.LightningModule):
+    """Batch norm refuses to run one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 1))
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch[0]))
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(torch.randn(768, 8)), batch_size=256)
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_sizes_that_the_module_cannot_run_are_left_out(predicts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not predicts:
+        monkeypatch.setattr("lightning_memfit.fitting.step.callback.predict_sizes", lambda *_: None)
+    module = Table()
+    callback = MicroBatching(allow_batch_statistics=True)
+    trainer = seeded_fit(module, callback, MemoryLimit(200_000), max_steps=3)
+    assert trainer.global_step == 3
+    assert callback.found is not None
+    assert 2 < callback.found.largest < 256
+    with pytest.raises(MisconfigurationException, match="BatchNorm layers"):
+        seeded_fit(Table(), MicroBatching(), MemoryLimit(200_000), max_steps=3)
+
+
+def test_what_fails_at_every_size_is_raised_as_it_is() -> None:
+    class Broken(Table):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            raise KeyError(f"no column among {len(batch[0])} rows")
+
+    with pytest.raises(KeyError, match="no column among 256 rows"):
+        seeded_fit(Broken(), MicroBatching(), MemoryLimit(200_000), max_steps=3)
+
+
+def test_an_optimizer_step_that_runs_out_is_named() -> None:
+    class Heavy(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(nn.Linear(4, 20_000, bias=False))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"Memory runs out in the step of `AdamW`.*`Optimizer8bit`"):
+        seeded_fit(Heavy(), MicroBatching(), MemoryLimit("1150KiB"), max_steps=3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
+from lightning_memfit.reliability.non_finite import NonFiniteGuard
 from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy
 from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.upstream import fsdp

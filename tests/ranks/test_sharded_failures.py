@@ -1,7 +1,7 @@
 """Under FSDP2, an error on one rank ends all of them soon, with the message there and the rank's number elsewhere."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_memfit import WholeSteps
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.strategies import FullyShardedStrategy
@@ -39,6 +40,22 @@ from tests.helpers.trainers import quiet_trainer
 
 EARLY, LATE = 2, 20
 VALIDATED = {"limit_val_batches": 2, "val_check_interval": 2}
+
+
+class EndsInTheThirdStep(BoringModel):
+    """Ends the second rank in its third step."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__()
+        self.action = action
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.global_rank == 1:
+            self.action()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.nightly_cases("backward-2-options4", "forward-2-options2", "training step-1-options0")
@@ -71,6 +88,22 @@ def test_a_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     assert ended[rank].code == -9
     assert f"Rank {rank} failed" in ended[1 - rank].error
     assert ended[1 - rank].seconds < 30
+
+
+@pytest.mark.parametrize("action", [break_down, be_killed])
+@pytest.mark.parametrize("name", ["memfit_ddp", "memfit_fsdp2", "memfit_zero_2", "ddp"])
+def test_a_rank_that_ends_is_named_without_micro_batches(name: str, action: Any, tmp_path: Path) -> None:
+    """By our strategies alone; under Lightning's own it takes a callback such as `WholeSteps`."""
+
+    def run() -> None:
+        trainer = quiet_trainer(*[WholeSteps()] * (name == "ddp"), strategy=name, devices=2, max_steps=8)
+        trainer.fit(EndsInTheThirdStep(action), DataLoader(torch.randn(32, 32), batch_size=2))
+
+    ended = run_ranks(run, 2, tmp_path, seconds=60)
+    assert "Rank 1 failed" in ended[0].error
+    assert ("no such column" if action is break_down else "killed?") in ended[0].error
+    assert ended[0].error.count("Rank 1 failed") == 1
+    assert ended[0].seconds < 30
 
 
 @pytest.mark.parametrize("action", [break_down, be_killed])

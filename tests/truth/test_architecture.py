@@ -29,9 +29,16 @@ ALLOWED = {
     "measure": {"memory", "device"},
     "techniques": {"adapters", "memory", "device", "profile", "estimate", "optim", "checkpointing", "nvme"},
     "planner": {"memory", "device", "optim", "profile", "estimate", "techniques", "checkpointing"},
-    "fitting": {"memory", "device", "profile", "estimate", "techniques", "measure", "planner", "checkpointing"},
+    "reliability": {"memory"},
+    "fitting": {
+        *("memory", "device", "profile", "estimate", "techniques", "measure", "planner", "checkpointing"),
+        "reliability",
+    },
     "bench": {"memory", "device", "profile", "estimate", "techniques", "fitting", "measure"},
-    "strategies": {"techniques", "memory", "device", "optim", "checkpointing", "profile", "estimate", "nvme"},
+    "strategies": {
+        *("techniques", "memory", "device", "optim", "checkpointing", "profile", "estimate", "nvme"),
+        "reliability",
+    },
     "models": {"memory", "optim", "adapters"},
     "data": {"memory", "device"},
 }

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from lightning_memfit.checkpointing import offload
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.host_states import HostStates
 from lightning_memfit.memory.comparison import projected
+from lightning_memfit.reliability.consensus import RankConsensus
 from lightning_memfit.strategies import optimizers, shards, tensor_parallel
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory
+from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.memory.state import restore_dict
 
 _MOST_ITEMS = 1000

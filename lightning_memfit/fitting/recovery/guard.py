@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.host_states import absent_bytes, fetch_states, paged_bytes
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory, limit_beside
 from lightning_memfit.memory.ledger import state_tensors
+from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.memory.wrapping import own_attribute
 
 _STEPS_BETWEEN_CHECKS = 16

@@ -21,10 +21,10 @@ from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.offload import OffloadPool
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.device.host import probe_host
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.host_states import HostStates, reason_to_stay
 from lightning_memfit.fitting.size.sizes import Backoff
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.reliability.consensus import RankConsensus
 
 
 class Rung(ABC):

@@ -20,7 +20,13 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.consensus import (
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted
+from lightning_memfit.fitting.upstream.torch import ShardedUnit, forget_pass, sharded_units
+from lightning_memfit.memory.collectives import listen
+from lightning_memfit.memory.error_chain import error_chain
+from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.memory.replicas import ranks_together
+from lightning_memfit.reliability.consensus import (
     Apart,
     Astray,
     At,
@@ -29,13 +35,7 @@ from lightning_memfit.fitting.recovery.consensus import (
     RankConsensus,
     divide_weights,
 )
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
-from lightning_memfit.fitting.recovery.retry import MemoryExhausted
-from lightning_memfit.fitting.upstream.deepspeed import shards_weights
-from lightning_memfit.fitting.upstream.torch import ShardedUnit, forget_pass, sharded_units
-from lightning_memfit.memory.collectives import listen
-from lightning_memfit.memory.error_chain import error_chain
-from lightning_memfit.memory.replicas import ranks_together
+from lightning_memfit.reliability.upstream.deepspeed import shards_weights
 
 T = TypeVar("T")
 

@@ -15,9 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from typing_extensions import override
 
 from lightning_memfit.estimate.estimate import estimate_step
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.postmortem import explain
-from lightning_memfit.fitting.recovery.whole_steps import check_folders, from_where_it_began, is_remote
 from lightning_memfit.fitting.size.device_memory import find_device_memory
 from lightning_memfit.fitting.size.prediction import is_divided, profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
@@ -25,9 +23,11 @@ from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import TraceError
+from lightning_memfit.reliability.whole_steps import check_folders, from_where_it_began, is_remote
 from lightning_memfit.techniques.core.first_batch import first_batch
 
 # --- torch's own record of CUDA allocations, for https://pytorch.org/memory_viz ---------------------------------------

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_memfit.fitting.recovery.drawn import BatchContents, stored
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.upstream.torch import forget_pass
 from lightning_memfit.memory.error_chain import error_chain
+from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.memory.state import restore_dict
 from lightning_memfit.memory.wrapping import wrap_method
 

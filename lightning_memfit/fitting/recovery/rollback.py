@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.recovery.step_state import (
     MAX_ITEMS,
     MODULE_INTERNALS,
@@ -30,10 +29,11 @@ from lightning_memfit.fitting.recovery.step_state import (
     with_content,
     with_notes,
 )
-from lightning_memfit.fitting.upstream.deepspeed import held_weight
 from lightning_memfit.memory.generators import NUMPY, PYTHON, TORCH
+from lightning_memfit.memory.host_copy import HostCopy
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.state import restore_dict
+from lightning_memfit.reliability.upstream.deepspeed import held_weight
 
 # --- random generators ------------------------------------------------------------------------------------------------
 

@@ -26,14 +26,14 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
 from lightning_memfit.fitting.recovery.drawn import Mark, notes_of, replayed, without_notes
-from lightning_memfit.fitting.recovery.host_states import HostCopy
-from lightning_memfit.fitting.upstream.deepspeed import held_weight
+from lightning_memfit.memory.host_copy import HostCopy
 from lightning_memfit.memory.state import (
     is_random_source,
     random_source_state,
     restore_dict,
     set_random_source_state,
 )
+from lightning_memfit.reliability.upstream.deepspeed import held_weight
 
 MAX_ITEMS = 1000
 """Longer containers (a data set kept on the module) are taken as they are."""

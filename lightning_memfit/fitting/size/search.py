@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from lightning_memfit.fitting.recovery.oom import release
+from lightning_memfit.memory.oom import release
 
 PeakPredictor = Callable[[int], int]
 """From a micro-batch size to the predicted peak of a training step in bytes; must not decrease as the size grows."""
@@ -64,12 +64,16 @@ class Probe:
         fits: Whether memory sufficed.
         peak_bytes: The measured peak; None if it can't be measured or the trial failed.
         work_bytes: The peak of forward and backward alone, without the optimizer step.
+        is_in_optimizer: Whether memory ran out in the optimizer step, behind forward and backward.
+        error: What the module raised instead of running so few samples.
     """
 
     size: int
     fits: bool
     peak_bytes: int | None = None
     work_bytes: int | None = None
+    is_in_optimizer: bool = False
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,9 @@ def find_largest(
     promises more, that is tried as well. If it fails, the next trial is 3 % lower; if that fails, too, the prediction
     is wrong, and further trials go down until one fits. A size that was not tried is never returned.
 
+    Where the optimizer step is the peak at the size that an exact prediction named, memory is flat up to there,
+    whatever was predicted. Then what forward and backward took alone says how far one can go.
+
     Args:
         upper: The largest size of interest.
         predict: The prediction.
@@ -124,7 +131,7 @@ def find_largest(
     probes: list[Probe] = []
     failed = upper + 1
     while True:
-        promised, reason = _promised(predict, measured, limit_bytes, upper)
+        promised, reason = _promised(predict, measured, limit_bytes, upper, is_free=first is None)
         promised = agree(promised)
         if promised < 0:
             raise NoPrediction(reason or "another rank has none")
@@ -133,7 +140,8 @@ def find_largest(
             num_failed = sum(not probe.fits for probe in probes)
             share = _STEP_BACK if num_failed == 1 else 0.75 if num_failed == MAX_PROBES else 0.5
             candidate = min(candidate, math.ceil(failed * share) if num_failed == 1 else int(failed * share))
-        if candidate <= best or (len(probes) >= MAX_PROBES and best > (first.size if first else 0)):
+        most = MAX_PROBES + 1 if first is None and _is_flat(measured) else MAX_PROBES
+        if candidate <= best or (len(probes) >= most and best > (first.size if first else 0)):
             break
         probe = run_probe(candidate)
         probes.append(probe)
@@ -155,19 +163,38 @@ def find_largest(
 
 
 def _promised(
-    predict: PeakPredictor | ExactPredictor, measured: Sequence[Probe], limit_bytes: int, upper: int
+    predict: PeakPredictor | ExactPredictor,
+    measured: Sequence[Probe],
+    limit_bytes: int,
+    upper: int,
+    is_free: bool,
 ) -> tuple[int, str]:
-    """The size that a prediction promises, corrected by what was measured; -1 and the reason if there is none."""
+    """The size that a prediction promises, corrected by what was measured; -1 and the reason if there is none.
+
+    With `is_free`, a trial that fails can be taken back, and all measured sizes were named by the prediction.
+    """
     try:
         if not isinstance(predict, ExactPredictor):
             return largest_under(_corrected(predict, measured), limit_bytes, upper), ""
-        errors = [(probe.peak_bytes or 0) - predict(probe.size) for probe in measured[-1:]]
+        if is_free and _is_flat(measured):
+            work = _through({probe.size: probe.work_bytes or 0 for probe in measured[-2:]})
+            return largest_under(work, limit_bytes, upper), ""
+        taken = [(probe, (is_free and probe.work_bytes) or probe.peak_bytes or 0) for probe in measured[-1:]]
+        errors = [taken_bytes - predict(probe.size) for probe, taken_bytes in taken]
         return predict.largest_under(limit_bytes - sum(errors), upper), ""
     except NoPrediction as error:
         refused = error
     reason = str(refused)
     release(refused)  # frames of a refused trace may form a cycle that holds the batch (contextlib of Python 3.12)
     return -1, reason
+
+
+def _is_flat(measured: Sequence[Probe]) -> bool:
+    """Whether two sizes had one peak, which lies in the optimizer step."""
+    peaks = {probe.peak_bytes for probe in measured[-2:]}
+    return (
+        len(measured) > 1 and len(peaks) == 1 and all((p.work_bytes or 0) < (p.peak_bytes or 0) for p in measured[-2:])
+    )
 
 
 def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
@@ -267,7 +294,7 @@ def _through(values: Mapping[int, int]) -> PeakPredictor:
 
 
 def find_by_trials(
-    upper: int, rest_bytes: int, limit_bytes: int, run_probe: Callable[[int], Probe]
+    upper: int, rest_bytes: int, limit_bytes: int, run_probe: Callable[[int], Probe], least: int = 1
 ) -> SizeSearchResult:
     """Find the largest size up to `upper` that fits by trials alone, of which there are at most `MAX_MEASURED`.
 
@@ -281,14 +308,15 @@ def find_by_trials(
         rest_bytes: Bytes alive between steps.
         limit_bytes: Memory of the device.
         run_probe: Runs a trial step.
+        least: The fewest samples that the module can run.
     """
     probes: list[Probe] = []
     points: list[tuple[int, int]] = []
     room = max(limit_bytes - rest_bytes, 1)
     best, failed = 0, upper + 1
     while len(probes) < MAX_MEASURED or not best:
-        candidate = min(_by_growth(points, room, failed, is_free=failed > upper), failed - 1)
-        if candidate <= best:
+        candidate = min(max(least, _by_growth(points, room, failed, is_free=failed > upper)), failed - 1)
+        if candidate <= best or candidate < least:
             break
         probe = run_probe(candidate)
         probes.append(probe)

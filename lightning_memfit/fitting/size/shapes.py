@@ -154,6 +154,7 @@ def _num_elements(shape: Any) -> int:
 
 
 def _described(shape: Any) -> str:
+    """Shapes in words; numbers and texts, which have none, are left out."""
     if all(isinstance(one, int) for one in shape):
-        return " x ".join(map(str, shape)) or "none"
-    return ", ".join(_described(one) for one in shape)
+        return " x ".join(map(str, shape))
+    return ", ".join(filter(None, map(_described, shape)))

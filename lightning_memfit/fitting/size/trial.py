@@ -12,8 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import TrainingSnapshot
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
@@ -26,8 +24,10 @@ from lightning_memfit.fitting.size.search import (
     find_by_trials,
     find_largest,
 )
-from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine
 from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.reliability.consensus import RankConsensus
+from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine
 
 _MARGIN = 0.03  # of the memory for more than one sample, where running out of it in a trial step ends the run
 _NOT_TAKEN_BACK = (
@@ -56,6 +56,8 @@ class Trial:
 
     Attributes:
         num_steps: Number of trial steps run so far.
+        leaves_out: Whether sizes that the module can't run are left out. One that runs a single sample has a mistake
+            where it fails with more, which is raised.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Trial:
         self._snapshot: TrainingSnapshot | None = None
         self._hook_name: str | None = None
         self.num_steps = 0
+        self.leaves_out = False
 
     def __enter__(self) -> "Trial":
         trainer = self._trainer
@@ -127,7 +130,10 @@ class Trial:
     def probe(self, size: int) -> Probe:
         """Run a step with micro-batches of a size, and say so."""
         rank_zero_info(f"MicroBatching: trying micro-batch {size} ...")
-        return self.step(size)
+        probe = self.step(size)
+        if probe.error is not None and not self.leaves_out:
+            raise probe.error
+        return probe
 
     def step(self, size: int) -> Probe:
         """Run a step with micro-batches of a size."""
@@ -143,8 +149,12 @@ class Trial:
                     raise
                 raise MemoryExhausted(_NOT_TAKEN_BACK.format(size, max(1, size * 3 // 4))) from error
 
+        has_worked = False
+
         def step() -> tuple[int, int]:
+            nonlocal has_worked
             self._forward_and_backward(size)
+            has_worked = True
             work_bytes = self._peak()
             closure: Any = _StepClosure(partial(self._forward_and_backward, size))
             self._optimizer.step(closure=closure)
@@ -155,16 +165,28 @@ class Trial:
         status = 0 if failure is None else 1 if is_out_of_memory(failure) else 2
         told = self._consensus.exchange(status, peak_bytes, work_bytes)
         if failure is not None:
-            if status == 2:
+            if status == 2 and not self.can_fail:
                 raise failure
-            release(failure)
+            if status == 1:
+                release(failure)
             self._module._current_fx_name = self._hook_name  # Lightning doesn't reset it when a hook raises
         if any(theirs == 2 for theirs, *_ in told):
-            raise RuntimeError("Another rank failed in a trial step; see its error. This rank stops, too.")
+            other = RuntimeError("Another rank failed in a trial step; see its error. This rank stops, too.")
+            clear_gradients(self._module)
+            return Probe(size, False, error=failure if status == 2 else other)
         fits = all(theirs == 0 for theirs, *_ in told)
         if not fits or peak_bytes < 0:
-            return Probe(size, fits)
+            return Probe(size, fits, is_in_optimizer=not fits and has_worked)
         return Probe(size, fits, int(max(theirs for _, theirs, _ in told)), int(max(theirs for *_, theirs in told)))
+
+    def explain_optimizer(self, samples: str) -> str:
+        """Say that memory runs out in the optimizer step, and what helps there."""
+        return (
+            f"Memory runs out in the step of `{type(self._optimizer).__name__}`, whatever the micro-batch: forward and "
+            f"backward of {samples} fit, and what the optimizer keeps or makes beside them doesn't. Use one with "
+            "smaller states (`Optimizer8bit`) or without a copy of all gradients (`foreach=False`), or divide its "
+            "states among devices (`memfit_zero_1`)."
+        )
 
     def _peak(self) -> int:
         return -1 if self._memory is None else self._memory.peak_bytes
@@ -201,21 +223,33 @@ def fit_size(
 ) -> SizeSearchResult:
     """Find the largest micro-batch up to `local_batch_size`: predicted, then verified by one or two trial steps.
 
-    Before them comes one with a single sample, which makes gradients and optimizer states. A prediction that is not
-    traced, or must not be too low because no step can be taken back, is corrected by one more. Without a prediction, up
-    to five trial steps of growing size replace it.
+    Before them comes one with a single sample, which makes gradients and optimizer states. Where the module can't run
+    one (batch norms of tables, episodes of few shots), it has the fewest samples of 2, 4, 8 ... with which it runs. A
+    prediction that is not traced, or must not be too low because no step can be taken back, is corrected by one more.
+    Without a prediction, up to five trial steps of growing size replace it.
 
     Raises:
-        NothingFits: If not even one sample fits, on all ranks.
+        NothingFits: If not even the fewest samples fit, on all ranks.
+        Exception: The module's own, if it can't run the whole batch either.
     """
     found: SizeSearchResult | None = None
     is_traced = isinstance(predict, ExactPredictor)
-    if not trial.step(1).fits:
-        raise NothingFits("Not even a micro-batch of one sample fits.")
+    probe = trial.step(1)
+    while probe.error is not None and probe.size < local_batch_size:
+        probe = trial.step(min(2 * probe.size, local_batch_size))
+    if probe.error is not None:
+        raise probe.error
+    least = probe.size
+    trial.leaves_out = least > 1
+    samples = "one sample" if least == 1 else f"{least} samples, the fewest that the module can run,"
+    if probe.is_in_optimizer:
+        raise NothingFits(trial.explain_optimizer(samples))
+    if not probe.fits:
+        raise NothingFits(f"Not even a micro-batch of {samples} fits.")
     if predict is not None:
         if isinstance(predict, ExactPredictor) and trial.measures:
             predict.calibrate(trial.rest_bytes)
-        first = None if is_traced and trial.can_fail else trial.step(1)
+        first = None if is_traced and trial.can_fail else trial.step(least)
         if not trial.can_fail and first is not None and first.peak_bytes is not None:
             limit_bytes -= int(_MARGIN * max(0, limit_bytes - first.peak_bytes))
         if first is None or first.fits:
@@ -224,10 +258,10 @@ def fit_size(
             except NoPrediction as error:
                 rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for there is no prediction: {error}")
     if found is None and (predict is None or is_traced):
-        upper = local_batch_size if trial.measures else 1
-        found = find_by_trials(upper, trial.rest_bytes, limit_bytes, trial.probe)
+        upper = local_batch_size if trial.measures else least
+        found = find_by_trials(upper, trial.rest_bytes, limit_bytes, trial.probe, least)
     if found is None or not found.largest:
-        raise NothingFits("Not even a micro-batch of one sample fits beside gradients and optimizer states.")
+        raise NothingFits(f"Not even a micro-batch of {samples} fits beside gradients and optimizer states.")
     return found
 
 

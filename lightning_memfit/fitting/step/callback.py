@@ -22,13 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.consensus import At, RankConsensus
 from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
-from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
-from lightning_memfit.fitting.recovery.rank_watch import RankWatch
 from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
-from lightning_memfit.fitting.recovery.whole_steps import WholeSteps
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import SizePrediction, is_divided, predict_sizes
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
@@ -45,6 +41,10 @@ from lightning_memfit.fitting.step.session import (
 )
 from lightning_memfit.fitting.step.split import BatchSplitter, SplitHook
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.reliability.consensus import At, RankConsensus
+from lightning_memfit.reliability.random_numbers import KeepsRandomNumbers
+from lightning_memfit.reliability.rank_watch import RankWatch, watch_ranks
+from lightning_memfit.reliability.whole_steps import WholeSteps
 from lightning_memfit.techniques.core.facts import run_of
 from lightning_memfit.techniques.micro_batching import unsupported
 
@@ -163,8 +163,7 @@ class MicroBatching(KeepsRandomNumbers):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's optimization loop and the strategy's evaluation steps."""
         self._undo(trainer)
-        if trainer.world_size > 1:
-            self._watch = RankWatch(trainer.global_rank, trainer.world_size)
+        self._watch = watch_ranks(trainer.strategy)
         refuse_batch_size_finder(trainer)
         if self.options.recover:
             self._guard = TrainerGuard(trainer, pl_module)
@@ -277,9 +276,9 @@ class MicroBatching(KeepsRandomNumbers):
         """Whether there will be a search for a size that a prediction can help."""
         _, split_batch, num_samples = self._hooks
         module = trainer.lightning_module
-        own_batches = split_batch or num_samples or _method(module, "split_batch") or _method(module, "num_samples")
+        hooks = (split_batch or own_method(module, "split_batch"), num_samples or own_method(module, "num_samples"))
         has_limit = self.options.limit_bytes is not None or knows_limit(trainer)
-        return self.options.micro_batch_size == "auto" and has_limit and not own_batches
+        return self.options.micro_batch_size == "auto" and has_limit and not any(hooks)
 
     def _note(self, size: int, reason: str) -> None:
         assert self._loop is not None
@@ -298,14 +297,14 @@ class MicroBatching(KeepsRandomNumbers):
     ) -> BatchSplitter:
         _, split_batch, num_samples = self._hooks
         return BatchSplitter(
-            split_batch or _method(module, "split_batch"),
-            num_samples or _method(module, "num_samples"),
+            split_batch or own_method(module, "split_batch"),
+            num_samples or own_method(module, "num_samples"),
             expected,
             remainder,
         )
 
     def _weights(self, module: LightningModule) -> LossWeights:
-        return LossWeights(self._hooks[0] or _method(module, "loss_weight"), module)
+        return LossWeights(self._hooks[0] or own_method(module, "loss_weight"), module)
 
     def _undo(self, trainer: Trainer) -> None:
         if self._session is not None:
@@ -322,13 +321,11 @@ class MicroBatching(KeepsRandomNumbers):
             owner.batch_size = before
         if self._ranks is not None:
             self._ranks.close()
-        if self._watch is not None:
-            self._watch.close()
         self._loop, self._guard, self._evaluation, self._lent = None, None, None, None
         self._watch, self._ranks = None, None
 
 
-def _method(module: LightningModule, name: str) -> Callable[..., Any] | None:
+def own_method(module: LightningModule, name: str) -> Callable[..., Any] | None:
     """A function that the module's class defines or the module was given; a number of that name is the user's own."""
     if isinstance(vars(module).get(name), (FunctionType, MethodType, partial)):
         return vars(module)[name]  # type: ignore[no-any-return]

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory
 from lightning_memfit.fitting.recovery.rollback import MetricStates, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
     StepState,
@@ -38,10 +37,11 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import RecordedNoise, SlicedNoise, without_recurrent_dropout
 from lightning_memfit.fitting.step.outputs import StepLogs, returned
 from lightning_memfit.fitting.step.split import BatchSplitter, with_own_tensors
-from lightning_memfit.fitting.upstream.deepspeed import held_weight
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory.float32_products import exact_products
+from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.memory.state import is_random_source
+from lightning_memfit.reliability.upstream.deepspeed import held_weight
 
 _NUM_PROJECTIONS = 32
 _CHUNK = 1 << 18
@@ -253,6 +253,14 @@ class Comparison:
         found.draws_otherwise = noise.is_other
         return found
 
+    def writes_once(self, names: Collection[str]) -> bool:
+        """Whether a part writes the same to weights in training when it is run again from what it has left there."""
+        parameters = dict(self._loop.module.named_parameters())
+        self.part(0)
+        left = [parameters[name].detach().clone() for name in names]
+        self._run(self.parts[0], SlicedNoise(self._noise, 0, self.cut.first, self.cut.count), self._divisor, False)
+        return all(bool(one.equal(parameters[name])) for name, one in zip(names, left, strict=True))
+
     def _try(self, batch: Any, size: int, noise: RecordedNoise, divisor: float) -> Pass:
         try:
             return self._run(batch, noise, divisor)
@@ -260,16 +268,19 @@ class Comparison:
             if is_out_of_memory(error) or (self._is_whole and size == self.cut.count):
                 raise
             raise PartFailed(
-                f"`training_step` can't be run on {size} samples of the batch alone: {type(error).__name__}: {error} "
-                "If the batch is cut in the wrong place, define `split_batch(batch, sizes)` on the LightningModule."
+                f"`training_step` can't be run on {size} samples of the batch alone: {type(error).__name__}: {error}. "
+                "Parts are as wide as the batch: a module that needs the longest of its samples, as packed sequences "
+                "do, or whose samples lie elsewhere than in the first dimension (graphs, lists of parts), says how to "
+                "cut a batch by `split_batch(batch, sizes)` on the LightningModule."
             ) from error
 
-    def _run(self, batch: Any, noise: RecordedNoise, divisor: float) -> Pass:
+    def _run(self, batch: Any, noise: RecordedNoise, divisor: float, moves_weights: bool = True) -> Pass:
         loop, module = self._loop, self._loop.module
         for parameter in module.parameters():
             parameter.grad = None
         self._settle()
-        _move_weights(module)
+        if moves_weights:
+            _move_weights(module)
         before = _readings(module)
         logs, sketches, host_random = StepLogs(), _Sketches(module), _host_random()
         try:

@@ -22,10 +22,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_memfit.device.host import probe_host
-from lightning_memfit.fitting.recovery.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
 from lightning_memfit.fitting.recovery.ladder import Ladder
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
@@ -52,6 +50,8 @@ from lightning_memfit.fitting.step.outputs import StepOutputs, merge_kept
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, KeptBatch, sizes_of
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.reliability.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
 
 _NO_RULES = StateRules()
 _OK, _OUT_OF_MEMORY, _FAILED, _OPEN = 0, 1, 2, 3
@@ -774,7 +774,7 @@ class EffectiveStep:
         state = self._rollback.state
         names = state.written() - self._known()
         if state.is_looking:
-            names |= state.written_weights() - self._written_weights
+            names |= state.written_weights() - self._written_weights - self._known()
         self._check.look_for(names)
         self._stop_if(bool(names))
 

@@ -18,8 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_memfit.fitting.recovery.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import MetricStates, OwnAttributes, RandomState, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
@@ -32,8 +30,10 @@ from lightning_memfit.fitting.recovery.step_state import (
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge, merge_kept
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of, with_own_tensors
+from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.memory.state import is_random_source
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.reliability.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
 
 _LIMITS = {
     "validation_step": "limit_val_batches",

@@ -18,8 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.fitting.recovery.step_state import (
     Slot,
     StateRules,
@@ -35,6 +33,8 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
 from lightning_memfit.fitting.step.outputs import merge, merge_kept
 from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.reliability.consensus import RankConsensus
 from lightning_memfit.techniques.core.facts import batch_statistics
 
 _USERS = Rule("users")
@@ -534,11 +534,21 @@ class ExactnessCheck:
             return []
         for run in (whole, one, two):
             self._slots.update((name, slot) for name, (slot, _, _) in run.written.items())
-        if written := [name for name in changed if name in runs.trained]:
-            raise MisconfigurationException(_state_reason(written[0], batch_statistics(self._loop.module)))
         after_one = runs.part(1, after=one, carried=changed)
+        weights_written = [name for name in changed if name in runs.trained]
+        for name in weights_written:
+            # Masks and limits give the same weights whatever the batch is, and however often they are applied.
+            is_same = all(alike(whole.after.get(name), run.after.get(name), 0.0) for run in (one, two))
+            if self._consensus.meets_inside or not is_same or not runs.writes_once([name]):
+                raise MisconfigurationException(_state_reason(name, batch_statistics(self._loop.module)))
+            self._classes[name] = ["carried"]
+            self._unread.add(name)
+            self._to_see.discard(name)
+            self._to_judge.discard(name)
         odd: list[str] = []
         for name in changed:
+            if name in weights_written:
+                continue
             found = _ways(name, whole, one, two, after_one, runs.cut.sizes, weights, tolerance.state)
             self._note_work(name, found, one, two, after_one, tolerance.state)
             found = [way for way in found if way not in self._refuted.get(name, ())]

@@ -30,9 +30,9 @@ from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.retry import WITH_SEVERAL_DEVICES, retry
 from lightning_memfit.fitting.step.gradient_hooks import refusing_early_changes
-from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine
 from lightning_memfit.fitting.upstream.torch import num_writes
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine
 
 LIGHTNING_VERSION = "2.6"
 REMEDY_FOR_HOOKS = "Let hooks and clipping use less memory, or leave more of it free: `MicroBatching(limit_bytes=...)`."

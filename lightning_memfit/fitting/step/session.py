@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 
-from lightning_memfit.fitting.recovery.consensus import At, RankConsensus
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.ladder import Ladder, LastResort, rungs_up_to
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
@@ -41,9 +40,10 @@ from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs
 from lightning_memfit.fitting.step.split import BatchSplitter
-from lightning_memfit.fitting.upstream.deepspeed import engine_of
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.replicas import num_replicas, sum_by_loop
+from lightning_memfit.reliability.consensus import At, RankConsensus
+from lightning_memfit.reliability.upstream.deepspeed import engine_of
 
 _ON_DISK = (
     "`MicroBatching` compares and tries steps, which can't be taken back where DeepSpeed keeps optimizer states or "

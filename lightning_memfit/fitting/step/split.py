@@ -7,14 +7,15 @@ dimension and where, and which lists hold one entry per sample. Everything else 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.memory.attach import exchange_tensors
+from lightning_memfit.memory.host_copy import HostCopy
 
 SplitHook = Callable[[Any, list[int]], Sequence[Any]]
 
@@ -30,7 +31,9 @@ class BatchSplitter:
     Mappings (Hugging Face `BatchEncoding` among them), lists, tuples, named tuples and dataclasses are walked through.
     Tensors and NumPy arrays with a batch dimension are split without copying, columns of padding included; lists of one
     entry per sample are sliced; everything else is passed whole to every micro-batch. The batch dimension is the first;
-    only if no tensor of the batch has the loader's batch size there, it is the second (time-major sequences).
+    only if no tensor of the batch has the loader's batch size there, it is the second (time-major sequences). Batches
+    of graphs that say how many they hold (`num_graphs`) are counted so, and cut by their own `index_select`, as PyTorch
+    Geometric's `Batch` has it.
 
     Args:
         hook: `split_batch(batch, sizes) -> parts` for batches that can't be split that way: graphs, ragged data,
@@ -71,6 +74,8 @@ class BatchSplitter:
             return len(batch)
         if type(batch) is Tensor and (shape := batch.shape) and self._is_plain(shape[0]):  # needs no search
             return shape[0]
+        if _num_graphs(batch) is not None:
+            return int(batch.num_graphs)
         leaves, lists = list(_tensors(batch)), list(_lists(batch))
         known = self._known_sizes(leaves, lists)
         if len(known) == 1:
@@ -161,6 +166,8 @@ class BatchSplitter:
             return parts
         if len(sizes) == 1:
             return [batch]
+        if _num_graphs(batch) is not None:
+            return _split_graphs(batch, sizes)
         return self._split(batch, (), sizes, sum(sizes))
 
     def _split(self, value: Any, path: Path, sizes: list[int], total: int) -> list[Any]:
@@ -205,6 +212,25 @@ _WAY_OUT = (
     "Define `split_batch(batch, sizes)` and `num_samples(batch)` on the LightningModule, or pass them to "
     "`MicroBatching`."
 )
+
+
+def _num_graphs(batch: Any) -> int | None:
+    """How many graphs a batch says it holds; None if it isn't one of graphs."""
+    number = None if _is_container(batch) else getattr(batch, "num_graphs", None)
+    return number if isinstance(number, int) else None
+
+
+def _split_graphs(batch: Any, sizes: list[int]) -> list[Any]:
+    """Split a batch of graphs by what its class offers for it."""
+    together = next((kind for kind in type(batch).__mro__ if "from_data_list" in vars(kind)), None)
+    if together is None or not hasattr(batch, "index_select"):
+        raise ValueError(
+            f"A `{type(batch).__name__}` of {batch.num_graphs} graphs can't be split: it has no `index_select` and "
+            "`from_data_list`. Define `split_batch(batch, sizes)`."
+        )
+    ends = list(accumulate(sizes))
+    parts = (batch.index_select(list(range(end - size, end))) for end, size in zip(ends, sizes, strict=True))
+    return [together.from_data_list(part) for part in parts]  # type: ignore[attr-defined]
 
 
 def sizes_of(num_samples: int, micro_batch_size: int) -> list[int]:

@@ -11,17 +11,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_memfit.memory.collectives import parameter_groups
 from lightning_memfit.memory.kind import synchronize
-
-
-def store_under(prefix: str) -> Store:
-    """A part of the store in which the ranks of this run have met."""
-    return PrefixStore(prefix, _get_default_store())
 
 
 @dataclass(frozen=True)

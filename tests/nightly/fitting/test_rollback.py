@@ -10,8 +10,8 @@ from torch import nn
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_memfit.device.limit import SimulatedDevice
-from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot, RandomState, Rollback, TrainingSnapshot
+from lightning_memfit.memory.host_copy import HostCopy
 
 CPU = torch.device("cpu")
 

@@ -20,11 +20,11 @@ from torchmetrics import MeanSquaredError
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.recovery.non_finite import NonFiniteGuard
 from lightning_memfit.fitting.recovery.step_state import alike, find_slots, reading_of
 from lightning_memfit.fitting.step.exactness import ExactnessCheck
 from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loss_weights import LossWeights
+from lightning_memfit.reliability.non_finite import NonFiniteGuard
 from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
 from tests.helpers.trainers import difference, fit
 from tests.zoo.split_steps import (

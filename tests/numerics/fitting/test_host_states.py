@@ -12,17 +12,17 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_memfit.device.limit import SimulatedDevice
 from lightning_memfit.fitting.recovery import guard as guard_module
-from lightning_memfit.fitting.recovery import host_states
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.host_states import (
-    HostCopy,
     HostStates,
     absent_bytes,
     fetch_states,
     reason_to_stay,
 )
 from lightning_memfit.fitting.recovery.step_state import StepState, content_of, find_slots
+from lightning_memfit.memory import host_copy
 from lightning_memfit.memory.host import is_on_host
+from lightning_memfit.memory.host_copy import HostCopy
 from lightning_memfit.memory.kind import DeviceKind
 
 PLENTY = 1 << 30
@@ -297,7 +297,7 @@ def test_a_copy_is_written_back():
 def num_waits(monkeypatch):
     """Tensors seem to be on a device with its own memory, and copies to the host are counted."""
     waits = []
-    monkeypatch.setattr(host_states, "DeviceKind", SimpleNamespace(of=lambda device: DeviceKind.of("cuda")))
+    monkeypatch.setattr(host_copy, "DeviceKind", SimpleNamespace(of=lambda device: DeviceKind.of("cuda")))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: waits.append(tensor) or tensor.clone())
     return lambda: len(waits)
 

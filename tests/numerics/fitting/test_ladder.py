@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_memfit.checkpointing.apply import CheckpointedForward, apply_checkpointing
 from lightning_memfit.fitting.recovery import ladder as ladder_module
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
 from lightning_memfit.fitting.recovery.ladder import (
     InputsOnHost,
     Ladder,
@@ -19,6 +18,7 @@ from lightning_memfit.fitting.recovery.ladder import (
     rungs_up_to,
 )
 from lightning_memfit.fitting.size.sizes import STEPS_BEFORE_GROWTH
+from lightning_memfit.reliability.consensus import RankConsensus
 
 
 class Note(Rung):

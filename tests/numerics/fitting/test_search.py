@@ -252,3 +252,36 @@ def test_a_refused_trace_leaves_nothing_alive() -> None:
         with pytest.raises(NoPrediction, match="values"):
             find_largest(8, Unpredictable(), 100, lambda size: Probe(size, True, size))
         assert alive[0]() is None
+
+
+class TooSteep:
+    """A traced prediction that lets the optimizer step grow with the samples, which it doesn't."""
+
+    def __call__(self, size: int) -> int:
+        return 1000 + 10 * size
+
+    def calibrate(self, rest_bytes: int) -> None:
+        pass
+
+    def largest_under(self, limit_bytes: int, upper: int) -> int:
+        return largest_under(self, limit_bytes, upper)
+
+
+@pytest.mark.parametrize("room", [0, 5, 20, 100, 500])
+def test_a_measured_flat_curve_is_flat(room: int) -> None:
+    """The optimizer step takes 1,000 bytes at any size, forward and backward 600 and two for each sample."""
+    found = find_largest(48, TooSteep(), 1000 + room, lambda size: Probe(size, True, 1000, 600 + 2 * size))
+    assert found.largest == 48
+    assert found.is_verified
+    assert len(found.probes) <= 3
+
+
+def test_trials_begin_with_the_fewest_samples_that_run() -> None:
+    tried = []
+
+    def probe(size: int) -> Probe:
+        tried.append(size)
+        return Probe(size, True, 100 * size, 100 * size)
+
+    assert find_by_trials(64, 0, 3200, probe, least=8).largest >= 29
+    assert tried[0] == 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memfit.fitting.size.search import NoPrediction
-from lightning_memfit.fitting.size.shapes import ShapeGuard
+from lightning_memfit.fitting.size.shapes import ShapeGuard, _described, _shape
 
 
 def tokens(length: int, samples: int = 16) -> dict[str, Tensor]:
@@ -104,3 +104,8 @@ def test_a_known_shape_costs_next_to_nothing() -> None:
     guard = ShapeGuard(tokens(100), 10, None)
     batch = tokens(100)
     assert min(timeit.repeat(lambda: guard.size_for(batch, 10), number=2000, repeat=5)) / 2000 < 3e-6
+
+
+def test_shapes_in_messages_leave_out_what_has_none() -> None:
+    batch = {"ids": torch.zeros(64, 128), "names": ["a"] * 64, "epoch": 3, "images": [torch.zeros(2, 3)]}
+    assert _described(_shape(batch)) == "64 x 128, 2 x 3"

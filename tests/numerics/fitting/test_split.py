@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.recovery.host_states import HostCopy
 from lightning_memfit.fitting.step.loss_weights import LossWeights, predicts_next_token
 from lightning_memfit.fitting.step.split import (
     BatchGuard,
@@ -26,6 +25,7 @@ from lightning_memfit.fitting.step.split import (
     with_own_containers,
     with_own_tensors,
 )
+from lightning_memfit.memory.host_copy import HostCopy
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -450,3 +450,31 @@ def test_what_finds_no_memory_to_be_compared_counts_as_changed(monkeypatch: pyte
         batch["y"].zero_()
         assert kept.has_changed
         assert guard.restored(kept)["y"].tolist() == [1, 1]
+
+
+class Graphs:
+    """A batch of graphs as PyTorch Geometric's: the nodes of all in one tensor, and the graph of each node."""
+
+    def __init__(self, graphs: list[Tensor]) -> None:
+        self.graphs = graphs
+        self.x = torch.cat(graphs)
+        self.batch = torch.repeat_interleave(torch.tensor([len(graph) for graph in graphs]))
+        self.num_graphs = len(graphs)
+
+    @classmethod
+    def from_data_list(cls, graphs: list[Tensor]) -> "Graphs":
+        return cls(graphs)
+
+    def index_select(self, index: list[int]) -> list[Tensor]:
+        return [self.graphs[one] for one in index]
+
+
+def test_graphs_are_counted_and_cut_as_their_batch_says() -> None:
+    batch = Graphs([torch.full((3 + number % 3, 4), number) for number in range(16)])
+    splitter = BatchSplitter(expected=16)
+    assert splitter.count(batch) == 16
+    parts = splitter.split(batch, [7, 9])
+    assert [part.num_graphs for part in parts] == [7, 9]
+    assert torch.equal(torch.cat([part.x for part in parts]), batch.x)
+    with pytest.raises(ValueError, match=r"of 2 graphs can't be split.*split_batch"):
+        splitter.split(SimpleNamespace(num_graphs=2), [1, 1])

@@ -12,10 +12,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.buffers import BufferCopies
-from lightning_memfit.fitting.recovery.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
-from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine, engine_of
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.reliability.buffers import BufferCopies
+from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine, engine_of
+from lightning_memfit.reliability.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
 
 
 class NonFiniteError(RuntimeError):

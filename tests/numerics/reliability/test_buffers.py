@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.fitting.recovery.buffers import BufferCopies
+from lightning_memfit.reliability.buffers import BufferCopies
 
 
 class Keeps(nn.Module):

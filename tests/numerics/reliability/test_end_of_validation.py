@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_memfit import Preemption
-from lightning_memfit.fitting.recovery.preemption import _samples
-from lightning_memfit.fitting.upstream.lightning import a_plateau_waits_for_a_step, step_plateau_schedulers
+from lightning_memfit.reliability.preemption import _samples
+from lightning_memfit.reliability.upstream.lightning import a_plateau_waits_for_a_step, step_plateau_schedulers
 
 
 class Quantized(TwoTensor):

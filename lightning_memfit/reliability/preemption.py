@@ -22,10 +22,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.consensus import RankConsensus
-from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
-from lightning_memfit.fitting.recovery.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
-from lightning_memfit.fitting.upstream.lightning import (
+from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.reliability.consensus import RankConsensus
+from lightning_memfit.reliability.random_numbers import KeepsRandomNumbers
+from lightning_memfit.reliability.rank_watch import watch_ranks
+from lightning_memfit.reliability.upstream.lightning import (
     a_plateau_waits_for_a_step,
     after_batch_hooks,
     before_validation,
@@ -34,8 +36,7 @@ from lightning_memfit.fitting.upstream.lightning import (
     validation_begins,
     validation_is_due,
 )
-from lightning_memfit.memory.attach import hide_idle_hooks
-from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.reliability.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
 
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__)
 """Those of them that this system has."""
@@ -150,6 +151,7 @@ class Preemption(KeepsRandomNumbers):
         self._is_boundary = False
         self._requeue, self._is_requeued, self._put_back = None, False, []
         self._install(trainer)
+        watch_ranks(trainer.strategy)
         self.follow_random_numbers(trainer, stage)
         if stage == "fit":
             loop = trainer.fit_loop.epoch_loop.val_loop

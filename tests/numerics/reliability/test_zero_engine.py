@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.fitting.upstream.deepspeed import ZeroEngine, held_weight
+from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine, held_weight
 
 
 @pytest.mark.parametrize(

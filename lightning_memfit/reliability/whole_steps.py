@@ -18,9 +18,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.random_numbers import KeepsRandomNumbers
 from lightning_memfit.memory.attach import hide_idle_hooks
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.reliability.random_numbers import KeepsRandomNumbers
+from lightning_memfit.reliability.rank_watch import watch_ranks
 
 _ON_BATCH, _ON_VALIDATION = "on_train_batch_end", "on_validation_end"
 
@@ -66,6 +67,7 @@ class WholeSteps(KeepsRandomNumbers):
         """Put layers around the checkpoint callbacks, around saving, and around the end of a batch."""
         self.remove()
         others = [callback for callback in trainer.callbacks if isinstance(callback, WholeSteps)]  # type: ignore[attr-defined]
+        watch_ranks(trainer.strategy)
         self.follow_random_numbers(trainer, stage)
         if stage != "fit" or (others and others[0] is not self):
             return

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import distributed
 
-from lightning_memfit.fitting.recovery import rank_watch
-from lightning_memfit.fitting.recovery.rank_watch import RankWatch
+from lightning_memfit.reliability import rank_watch
+from lightning_memfit.reliability.rank_watch import RankWatch
 from tests.helpers.ranks import run_ranks
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_memfit.fitting.upstream.lightning import begins_an_epoch, repeats_validation
 from lightning_memfit.memory.collectives import of_every_rank
 from lightning_memfit.memory.generators import random_state, set_random_state
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.reliability.upstream.lightning import begins_an_epoch, repeats_validation
 
 
 class KeepsRandomNumbers(Callback):

@@ -13,16 +13,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.strategies import Strategy
 from torch import distributed
 
-from lightning_memfit.fitting.recovery.consensus import PeerFailed
-from lightning_memfit.fitting.upstream.torch import store_under
+from lightning_memfit.memory.collectives import store_under
 from lightning_memfit.memory.error_chain import error_chain
+from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.reliability.consensus import PeerFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 20.0
@@ -31,6 +34,40 @@ _PATIENCE_SECONDS = 6.0  # for word of what a failed collective was due to
 _COLLECTIVE = re.compile(r"gloo|nccl|process ?group|Connection (?:closed|reset)|Broken pipe|TCPStore|watchdog", re.I)
 _FAILED = "failed"
 _numbers = iter(range(sys.maxsize))
+_watches: "weakref.WeakKeyDictionary[Strategy, RankWatch]" = weakref.WeakKeyDictionary()
+
+
+def watch_ranks(strategy: Strategy) -> "RankWatch | None":
+    """Let the ranks of a run tell each other of their end, from now on until the strategy is torn down.
+
+    All ranks call it at the same point of the program, once their process group is there. Strategies and callbacks may
+    each call it: a run has one watch.
+
+    Args:
+        strategy: The strategy of the run.
+
+    Returns:
+        The watch; None if there is one rank, or the ranks of a trace, which are none.
+    """
+    is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
+    if is_alone or distributed.get_backend() == "fake":
+        return None
+    if strategy not in _watches:
+        _watches[strategy] = watch = RankWatch(distributed.get_rank(), distributed.get_world_size())
+
+        def explain(inner: Callable[[BaseException], None], exception: BaseException) -> None:
+            watch.explain(exception)
+            inner(exception)
+
+        def close(inner: Callable[[], None]) -> None:
+            for unwrap in layers:
+                unwrap()
+            _watches.pop(strategy, None)
+            watch.close()
+            inner()
+
+        layers = [wrap_method(strategy, "on_exception", explain), wrap_method(strategy, "teardown", close)]
+    return _watches[strategy]
 
 
 class RankWatch:
@@ -52,6 +89,7 @@ class RankWatch:
         self._store: Any = store.clone() if hasattr(store, "clone") else store
         self._neighbours: dict[int, int] = {}
         self._seen: dict[str, Any] | None = None
+        self._explained: tuple[BaseException, bool] | None = None
         self._ended = threading.Event()
         self._store.set(f"here/{rank}", json.dumps([_machine(), os.getpid()]))
         self._thread = threading.Thread(target=self._look_around, name="memfit-rank-watch", daemon=True)
@@ -78,7 +116,7 @@ class RankWatch:
     def explain(self, error: BaseException) -> bool:
         """Take note of an error that ends this rank: it is the first one, or due to another rank's.
 
-        In the latter case the error is given the other rank's number and message.
+        In the latter case the error is given the other rank's number and message, once.
 
         Returns:
             Whether it is this rank's own.
@@ -87,6 +125,11 @@ class RankWatch:
             return False
         if self._ended.is_set():
             return True
+        if self._explained is None or self._explained[0] is not error:
+            self._explained = (error, self._is_own(error))
+        return self._explained[1]
+
+    def _is_own(self, error: BaseException) -> bool:
         is_collective = _is_collective(error)
         try:
             word = self._seen or self._word() or (self._await_word() if is_collective else None)

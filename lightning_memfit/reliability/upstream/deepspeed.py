@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memfit.fitting.recovery.host_states import HostCopy
+from lightning_memfit.memory.host_copy import HostCopy
 
 _LINKED = "_hp_optimizer_states_linked"
 _NUMBERS = ("overflow", "_global_grad_norm", _LINKED)

@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory, release
 from lightning_memfit.memory.error_chain import error_chain
+from lightning_memfit.memory.oom import is_out_of_memory, release
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 12.00 GiB"),

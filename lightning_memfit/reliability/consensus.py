@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.oom import is_out_of_memory
+from lightning_memfit.memory.oom import is_out_of_memory
 
 T = TypeVar("T")
 _PATIENCE = timedelta(seconds=30)

@@ -1,0 +1,1 @@
+"""Non-public parts of Lightning and DeepSpeed that these callbacks need."""
