@@ -24,12 +24,12 @@ from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.integers import AssumedValues
-from lightning_memfit.profile.process import RefusedError, beside
+from lightning_memfit.profile.process import NoProcessError, RefusedError, beside
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import EndedError, OptimizerFactory, StartError, StepOptions, Workload, run_step
-from lightning_memfit.profile.trace import Emulation, Trace, TraceError, isolated, trace_step
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError, isolated, somewhere, trace_step
 
 
 def profile_module(
@@ -73,7 +73,8 @@ def profile_module(
     settings = (any_micro_batch, shorten, check_assumptions, cache, limits, ranks)
 
     def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
-        return _traced(module, batch, options, emulation, callbacks, make_optimizer, *settings)
+        task = partial(_traced, module, batch, options, emulation, callbacks, make_optimizer, *settings)
+        return somewhere(task, (module, batch, *callbacks), type(module).__name__)
 
     return _with_others(callbacks, module, make_optimizer, profile)
 
@@ -377,7 +378,7 @@ def measure_step(
 def _measured_elsewhere(workload: Workload) -> ModelProfile:
     try:
         return isolated(workload, partial(_measured, workload), "measured", ", or measure a smaller configuration.")
-    except (RefusedError, EndedError) as error:
+    except (RefusedError, EndedError, NoProcessError) as error:
         raise TraceError(f"The training step of {workload.name} can't be measured: {error}.") from error
 
 

@@ -19,6 +19,7 @@ import fcntl
 import gc
 import io
 import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -32,6 +33,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -529,25 +531,29 @@ class Worker:
     """A copy of this process as it is now, which runs functions later, each in a copy of its own.
 
     It should be made before this process runs a backward pass, and by those who want to trace something that will have
-    changed by then. Functions travel as pickles, such as a `functools.partial` of what a module of Python holds.
+    changed by then. Functions travel as pickles, such as a `functools.partial` of what a module of Python holds. Where
+    this process can't be forked, another is spawned, which gets what is shared as a pickle, tensors by their shapes.
 
     Args:
         shared: Objects that functions hold without their being copied: the worker's are as they were.
 
     Raises:
-        NoProcessError: If there can be none.
+        NoProcessError: If there can be none, or what is shared can't be pickled where it must.
     """
 
     def __init__(self, *shared: object) -> None:
-        self._shared = shared
-        to_worker, self._writing = os.pipe()
+        self._shared, self._pid = shared, 0
+        self._connection, theirs = multiprocessing.get_context("spawn").Pipe()
         try:
-            self._pid, self._reading = _fork(self._serve, to_worker, to_worker)
+            try:
+                self._pid, self._reading = _fork(self._serve_fork, theirs, theirs.fileno())
+            except NoProcessError as error:
+                self._process = _spawn(theirs, shared, str(error))
         except BaseException:
-            os.close(self._writing)
+            self._connection.close()
             raise
         finally:
-            os.close(to_worker)
+            theirs.close()
 
     def run(self, function: Callable[[], T]) -> T:
         """Run a function and return its result.
@@ -563,59 +569,115 @@ class Worker:
         except Exception as error:  # objects raise what they like when they are asked for their state
             raise NoProcessError(f"it can't be sent to another process: {error}") from error
         try:
-            _send(self._writing, buffer.getvalue())
-            answer = _receive(self._reading)
-        except OSError as error:
+            self._connection.send_bytes(buffer.getvalue())
+            answer = self._connection.recv_bytes()
+        except (OSError, EOFError) as error:
             raise LostError("the process that traces has ended") from error
         found: T = _taken(answer)
         return found
 
     def close(self) -> None:
-        """End the worker."""
+        """End the worker, which a spawned one does by itself when nobody writes to it any more."""
+        self._connection.close()
         if self._pid:
             pid, self._pid = self._pid, 0
-            os.close(self._writing)
             os.close(self._reading)
             _end(pid)
             with contextlib.suppress(OSError):
                 os.waitpid(pid, 0)
 
     def __del__(self) -> None:
-        if getattr(self, "_pid", 0) and not _is_thrown_away:
+        if hasattr(self, "_connection") and not _is_thrown_away:
             self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
         return self
 
-    def _serve(self, writing: int, reading: int) -> None:
+    def _serve_fork(self, _: int, connection: Connection) -> None:
         self._pid = 0
+        _serve(connection, self._shared)
+
+
+def _serve(connection: Connection, shared: tuple[object, ...]) -> None:
+    """Run what comes until the other process ends."""
+    with contextlib.suppress(EOFError):
         while True:
-            task = _receive(reading)
-            _send(writing, _answer(lambda: _SharingUnpickler(io.BytesIO(task), self._shared).load()()))  # noqa: B023
+            task = connection.recv_bytes()
+            connection.send_bytes(_answer(lambda: _SharingUnpickler(io.BytesIO(task), shared).load()()))  # noqa: B023
 
 
-def _send(writing: int, data: bytes) -> None:
-    _write(writing, struct.pack("=Q", len(data)) + data)
+# --- where this process can't be forked -------------------------------------------------------------------------------
 
 
-def _receive(reading: int) -> bytes:
-    """Read what `_send` wrote.
+def _spawn(theirs: Connection, shared: tuple[object, ...], reason: str) -> Any:
+    """Start a new process that serves.
 
     Raises:
-        EOFError: If the other process has ended; an `OSError`.
+        NoProcessError: If what is shared can't be pickled, or a process that was spawned would spawn others.
     """
+    if multiprocessing.parent_process() is not None and hasattr(sys.modules["__main__"], "__memfit_spawned__"):
+        raise NoProcessError(reason)
+    buffer = io.BytesIO()
+    try:
+        _ShapePickler(buffer).dump(shared)
+    except Exception as error:  # objects raise what they like when they are asked for their state
+        raise NoProcessError(f"{reason}, and it can't be sent to a new one: {error}") from error
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve_spawned, args=(theirs, buffer.getvalue()), daemon=True
+    )
+    with _main_imported_if_guarded():
+        process.start()
+    return process
 
-    def exactly(size: int) -> bytes:
-        parts = []
-        while size:
-            part = os.read(reading, min(size, 1 << 20))
-            if not part:
-                raise BrokenPipeError
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
 
-    return exactly(struct.unpack("=Q", exactly(8))[0])
+def _serve_spawned(connection: Connection, pickled: bytes) -> None:
+    sys.modules["__main__"].__memfit_spawned__ = True  # type: ignore[attr-defined]
+    _serve(connection, pickle.loads(pickled))  # nosec B301  # from the process that spawned this one
+
+
+@contextlib.contextmanager
+def _main_imported_if_guarded() -> Iterator[None]:
+    """Let a new process import the script of this one only where its source has a guard: else it would run again."""
+    main: Any = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    try:
+        is_guarded = spec is not None or (file is not None and "__main__" in Path(file).read_text(encoding="utf-8"))
+    except OSError:
+        is_guarded = False
+    if is_guarded or file is None:
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+class _ShapePickler(pickle.Pickler):
+    """Writes tensors without their values, but for single numbers and integers, and Trainers as None."""
+
+    @override
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            is_large = value.numel() > 1 and (value.is_floating_point() or value.nbytes > _MOST_BYTES)
+            known = None if is_large or value.is_meta else value.detach().cpu().numpy().tolist()
+            kind = isinstance(value, torch.nn.Parameter), value.requires_grad and value.is_leaf
+            return _made_of_shape, (tuple(value.shape), value.stride(), value.dtype, known, *kind)
+        if type(value).__name__ == "Trainer" and hasattr(value, "fit_loop"):
+            return type(None), ()
+        return NotImplemented
+
+
+_MOST_BYTES = 1 << 24
+
+
+def _made_of_shape(shape: Any, stride: Any, dtype: Any, known: Any, is_parameter: bool, is_trained: bool) -> Any:
+    device = "meta" if known is None else "cpu"
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if known is not None:
+        made.copy_(torch.tensor(known, dtype=dtype))
+    return torch.nn.Parameter(made, is_trained) if is_parameter else made.requires_grad_(is_trained)
 
 
 class _SharingPickler(pickle.Pickler):

@@ -61,7 +61,7 @@ from lightning_memfit.profile.patches import (
     readable_fakes,
     refuse_fused_recurrence,
 )
-from lightning_memfit.profile.process import LostError, NoProcessError, RefusedError, run
+from lightning_memfit.profile.process import LostError, NoProcessError, RefusedError, Worker, run
 from lightning_memfit.profile.quiet import loggers_at
 from lightning_memfit.profile.ranks import Ranks, process_group_of
 from lightning_memfit.profile.record import Growth
@@ -152,18 +152,41 @@ def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out:
     """
     try:
         return run(partial(_with_gradients, function), workload.limits.seconds)
-    except NoProcessError as error:
-        raise TraceError(
-            f"The training step of {workload.name} can't be {doing} here: {error}. Use `memfit estimate`, or do so "
-            "before the first backward pass of the process.",
-            cause="limit",
-        ) from error
     except LimitReached as limit:
         raise not_known(workload.name, limit, way_out) from None
     except LostError as error:
         if "after" in str(error):
             raise not_known(workload.name, error, way_out) from error
         raise TraceError(f"The training step of {workload.name} can't be {doing}: {error}.") from error
+
+
+def somewhere(task: Callable[[], T], shared: tuple[object, ...], name: str) -> T:
+    """Run a task that makes processes of its own: here, or where this process can't be forked in a new one.
+
+    Args:
+        task: A `functools.partial` of what a module of Python holds.
+        shared: The objects that it holds.
+        name: Class of the module that is trained, for messages.
+
+    Raises:
+        TraceError: If there can be no process that runs it.
+        Exception: What the task raised.
+    """
+    try:
+        try:
+            return task()
+        except NoProcessError:
+            worker = Worker(*shared)
+        try:
+            return worker.run(task)
+        finally:
+            worker.close()
+    except (LostError, NoProcessError) as error:
+        raise TraceError(
+            f"The training step of {name} can't be run here: {error}. Use `memfit estimate`, or do so before the first "
+            "backward pass of the process.",
+            cause="limit",
+        ) from error
 
 
 def _with_gradients(function: Callable[[], T]) -> T:
