@@ -133,7 +133,8 @@ def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     torch._C._swap_tensor_impl(tensor, other)
-    tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # else registering adds to what nobody reads
+        setattr(tensor, name, None)
     if tensor.requires_grad:
         for hook in on_gradient:
             tensor.register_hook(hook)

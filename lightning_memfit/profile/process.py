@@ -474,7 +474,7 @@ def keep_inside(folder: str) -> None:
             _check(os.fspath(file), None, real, "open")
         save(value, file, *arguments, **keywords)
 
-    torch.save = checked_save
+    torch.save = checked_save  # type: ignore[assignment]
     _restrict_writes(real)
     sys.addaudithook(refuse)
 
