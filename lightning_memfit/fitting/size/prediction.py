@@ -316,9 +316,9 @@ class _StepTracer:
         options = StepOptions(precision, accumulate, *clipping)  # type: ignore[arg-type]
         with _disable_current_modes():
             batch = take(size)
-        task = partial(_traced, self._module, self._techniques, batch, options, self._emulation)
+        what = (self._module, batch, options, self._emulation, self._techniques)
         try:
-            return self._worker.run(task)
+            return self._worker.run(partial(profile_module, *what, any_micro_batch=False, cache=ProfileCache()))
         except (TraceError, ValueError, LostError, NoProcessError) as error:
             raise NoPrediction(str(error)) from error
 
@@ -327,16 +327,6 @@ def _prepare(module: LightningModule) -> None:
     give_up_memory(module)
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         object.__setattr__(module, name, _unchanged)
-
-
-def _traced(
-    module: LightningModule,
-    techniques: tuple[TechniqueCallback, ...],
-    batch: Any,
-    options: StepOptions,
-    emulation: Emulation,
-) -> ModelProfile:
-    return profile_module(module, batch, options, emulation, techniques, any_micro_batch=False, cache=ProfileCache())
 
 
 def _on_host(batch: Any) -> Any:
