@@ -105,12 +105,16 @@ def test_a_held_lock_costs_a_fork_and_not_the_answer(monkeypatch: pytest.MonkeyP
     assert len(forks) == 2
 
 
-def test_where_no_backward_pass_runs_there_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_fork_runs_no_backward_pass_a_new_process_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: Any = {"emulation": Emulation("cpu"), "any_micro_batch": False}
+    forked = profile_module(Classifier(), batch(), **settings)
     monkeypatch.setattr(process, "_is_usable", lambda: False)
     with pytest.raises(NoProcessError, match="backward pass"):
         run(lambda: 7)
-    with pytest.raises(TraceError, match="memfit estimate"):
-        profile_module(Classifier(), batch())
+    spawned = profile_module(Classifier(), batch(), **settings)
+    assert spawned.events.live_bytes().max() == forked.events.live_bytes().max()
+    with pytest.raises(TraceError, match="can't be sent.*memfit estimate"):  # a function of a test can't be pickled
+        profile_module(Doing(lambda: None), batch(), **settings)
 
 
 def test_a_process_on_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
