@@ -317,6 +317,7 @@ def test_a_plan_for_a_model_of_another_size_is_refused(
     assert "Plan again" in error
 
 
+@pytest.mark.nightly_cases("Sized")
 def test_a_plan_is_made_anew_where_a_file_or_variable_that_it_rests_on_is_another(
     sized: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

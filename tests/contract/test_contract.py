@@ -70,6 +70,8 @@ def test_every_technique_has_cases_and_every_case_a_technique():
     "torchao",
     "zero_grad_after_step-1",
     "qlora-1",
+    "qlora-0",
+    "lora_8bit-0",
 )
 def test_predicted_peak_is_the_measured_one(case):
     if not all(technique.traced for technique in case.setting.techniques()):
@@ -81,7 +83,7 @@ def test_predicted_peak_is_the_measured_one(case):
     assert_predicted_peak_is_measured(case.setting.traced_callbacks(), module().configure, **options)
 
 
-@pytest.mark.nightly_cases("torchao_adamw_4bit-0", "torchao_adamw_8bit", "torchao_adamw_fp8-0")
+@pytest.mark.nightly_cases("torchao_adamw_4bit-0", "torchao_adamw_8bit", "torchao_adamw_fp8-0", "torch_compile-0")
 def test_numbers(case, plain):
     run, reference = ours(case), plain(case)
     losses, expected = torch.stack(run.losses).float(), torch.stack(reference.losses)

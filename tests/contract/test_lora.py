@@ -193,6 +193,7 @@ class Plain(LanguageModel):
         return torch.optim.SGD(part.parameters(), lr=0.1)
 
 
+@pytest.mark.nightly_cases("4bit")
 def test_plain_modules(callbacks):
     module = fit(callbacks, Plain, overfit_batches=1, max_epochs=-1)  # losses of one batch can be compared
     assert len(module.losses) == 4

@@ -106,6 +106,7 @@ def test_a_rank_that_ends_is_named_without_micro_batches(name: str, action: Any,
     assert ended[0].seconds < 30
 
 
+@pytest.mark.nightly_cases("break_down")
 @pytest.mark.parametrize("action", [break_down, be_killed])
 def test_three_ranks_end_when_one_does(action: Any, tmp_path: Path) -> None:
     ended = run_ranks(lambda: fail("backward", 10, action, rank=2), 3, tmp_path, seconds=60)
@@ -184,7 +185,7 @@ def disturb_together() -> list[tuple[int, float]]:
     return [(moments.failures, difference) for moments, difference in found]
 
 
-@pytest.mark.nightly_cases("4")
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_tensor_parallelism_recovers_while_a_size_is_new(world_size: int, tmp_path: Path) -> None:
     ended = run_ranks(disturb_together, world_size, tmp_path, seconds=180)
@@ -194,6 +195,7 @@ def test_tensor_parallelism_recovers_while_a_size_is_new(world_size: int, tmp_pa
     assert [failures for failures, _ in ended[1].result] == [1, 1, 1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("action", "message"), [(run_out_of_memory, "a step that had fitted before"), (break_down, "no such column")]
 )

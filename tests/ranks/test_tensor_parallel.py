@@ -121,6 +121,7 @@ def test_losses_are_those_of_plain_torch(results, name):
     assert results[name]["losses"][-1] < results[name]["losses"][0] - 0.3
 
 
+@pytest.mark.nightly
 def test_mixed_precision_is_that_of_one_device(results, on_one):
     assert results["bf16"]["losses"] == close(on_one["bf16"]["losses"], 1e-3)
 
@@ -141,6 +142,7 @@ def test_a_checkpoint_goes_on_on_one_device(results, on_one):
     assert on_one["resume theirs"]["losses"] == close(results["resume"]["losses"])
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_one_device_goes_on_together(results, on_one, folder):
     case = {**together(), "scenario": f"{SCENARIOS}.resume", "folder": str(folder / "alone")}
     assert launch(folder, {"resume": case})["resume"]["losses"] == close(results["resume"]["losses"])

@@ -401,6 +401,7 @@ def refusals() -> dict[str, str]:
     return found
 
 
+@pytest.mark.nightly
 def test_what_would_be_lost_is_refused_on_all_ranks_or_trained_as_advised(tmp_path: Path) -> None:
     def run() -> tuple[dict[str, str], float]:
         in_step = {"stage": 1, "config": {"zero_optimization": {"overlap_comm": False}}}

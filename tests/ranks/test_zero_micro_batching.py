@@ -143,7 +143,7 @@ def go_on(name: str, folder: Path, moments: Moments, size: int, resumes: bool = 
     return train(STAGES[name], save, MicroBatching(micro_batch_size=size), **options)
 
 
-@pytest.mark.nightly_cases("stage_2")
+@pytest.mark.nightly_cases("stage_2", "stage_3")
 @pytest.mark.parametrize("name", ["stage_2", "stage_3"])
 def test_a_shortage_ends_all_ranks_and_the_run_goes_on(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"

@@ -222,6 +222,7 @@ def test_batch_of_one_still_tells_the_largest(capsys):
     assert report["largest_micro_batch_size"] > 1
 
 
+@pytest.mark.nightly
 def test_a_micro_batch_of_any_size_has_its_figures_and_is_not_made(capsys):
     """A real batch of 2^31 samples would take a TiB. Both smaller ones are traced as they are."""
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB", "--micro-batch-size"]
@@ -286,6 +287,7 @@ def test_a_recipe_under_fsdp2_has_the_figures_of_a_rank(capsys, recipe):
     assert report["verdict"]["fits"]
 
 
+@pytest.mark.nightly
 def test_a_named_model_under_fsdp2_has_the_figures_of_a_rank(capsys):
     options = ["--model", "gpt2", "--sequence-length", "32", "--device", "8x 24GiB", "--checkpointing", "full"]
     _, report = estimate(capsys, *options, "--strategy", "fsdp2")

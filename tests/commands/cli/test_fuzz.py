@@ -5,7 +5,7 @@ import yaml
 
 from tests.fuzz import RECIPE, Case, make_case, run_case
 
-SAMPLE = range(0, 300, 8)
+SAMPLE = range(0, 300, 24)
 
 
 @pytest.mark.parametrize("number", SAMPLE)

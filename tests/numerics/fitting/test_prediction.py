@@ -84,6 +84,7 @@ def test_a_step_that_cannot_be_traced_is_fitted_by_trials() -> None:
     assert callback.found.largest > 1
 
 
+@pytest.mark.nightly
 def test_predicting_keeps_no_batch_on_the_device() -> None:
     callback, limit = MicroBatching(), MemoryLimit("1MiB")
     live: list[int] = []
@@ -99,6 +100,7 @@ def test_predicting_keeps_no_batch_on_the_device() -> None:
     assert len(set(live)) == 1
 
 
+@pytest.mark.nightly
 def test_every_trial_step_is_reported() -> None:
     calls: list[int] = []
 

@@ -85,7 +85,9 @@ def test_the_answers_take_twenty_minutes_at_most() -> None:
     assert ANSWERS[0].name == "predictions"
 
 
-@pytest.mark.nightly_cases("bert_large", "fit_12gib", "fitter", "plan_12gib", "predictions", "step_time", "peers_speed")
+@pytest.mark.nightly_cases(
+    "bert_large", "fit_12gib", "fitter", "plan_12gib", "predictions", "step_time", "peers_speed", "fork", "doctor"
+)
 @pytest.mark.parametrize(
     "step", [step.on_cpu() for step in (*FIRST, *ANSWERS) if step.small], ids=lambda step: step.name
 )

@@ -42,6 +42,7 @@ def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
 SMALL = [case for case in CASES if case.under_deepspeed and case.model in ("MLP", "LSTM") and case.width < 200]
 
 
+@pytest.mark.nightly_cases("LSTM", "MLP, zero 1", "MLP, zero 3")
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_models_no_larger_than_a_few_buckets_are_predicted_as_they_were_measured(case: Case) -> None:
     """Buckets that are cut between ranks, that hold one rank's part, or that all gradients fit in."""

@@ -127,6 +127,7 @@ def samples(count):
     return {"x": torch.ones(count, WIDTH), "y": torch.zeros(count, dtype=torch.long)}
 
 
+@pytest.mark.nightly_cases("in turn")
 @pytest.mark.parametrize("overlap", [None, in_child], ids=["in turn", "at once"])
 def test_from_a_batch_of_one_every_size_is_had_exactly(tmp_path, overlap):
     profile = profile_module(OneIsAnother(), samples(1), emulation=Emulation("cpu"), overlap=overlap)
@@ -151,6 +152,7 @@ class Contrastive(Classifier):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("count", [1, 3])
 def test_memory_that_grows_faster_than_the_batch_is_followed(count, tmp_path):
     """The line through two sizes gave a hundredth of what a batch of 128 takes."""

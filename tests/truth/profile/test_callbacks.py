@@ -145,6 +145,7 @@ def test_own_callbacks_and_usual_ones_are_left_out() -> None:
 MADE = [WeightAveraging, EMAWeightAveraging, KeepsAverage, KeepsOutputs, ScalesGradients]
 
 
+@pytest.mark.nightly_cases("WeightAveraging", "Keeps", "ScalesGradients")
 @pytest.mark.parametrize("kind", MADE)
 def test_what_a_callback_needs_is_in_the_figures(kind: Any) -> None:
     torch.manual_seed(0)

@@ -546,11 +546,13 @@ class OneOfMany(Experts):
         return self.experts[0](x.repeat(2, 1) if (chosen == 3).all() else x)[: len(x)]
 
 
+@pytest.mark.nightly
 def test_choices_among_values_are_not_taken_for_a_routing():
     with pytest.raises(TraceError, match="only real data can tell: the top 1 of 4 unknown scores"):
         trace_cpu(OneOfMany(), batch())
 
 
+@pytest.mark.nightly
 def test_what_other_routings_take_is_told():
     found = trace_cpu(ExpertsByMasks(), batch()).assumptions
     assert len(found) == 1
@@ -567,6 +569,7 @@ class Hopes(Classifier):
         return self.loss(batch)
 
 
+@pytest.mark.nightly
 def test_values_that_make_the_module_fail_are_not_taken():
     assert peak(trace_cpu(Hopes(), batch()).events) == peak(trace_cpu(Classifier(), batch()).events)
 
@@ -728,11 +731,13 @@ def test_a_loop_that_makes_no_tensors_may_turn_as_often_as_it_likes(module):
     assert found.events.live_bytes().max() == pytest.approx(true_peak(module, batch, 3), rel=1e-3)
 
 
+@pytest.mark.nightly
 def test_memory_that_depends_on_the_turns_of_a_loop_is_refused():
     with pytest.raises(TraceError, match=r"depends on values.*test_trace\.py"):
         trace_step(Rejects(), batch(), StepOptions(), Emulation("cpu"))
 
 
+@pytest.mark.nightly
 def test_a_loop_that_never_ends_is_refused_with_its_line():
     with pytest.raises(TraceError, match=r"a loop goes on for ever while.*test_trace\.py"):
         trace_step(GoesOn(), batch(), StepOptions(), Emulation("cpu"))
@@ -754,6 +759,7 @@ class AsksTwice(Rejects):
         return kept
 
 
+@pytest.mark.nightly
 def test_a_loop_that_one_assumed_value_ends_at_once_is_tried_with_more_turns():
     with pytest.raises(TraceError, match=r"depends on values.*test_trace\.py"):
         trace_step(AsksTwice(), batch(), StepOptions(), Emulation("cpu"))
