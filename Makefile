@@ -49,7 +49,7 @@ nightly: $(STAMP)
 	$(WITH_OWN_NINJA) python -m pytest $(SIDE_BY_SIDE) -m "nightly and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
-# The first nightly test of each file: what CI runs.
+# The first nightly test of each file that needs no time limit of its own: what CI runs.
 nightly-sample: $(STAMP)
 	$(WITH_OWN_NINJA) python -m pytest $(SIDE_BY_SIDE) -m nightly_sample
 

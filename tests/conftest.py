@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases = tuple(case for mark in item.iter_markers("nightly_cases") for case in mark.args)
         if layer == "nightly" or (cases and item.callspec.id.startswith(cases)):
             item.add_marker(pytest.mark.nightly)
-        if "nightly" in item.keywords and "gpu" not in item.keywords and item.path not in sampled:
+        is_sampled = "nightly" in item.keywords and not {"gpu", "timeout"} & set(item.keywords)
+        if is_sampled and item.path not in sampled:
             item.add_marker(pytest.mark.nightly_sample)
             sampled.add(item.path)
         seconds[item.path] += LAYERS.get(layer, 1.0)
