@@ -174,6 +174,7 @@ def test_late_errors_use_host_memory_unless_it_is_limited(host_memory: str | Non
     assert notes.last_resort == expected
 
 
+@pytest.mark.nightly
 def test_a_probe_that_fails_leads_to_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = auto.probe
@@ -208,6 +209,7 @@ def test_a_probe_leaves_no_tensors(limit: int) -> None:
     assert not seen
 
 
+@pytest.mark.nightly
 def test_precision_is_the_plans_during_the_run_and_the_users_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     class Notes(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -249,6 +251,7 @@ def test_contradictory_arguments() -> None:
         MemFit(allow=["fp7"])
 
 
+@pytest.mark.nightly
 def test_batches_of_layers_that_take_statistics_over_them_stay_whole() -> None:
     """Micro-batches would be refused; recomputing blocks fits, too."""
     torch.manual_seed(0)

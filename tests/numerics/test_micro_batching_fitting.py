@@ -60,6 +60,7 @@ def seeded_fit(module: pl.LightningModule, *callbacks: pl.Callback, **kwargs: An
     return fit(module, *callbacks, **kwargs)
 
 
+@pytest.mark.nightly
 def test_the_run_is_bitwise_the_run_started_by_hand() -> None:
     fitted, by_hand = Wide(), Wide()
     callback = MicroBatching()
@@ -124,6 +125,7 @@ def test_worst_case_comes_from_the_lengths_of_the_data(tmp_path: Path) -> None:
     assert widest[2] == (4, 99)
 
 
+@pytest.mark.nightly
 def test_size_is_kept_with_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     first = MicroBatching()

@@ -71,6 +71,7 @@ def test_one_bad_batch_costs_two_hundred_quiet_steps_at_most(local: int, share: 
     assert sizes.succeed() == target
 
 
+@pytest.mark.nightly
 @given(
     local=st.integers(2, 512),
     fails=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 512)), max_size=12),

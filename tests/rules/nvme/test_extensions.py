@@ -95,6 +95,7 @@ def loads(lock: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.nightly
 def test_who_waits_takes_over_from_who_is_killed(tmp_path: Path) -> None:
     lock = tmp_path / "async_io" / "lock"
     lock.parent.mkdir()

@@ -24,6 +24,7 @@ from tests.helpers.trainers import quiet_trainer
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> TorchElasticEnvironment:
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # which Lightning leaves behind, and takes for a launcher's
     return TorchElasticEnvironment()
 
 

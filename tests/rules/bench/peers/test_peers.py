@@ -79,6 +79,7 @@ def test_blocks_to_checkpoint_must_be_there(name: str, tmp_path: Path) -> None:
         run_peer(tmp_path, "torch", {"checkpoint": name})
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed_trains_the_same(lightning: dict[str, Any], tmp_path: Path) -> None:
     """In a process of its own, and without its shared-memory collectives, which it compiles for minutes."""
