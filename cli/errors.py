@@ -135,8 +135,8 @@ def _taken(config: str) -> str:
 def _raised_by_us(error: BaseException) -> bool:
     """Whether the last frame is a `raise` statement of ours, not a call that failed."""
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return False
+    if not frames:  # it was raised in a process that traces
+        return any(Path(getattr(error, "raised_in", "")).is_relative_to(folder) for folder in _OURS)
     last = frames[-1]
     return any(Path(last.filename).is_relative_to(folder) for folder in _OURS) and (last.line or "").startswith("raise")
 

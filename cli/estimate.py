@@ -398,7 +398,7 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
     cache = None if arguments.no_cache else ProfileCache()
     ranks = _named_ranks(division) if division is not None and division.traced else None
     shorten = not arguments.no_shorten
-    profile = profile_named(run, cache, shorten, overlap=True, callbacks=make_callbacks, ranks=ranks)
+    profile = profile_named(run, cache, shorten, callbacks=make_callbacks, ranks=ranks)
     notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
     profile = replace(profile, precision=precision)
     return build_report(profile, target, run.micro_batch_size, notes, division)

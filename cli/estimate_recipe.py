@@ -20,13 +20,12 @@ from lightning_memfit.estimate.report import EstimateReport, build_report
 from lightning_memfit.estimate.target import Target, host_target, live_target, named_target, unnamed_target
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import allows_cuda
-from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.profile.trace import Emulation, TraceError, built_shape
+from lightning_memfit.profile.trace import Emulation, TraceError, of_built
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 
 from .arguments import NAMED_OPTIONS, split_device
@@ -302,7 +301,6 @@ def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace, rank
             Emulation(target.kind, target.capability),
             _techniques(run),
             shorten=not arguments.no_shorten,
-            overlap=in_child,
             cache=None if arguments.no_cache else ProfileCache(),
             ranks=ranks,
         )
@@ -336,8 +334,8 @@ def _measure(run: RecipeRun) -> ModelProfile:
     Raises:
         ValueError: If host memory is not enough.
     """
-    weights = sum(p.numel() * p.element_size() for p in built_shape(run.module).parameters())
-    # The module, its copy, gradients and two fp32 states; the activations' need isn't known in advance.
+    weights = of_built(run.module, lambda built: sum(p.numel() * p.element_size() for p in built.parameters()))
+    # The module, what an update copies of it, gradients and two fp32 states; the activations' need isn't known.
     needed, available = 5 * weights, host_target().usable_bytes or 0
     if needed > available:
         raise ValueError(

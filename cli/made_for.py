@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.planner.lock import Sources, source_of
 from lightning_memfit.planner.plan import is_planned
-from lightning_memfit.profile.trace import TraceError, built_shape
+from lightning_memfit.profile.trace import TraceError, of_built
 
 _RELEVANT = (
     "precision",
@@ -79,9 +79,12 @@ def parameters_of(model: torch.nn.Module) -> dict[str, Any] | None:
         model: What was instantiated, before its `setup`, which has data only in a run.
     """
     try:
-        built = built_shape(model)
+        return of_built(model, _parameters_of)
     except TraceError:
         return None
+
+
+def _parameters_of(built: torch.nn.Module) -> dict[str, Any]:
     known = [(name, one) for name, one in built.named_parameters(remove_duplicate=False) if not is_lazy(one)]
     table = [(name, list(one.shape)) for name, one in known]
     return {

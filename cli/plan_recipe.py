@@ -97,7 +97,6 @@ def plan_recipe(
             plan = make_plan(
                 workload,
                 cache,
-                overlap=True,
                 verify=arguments.verify,
                 compare=compare,
                 progress=progress,

@@ -85,7 +85,6 @@ def profile_named(
     run: NamedRun,
     cache: ProfileCache | None = None,
     shorten: bool = True,
-    overlap: bool = False,
     callbacks: Callable[[], tuple[Any, ...]] = tuple,
     ranks: "Ranks | None" = None,
 ) -> ModelProfile:
@@ -97,7 +96,6 @@ def profile_named(
         run: What is trained, and how.
         cache: Where profiles are kept between runs; none by default.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
-        overlap: Trace two sizes at a time. For a process that has done nothing else yet.
         callbacks: Makes the callbacks of `run.techniques`; called only where a trace is needed.
         ranks: Profile one rank of a run on several devices, under the run's own strategy.
 
@@ -109,7 +107,7 @@ def profile_named(
     _check_length(run, architecture)
     wanted, traced = run.micro_batch_size, max(1, _MOST_ELEMENTS // _elements_per_sample(run, architecture))
     run = replace(run, micro_batch_size=min(wanted, traced))
-    profile = _known_or_traced(run, architecture, cache, shorten, overlap, callbacks, ranks)
+    profile = _known_or_traced(run, architecture, cache, shorten, callbacks, ranks)
     profile.events_at(wanted)  # refuses a size of which nothing is known
     return profile
 
@@ -127,7 +125,6 @@ def _known_or_traced(
     architecture: Architecture,
     cache: ProfileCache | None,
     shorten: bool,
-    overlap: bool,
     callbacks: Callable[[], tuple[Any, ...]],
     ranks: "Ranks | None",
 ) -> ModelProfile:
@@ -137,7 +134,7 @@ def _known_or_traced(
         return known
     from lightning_memfit.estimate.named_model import trace_named
 
-    profile = trace_named(run, architecture, shorten, overlap, callbacks(), ranks)
+    profile = trace_named(run, architecture, shorten, callbacks(), ranks)
     if cache is not None:
         cache.save(key, profile)
     return profile

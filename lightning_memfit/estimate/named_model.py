@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_memfit.estimate.architectures import Architecture, NamedRun
 from lightning_memfit.optim.optimizers import find_optimizer
-from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
@@ -27,11 +26,10 @@ def trace_named(
     run: NamedRun,
     architecture: Architecture,
     shorten: bool = True,
-    overlap: bool = False,
     callbacks: tuple[Any, ...] = (),
     ranks: Ranks | None = None,
 ) -> ModelProfile:
-    """Trace a named run; see `profile_module` for `overlap`, `callbacks` and `ranks`.
+    """Trace a named run; see `profile_module` for `callbacks` and `ranks`.
 
     Raises:
         TraceError: If the step can't be traced.
@@ -52,7 +50,6 @@ def trace_named(
         callbacks,
         make_optimizer,
         shorten=shorten,
-        overlap=in_child if overlap else None,
         ranks=ranks,
     )
     return replace(profile, name=architecture.name)

@@ -8,11 +8,13 @@ Trainer and the planner's terms.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -50,10 +52,9 @@ from lightning_memfit.planner.workload import (
 )
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.copying import copied
-from lightning_memfit.profile.hooks import StartHooks, leave_out_hooks, with_start_hooks
+from lightning_memfit.profile.process import LostError, RefusedError, can_fork, run
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
-from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.step import StepOptions, leave_out_hooks
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
 from lightning_memfit.techniques.core.callback import TechniqueCallback
@@ -78,10 +79,10 @@ class ProbeResult:
 
 
 def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> ProbeResult:
-    """Train a copy of a module for two steps on samples of one batch, as the setting says, then discard it.
+    """Train for two steps on samples of one batch, as the setting says, and discard what that changes.
 
-    The module, random state, loaders and Trainer stay as they were. The copy has weights of its own: on the device only
-    while the probe runs, and in host memory as well if the module is already built.
+    On the CPU another process does so. On a device, whose memory processes don't share, a copy is trained here: on the
+    device only while the probe runs, and in host memory as well if the module is already built.
 
     Args:
         trainer: The Trainer that is about to fit; the probe uses its accelerator, gradient clipping and `MemoryLimit`.
@@ -89,15 +90,35 @@ def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: 
         batch: A real batch.
         setting: The setting to try, with its micro-batch size.
     """
+    if DeviceKind.of(trainer.strategy.root_device).is_host and can_fork():
+        try:
+            return run(partial(_probed, trainer, module, batch, setting))
+        except LostError:  # the system has ended it
+            return ProbeResult(False, None)
+        except RefusedError as error:
+            rank_zero_info(f"MemFit: the plan is not tried, for the step can't run in a trial: {error}")
+            return ProbeResult(True, None)
+    owner = getattr(module, "_trainer", None)
+    try:
+        clone = copy.deepcopy(module, {id(owner): None} if owner is not None else {})
+    except Exception as error:  # objects raise what they like
+        rank_zero_info(f"MemFit: the plan is not tried, for the module can't be copied: {error}")
+        return ProbeResult(True, None)
+    with isolate_rng():
+        return _probed(trainer, clone, batch, setting)
+
+
+def _probed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> ProbeResult:
+    """Train a module that is thrown away."""
     assert setting.micro_batch_size is not None
     samples = resize_batch(batch, batch_size(batch), setting.micro_batch_size)
     limits = [MemoryLimit(c.limit_bytes, c.caching) for c in trainer.callbacks if isinstance(c, MemoryLimit)]  # type: ignore[attr-defined]
     device = trainer.strategy.root_device
     if DeviceKind.of(device).has_caching_allocator:
         torch.cuda.reset_peak_memory_stats(device)
-    with isolate_rng(), _quiet():
+    with _quiet():
         fits = _two_steps(trainer, module, samples, setting, limits)
-    # Trainer, loops and copy refer to one another: without this their tensors would stay alive during the run.
+    # Trainer, loops and module refer to one another: without this their tensors would stay alive during the run.
     gc.collect()
     peak_bytes = _peak_bytes(device, limits) if fits else None
     if DeviceKind.of(device).has_caching_allocator:
@@ -108,38 +129,32 @@ def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: 
 def _two_steps(
     trainer: pl.Trainer, module: pl.LightningModule, samples: Any, setting: Setting, limits: list[MemoryLimit]
 ) -> bool:
-    """Whether a copy trains for two steps without running out of memory."""
+    """Whether a module that is thrown away trains for two steps without running out of memory."""
     count, device = min(2, setting.accumulate_grad_batches), trainer.strategy.root_device
-    owner = getattr(module, "_trainer", None)
-
-    def run(start_hooks: StartHooks) -> bool:
-        clone = copied(module, {id(owner): None} if owner is not None else {})
-        clone._trainer = None
-        leave_out_hooks(clone, start_hooks)
-        probing = pl.Trainer(
-            accelerator=DeviceKind.of(device).accelerator,
-            devices=1 if device.index is None else [device.index],
-            precision=setting.precision,
-            max_steps=2,
-            accumulate_grad_batches=count,
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            logger=False,
-            callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks(), _NoSchedules()],
-            **SILENT_TRAINER,
-        )
-        try:
-            loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
-            probing.fit(clone, loader)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        finally:
-            clone._trainer = None
-        return True
-
-    return with_start_hooks(module, run)
+    module._trainer = None
+    leave_out_hooks(module)
+    probing = pl.Trainer(
+        accelerator=DeviceKind.of(device).accelerator,
+        devices=1 if device.index is None else [device.index],
+        precision=setting.precision,
+        max_steps=2,
+        accumulate_grad_batches=count,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        logger=False,
+        callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks(), _NoSchedules()],
+        **SILENT_TRAINER,
+    )
+    try:
+        loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
+        probing.fit(module, loader)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        module._trainer = None
+    return True
 
 
 class _NoSchedules(pl.Callback):

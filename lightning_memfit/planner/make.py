@@ -22,9 +22,9 @@ from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload
-from lightning_memfit.profile.background import in_child
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.process import beside
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -35,7 +35,6 @@ _MAX_MICRO_BATCH = 1 << 12
 def make_plan(
     workload: Workload,
     cache: ProfileCache | None = None,
-    overlap: bool = False,
     verify: bool = False,
     withheld_bytes: int = 0,
     compare: bool = False,
@@ -47,7 +46,6 @@ def make_plan(
     Args:
         workload: What is trained, where, within which limits.
         cache: Where traces are kept between runs; none by default.
-        overlap: Trace two sizes at a time, and work out two other limits, in forks; for commands only.
         verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
             strategy are always traced, where they can be.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
@@ -60,7 +58,7 @@ def make_plan(
         TraceError: If the plain step can't be traced.
         ValueError: If there is no device to plan for.
     """
-    search = Search(TraceStore(workload, cache, overlap), progress)
+    search = Search(TraceStore(workload, cache), progress)
     search.solver.budget.withheld_bytes = withheld_bytes
     outcome, verified = _verified(search, verify)
     searched = {
@@ -88,9 +86,9 @@ def make_plan(
         plan = replace(plan, advice=tuple(advice_of(search, outcome)))
     else:
         largest: Callable[[], int] = partial(largest_micro_batch, search, best.setting)
-        if overlap and compare:
-            largest = in_child(largest)  # meanwhile, this process works out other limits
-        sensitivities = tuple(sensitivities_of(search, best, overlap)) if compare else ()
+        if compare:
+            largest = beside(largest)  # meanwhile, this process works out other limits
+        sensitivities = tuple(sensitivities_of(search, best)) if compare else ()
         plan = replace(_with_figures(search, plan, best, verified, largest()), sensitivities=sensitivities)
     if observe is not None:
         observe(search, outcome, plan)

@@ -18,7 +18,7 @@ from lightning_memfit.planner.plan import Sensitivity, label
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.workload import NUMERICS, Devices, Workload, spell_allow
-from lightning_memfit.profile.background import in_child
+from lightning_memfit.profile.process import beside
 from lightning_memfit.techniques.core.technique import Numerics
 
 _MORE = (1, 4)
@@ -31,13 +31,12 @@ _Change = tuple[str, Workload]
 """What is different, in words; empty if that is told by what the plan then uses."""
 
 
-def sensitivities_of(search: Search, best: Solution, overlap: bool = False) -> list[Sensitivity]:
+def sensitivities_of(search: Search, best: Solution) -> list[Sensitivity]:
     """What would be the plan under other limits, of which those that every machine has come first.
 
     Args:
         search: A search that has run.
         best: What it chose.
-        overlap: Work out half of them in a fork, at the same time; for commands only.
     """
 
     def solved(changes: list[tuple[_Change, float]]) -> list[Sensitivity]:
@@ -48,8 +47,8 @@ def sensitivities_of(search: Search, best: Solution, overlap: bool = False) -> l
     with search.store.closed():
         changes = [(change, -math.inf) for change in _always(search, best)]
         changes += [(change, search.tie) for change in _if_better(search)]
-        half = len(changes) // 2 if overlap else len(changes)
-        others = in_child(lambda: solved(changes[half:])) if overlap else list
+        half = len(changes) // 2
+        others = beside(lambda: solved(changes[half:]))
         return [*solved(changes[:half]), *others()]
 
 

@@ -22,9 +22,9 @@ from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Category
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.workload import Workload
-from lightning_memfit.profile.background import ForkedWorker
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
+from lightning_memfit.profile.process import beside
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
@@ -64,11 +64,9 @@ class TraceStore:
     Args:
         workload: What is trained.
         cache: Where profiles are kept between runs; none by default.
-        overlap: Trace two sizes at a time, in a fork; for commands only (`profile_module`).
     """
 
-    def __init__(self, workload: Workload, cache: ProfileCache | None = None, overlap: bool = False) -> None:
-        self._worker = ForkedWorker(workload.module, *workload.fixed) if overlap else None
+    def __init__(self, workload: Workload, cache: ProfileCache | None = None) -> None:
         self.workload = workload
         self.num_traces = 0
         self.on_trace: Callable[[str], object] = str
@@ -93,7 +91,6 @@ class TraceStore:
     def of(self, workload: Workload) -> TraceStore:
         """A store for a workload with another batch, which shares nothing with this one but what lies on disk."""
         other = TraceStore(workload, self._cache)
-        other._worker = self._worker
         other.on_trace = self.on_trace
         return other
 
@@ -175,11 +172,11 @@ class TraceStore:
         return self._profile(key, self._stepping_task(pure, num_blocks))
 
     def _stepping_ahead(self, pure: Setting, num_blocks: int) -> Callable[[], ModelProfile]:
-        """`_stepping` in the worker while this process goes on; the returned callable waits for it."""
+        """`_stepping` in another process while this one goes on; the returned callable waits for it."""
         key = ("stepping", pure, num_blocks)
-        if self._worker is None or not self._may_trace or key in self._known:
+        if not self._may_trace or key in self._known:
             return lambda: self._stepping(pure, num_blocks)
-        traced = self._worker.start(self._stepping_task(pure, num_blocks))
+        traced = beside(self._stepping_task(pure, num_blocks))
 
         def result() -> ModelProfile:
             self._known[key] = self._traced(traced)
@@ -221,9 +218,8 @@ class TraceStore:
         self, options: StepOptions, callbacks: tuple[Any, ...], check_assumptions: bool = False
     ) -> Callable[[], ModelProfile]:
         """What traces forward, backward and step at two sizes."""
-        start = None if self._worker is None else self._worker.start
         settings = self._settings(options, callbacks, check_assumptions=check_assumptions)
-        return partial(profile_module, self.workload.module, self._batch, overlap=start, **settings)
+        return partial(profile_module, self.workload.module, self._batch, **settings)
 
     def _settings(
         self,

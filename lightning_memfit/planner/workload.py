@@ -19,7 +19,7 @@ from lightning_memfit.planner.time import Rates
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import built_shape
+from lightning_memfit.profile.trace import of_built
 from lightning_memfit.techniques.core.facts import Facts, read_facts
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 from lightning_memfit.techniques.core.sharding import Sharding
@@ -358,14 +358,8 @@ def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str =
     """
     check_trainable(module)
     capability = target.capability if target.device_kind.has_compute_capability else None
-    return read_facts(
-        built_shape(module),
-        target.kind,
-        capability,
-        optimizer,
-        options.gradient_clip_val,
-        options.gradient_clip_algorithm,
-    )
+    clipping = (options.gradient_clip_val, options.gradient_clip_algorithm)
+    return of_built(module, lambda built: read_facts(built, target.kind, capability, optimizer, *clipping))
 
 
 def check_trainable(module: Any) -> None:

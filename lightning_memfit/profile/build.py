@@ -7,7 +7,6 @@ that can't be traced.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -16,34 +15,21 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.memory.conversion import parameter_table
-from lightning_memfit.profile.background import Starter
-from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
-from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks
-from lightning_memfit.profile.copying import copied
-from lightning_memfit.profile.course import Course, RunLength
+from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks, kind_of
+from lightning_memfit.profile.course import RunLength, TraceLimits
 from lightning_memfit.profile.culprit import runs_steps
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_sizes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.fingerprint import describe_processor
-from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
 from lightning_memfit.profile.integers import AssumedValues
-from lightning_memfit.profile.kernel_records import keeping_learned
+from lightning_memfit.profile.process import NoProcessError, RefusedError, beside
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.seal import RefusedError
-from lightning_memfit.profile.step import (
-    EndedError,
-    OptimizerFactory,
-    StepOptions,
-    copied_others,
-)
-from lightning_memfit.profile.threads import one_at_a_time
-from lightning_memfit.profile.trace import Emulation, Trace, TraceError, not_known, trace_step
-from lightning_memfit.profile.trial import run_copy, trial
-from lightning_memfit.profile.watched import RealCounters
+from lightning_memfit.profile.step import EndedError, OptimizerFactory, StartError, StepOptions, Workload, run_step
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError, isolated, somewhere, trace_step
 
 
 def profile_module(
@@ -56,7 +42,6 @@ def profile_module(
     any_micro_batch: bool = True,
     shorten: bool = True,
     check_assumptions: bool = True,
-    overlap: Starter | None = None,
     cache: ProfileCache | None = None,
     limits: TraceLimits | None = None,
     ranks: Ranks | None = None,
@@ -64,20 +49,18 @@ def profile_module(
     """Profile one training step of a module.
 
     Args:
-        module: LightningModule, or with `make_optimizer` a Hugging Face model. It is copied, never changed.
+        module: LightningModule, or with `make_optimizer` a Hugging Face model. It is never changed.
         batch: One real batch as the loader gives it, at the micro-batch size of interest.
         options: Precision, accumulation, clipping.
         emulation: Device whose operators are traced.
-        callbacks: Technique callbacks to apply to the clone. Of the other callbacks of the Trainer that the module
+        callbacks: Technique callbacks to apply. Of the other callbacks of the Trainer that the module
             belongs to, those that act in a step are traced as well; what can't be traced is named in the remarks.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         any_micro_batch: Trace one or two more sizes, so that every other follows by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
         check_assumptions: See `trace_step`.
-        overlap: Starts traces of other sizes in other processes, at the same time (`background.in_child`). For a
-            process that has done nothing else yet, such as that of a command. By default one is traced after the other.
         cache: Where profiles are kept between runs; none by default.
-        limits: Where each trace ends at the latest: after 60 seconds by default.
+        limits: Where each trace ends at the latest: after 120 seconds by default.
         ranks: Profile one rank of a run on several devices, under the run's own strategy. By default that of the
             Trainer that the module belongs to, if it is DDP on one device.
 
@@ -87,22 +70,13 @@ def profile_module(
     options, emulation, limits = options or StepOptions(), emulation or Emulation(), limits or TraceLimits()
     if ranks is None and make_optimizer is None:
         ranks = own_rank(module)
-    settings = (any_micro_batch, shorten, check_assumptions, overlap, cache, limits, ranks)
+    settings = (any_micro_batch, shorten, check_assumptions, cache, limits, ranks)
 
     def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
-        return _traced(module, batch, options, emulation, callbacks, make_optimizer, *settings)
+        task = partial(_traced, module, batch, options, emulation, callbacks, make_optimizer, *settings)
+        return somewhere(task, (module, batch, *callbacks), type(module).__name__)
 
-    found = _with_others(callbacks, module, make_optimizer, profile)
-    return _without_buckets(found) if ranks is None and is_alone_under_ddp(module) else found
-
-
-def _without_buckets(profile: ModelProfile) -> ModelProfile:
-    """Say that the buckets of DDP are missing."""
-    remark = (
-        "the buckets of DDP, as large as the gradients, are not in the figures, as they can only be traced in a "
-        "process that belongs to no process group"
-    )
-    return replace(profile, remarks=(*profile.remarks, remark))
+    return _with_others(callbacks, module, make_optimizer, profile)
 
 
 def _with_others(
@@ -119,7 +93,7 @@ def _with_others(
         try:
             found = profile(callbacks)
         except CallbackError as error:
-            callbacks = tuple(callback for callback in callbacks if type(callback) is not error.kind)
+            callbacks = tuple(callback for callback in callbacks if kind_of(callback) != error.kind)
             remarks.append(str(error))
             continue
         return replace(found, remarks=(*found.remarks, *remarks)) if remarks else found
@@ -135,7 +109,6 @@ def _traced(
     any_micro_batch: bool,
     shorten: bool,
     check_assumptions: bool,
-    overlap: Starter | None,
     cache: ProfileCache | None,
     limits: TraceLimits,
     ranks: Ranks | None,
@@ -169,16 +142,16 @@ def _traced(
         return trace_step(module, value, *step, limits=limits, ranks=ranks)
 
     ahead: list[Callable[[], Trace]] = []
-    if overlap is not None and any_micro_batch:
+    if any_micro_batch:
         # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
-        ahead = [overlap(partial(traced, more, False)) for more in ((1, 2) if batch_size(batch) == 1 else (1,))]
-    with files_read() if key is not None else nullcontext(()) as read:
+        ahead = [beside(partial(traced, more, False)) for more in ((1, 2) if batch_size(batch) == 1 else (1,))]
+    with files_read(here=False) as read:
         first = traced(0, check_assumptions)
         sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
     profile = profile.after(RunLength.of(module).batches or 0)
-    if cache is not None and key is not None:
-        cache.save(key, profile, read)
+    if cache is not None and key is not None and not read:  # no key knows what files hold that only a trace reads
+        cache.save(key, profile)
     return profile
 
 
@@ -361,7 +334,6 @@ def shortened(batch: Any, length: int, shorter: int) -> Any:
 # --- measuring instead of tracing -------------------------------------------------------------------------------------
 
 
-@runs_steps
 def measure_step(
     module: torch.nn.Module,
     batch: Any,
@@ -370,68 +342,59 @@ def measure_step(
     make_optimizer: OptimizerFactory | None = None,
     limits: TraceLimits | None = None,
 ) -> ModelProfile:
-    """Run real optimizer steps of a deep copy on the CPU until two in a row are alike; record what they allocate.
+    """Run real optimizer steps on the CPU, in another process, until two in a row are alike; record what they allocate.
 
-    The copy, its gradients and optimizer states need real memory; the module and the random state stay as they were.
+    Gradients, optimizer states and weights that are updated need real memory. The module stays as it was.
 
     Args:
         module: LightningModule with real weights, or with `make_optimizer` a Hugging Face model.
         batch: One real batch as the loader gives it.
         options: Precision, accumulation, clipping.
-        callbacks: Technique callbacks to apply to the copy. Other callbacks of the module's Trainer: as in a trace.
+        callbacks: Technique callbacks to apply. Other callbacks of the module's Trainer: as in a trace.
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
-        limits: Where the run ends at the latest: after 60 seconds by default.
+        limits: Where the run ends at the latest: after 120 seconds by default.
 
     Raises:
         TraceError: If the limits were reached before every optimizer's second step, or the step would change something
-            outside of its copy, such as a file.
+            outside of its process, such as a file.
     """
     options, limits = options or StepOptions(), limits or TraceLimits()
 
     def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
-        return _measured(module, batch, options, callbacks, make_optimizer, limits)
+        workload = Workload(module, batch, options, callbacks, make_optimizer, limits)
+        try:
+            found = _measured_elsewhere(workload)
+        except StartError:
+            found = _measured_elsewhere(replace(workload, start_hooks=False))
+        return found.after(workload.length.batches or 0)
 
     found = _with_others(callbacks, module, make_optimizer, profile)
-    return _without_buckets(found) if is_alone_under_ddp(module) else found
+    if not is_alone_under_ddp(module):
+        return found
+    remark = "the buckets of DDP, as large as the gradients, are not in the figures: a step is measured without them"
+    return replace(found, remarks=(*found.remarks, remark))
 
 
-def _measured(
-    module: torch.nn.Module,
-    batch: Any,
-    options: StepOptions,
-    callbacks: tuple[Any, ...],
-    make_optimizer: OptimizerFactory | None,
-    limits: TraceLimits,
-) -> ModelProfile:
-    """See `measure_step`."""
-    started = time.perf_counter()
-    trainer = getattr(module, "_trainer", None)
-
-    def run(start_hooks: StartHooks) -> tuple[Course, Any]:
-        budget = Budget(limits)
-        with trial(module, *callbacks) as outside, budget.enforced():
-            clone = copied(module, {id(trainer): None} if trainer is not None else {})
-            techniques, others = copied_others(callbacks, module, clone, lambda value, known: copied(value, known))
-            recorder, own_batch = EventRecorder(python_kernels=True), copied(batch)
-            settings = (options, techniques, others, make_optimizer, start_hooks, budget, outside)
-            with RealCounters() as counters:
-                course = run_copy(module, clone, recorder, own_batch, *settings, counters.access)
-        return course, clone
-
+def _measured_elsewhere(workload: Workload) -> ModelProfile:
     try:
-        with one_at_a_time(), keeping_learned():
-            course, clone = run("all") if make_optimizer else with_start_hooks(module, run)
-    except LimitReached as limit:
-        raise not_known(module, limit, ", or measure a smaller configuration.") from None
-    except (RefusedError, EndedError) as error:
-        raise TraceError(f"The training step of {type(module).__name__} can't be measured: {error}.") from error
-    recorder = course.recorder
+        return isolated(workload, partial(_measured, workload), "measured", ", or measure a smaller configuration.")
+    except (RefusedError, EndedError, NoProcessError) as error:
+        raise TraceError(f"The training step of {workload.name} can't be measured: {error}.") from error
+
+
+@runs_steps
+def _measured(workload: Workload) -> ModelProfile:
+    """Train a module itself: this is for a process that is thrown away."""
+    started = time.perf_counter()
+    batch, options = workload.batch, workload.options
+    recorder = EventRecorder(python_kernels=True)
+    course = run_step(recorder, workload)
     total, per_block = recorder.flops()
-    profile = ModelProfile(
-        name=type(module).__name__,
+    return ModelProfile(
+        name=workload.name,
         events=course.essential(recorder.result()),
         micro_batch_size=batch_size(batch),
-        parameters=parameter_table(clone),
+        parameters=parameter_table(workload.module),
         calls_itself=recorder.calls_itself,
         precision=options.precision,
         accumulate_grad_batches=options.accumulate_grad_batches,
@@ -449,4 +412,3 @@ def _measured(
         versions=package_versions(),
         seconds=time.perf_counter() - started,
     )
-    return profile.after(RunLength.of(module).batches or 0)

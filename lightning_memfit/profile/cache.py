@@ -2,22 +2,13 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.memory.cache_files import (
-    default_cache_folder,
-    is_own,
-    read_entry,
-    tell_once,
-    write_entry,
-    write_file,
-)
-from lightning_memfit.profile.files import digest_of, note_read, stamp_of
-from lightning_memfit.profile.fingerprint import attached_datamodule, describe, describe_module, describe_settings
+from lightning_memfit.memory.cache_files import default_cache_folder, is_own, tell_once, write_file
+from lightning_memfit.profile.fingerprint import describe, describe_module, describe_settings
 from lightning_memfit.profile.record import ModelProfile, OtherFormatError
 
 _log = logging.getLogger(__name__)
@@ -28,9 +19,6 @@ _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "torchmetrics
 class ProfileCache:
     """A folder of profiles.
 
-    A step may read files of the user, which nothing can tell before it is traced (`configure_model`, say): their names
-    are kept beside its key, and a profile is that of what they hold.
-
     Args:
         folder: Where they are stored; made when the first is saved.
     """
@@ -39,15 +27,10 @@ class ProfileCache:
         self.folder = (folder or default_cache_folder()) / "profiles"
 
     def load(self, key: str) -> ModelProfile | None:
-        """The profile of a key, with the user's files as they are; None where there is none that can be believed."""
-        names = self._files(key)
-        path = self._path(key, names)
+        """The profile of a key; None where there is none that can be believed."""
+        path = self.folder / f"{key}.npz"
         try:
-            if not path.is_file() or not is_own(self.folder):
-                return None
-            profile = ModelProfile.load(path)
-            note_read(names)
-            return profile
+            return ModelProfile.load(path) if path.is_file() and is_own(self.folder) else None
         except OtherFormatError:
             return None  # written by another version: traced anew and replaced
         except OSError as error:
@@ -56,31 +39,9 @@ class ProfileCache:
             tell_once(self.folder, f"{path.name} is not used: {error}")
         return None
 
-    def save(self, key: str, profile: ModelProfile, files: Iterable[str] = ()) -> None:
-        """Keep a profile; a folder that can't be written is said once, and changes nothing else.
-
-        Args:
-            key: What is known before the trace.
-            profile: What it found.
-            files: The user's files that it read (`files_read`).
-        """
-        names = sorted(files)
-        if names != self._files(key) and not write_entry(self._list(key), {"files": names}):
-            return
-        write_file(self._path(key, names), profile.write)
-
-    def _list(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
-
-    def _files(self, key: str) -> list[str]:
-        """Names of the files that the step of a key reads."""
-        entry = read_entry(self._list(key))
-        names = None if entry is None else entry.get("files")
-        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-    def _path(self, key: str, names: list[str]) -> Path:
-        held = "-" + digest_of(f"{name}\0{stamp_of(name)}".encode() for name in names) if names else ""
-        return self.folder / f"{key}{held}.npz"
+    def save(self, key: str, profile: ModelProfile) -> None:
+        """Keep a profile; a folder that can't be written is said once, and changes nothing else."""
+        write_file(self.folder / f"{key}.npz", profile.write)
 
 
 @cache
@@ -114,6 +75,18 @@ def text_key(*parts: object) -> str:
     return digest.hexdigest()
 
 
+def _switches() -> list[object]:
+    """Settings of torch that decide which operators and kernels a step runs."""
+    import torch  # other keys are made without it
+
+    return [
+        *(str(torch.get_default_device()), str(torch.get_default_dtype()), torch.get_float32_matmul_precision()),
+        *(torch.get_deterministic_debug_mode(), torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))),
+        *(torch.backends.mkldnn.enabled, torch.is_anomaly_enabled()),
+        *(read() for name, read in vars(torch.backends.cuda).items() if name.endswith("_sdp_enabled")),
+    ]
+
+
 def profile_key(module: Any, batch: Any, *settings: Any) -> str | None:
     """Key of a module, a batch and trace settings; None if one of them can't be described, so that nothing is kept.
 
@@ -123,12 +96,10 @@ def profile_key(module: Any, batch: Any, *settings: Any) -> str | None:
     this process, and the class and simple attributes of a data module that the module can ask.
     """
     try:
-        from lightning_memfit.profile.settings import switches  # other keys are made without torch
-
-        data = attached_datamodule(module)
+        data = getattr(getattr(module, "_trainer", None), "datamodule", None)
         parts = [describe_module(module), describe(batch, values=True)]
         parts.append(None if data is None else describe_settings(data))
-        return text_key(*parts, switches(), *(describe(value, values=True) for value in settings))
+        return text_key(*parts, _switches(), *(describe(value, values=True) for value in settings))
     except Exception as error:  # a user's module, batch or callback may raise anything
         _log.info("The profile is not kept between runs, as the module or batch can't be described: %r", error)
         return None

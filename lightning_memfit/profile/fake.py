@@ -1,91 +1,77 @@
-"""Fake clones: a module's structure with tensors that have shape, dtype and stride but no memory.
+"""Fakes in place of a module's tensors: they have shape, dtype and stride but no memory.
 
 Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5 (`is_fake_tensor`);
 `tests/truth/profile/test_fake.py` fails when either moves.
 """
 
+import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from typing_extensions import override
+from torch.nn.parameter import is_lazy
 
 from lightning_memfit.memory.conversion import default_dtype, not_converted
-from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.replaced import replaced
 
-T = TypeVar("T")
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+
+_NOT_FOLLOWED = (type, ModuleType, FrameType, CodeType, BuiltinFunctionType, weakref.ref)
 
 
-class _FakeCopy(TorchFunctionMode):
-    """Turn the tensor copies inside `copy.deepcopy` into fake ones, with another floating dtype if asked."""
+def tensors_in(value: Any, left_out: Iterable[object] = ()) -> list[torch.Tensor]:
+    """Every tensor that an object holds, in its order, each once: in containers, objects and what functions enclose.
 
-    def __init__(
-        self,
-        fake_mode: FakeTensorMode,
-        dtype: torch.dtype | None,
-        on_copy: Callable[[torch.Tensor, torch.Tensor], object] | None,
-    ) -> None:
-        self.fake_mode = fake_mode
-        self.dtype = dtype
-        self.on_copy = on_copy
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.clone:
-            return self.fake(args[0])
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = self.fake(tensor)
-            return memo[id(tensor)]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a tensor."""
-        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-        with self.fake_mode, torch.no_grad():
-            if tensor.layout is torch.strided:
-                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
-            else:  # of its shape alone: see `must_be_strided`
-                fake = torch.empty(tensor.size(), dtype=dtype, device="cpu")
-        if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        if tensor.is_leaf:
-            fake.requires_grad_(tensor.requires_grad)
-        if self.on_copy is not None:
-            self.on_copy(tensor, fake)
-        return fake
+    Args:
+        value: Any object.
+        left_out: Objects into which not to look.
+    """
+    found: list[torch.Tensor] = []
+    seen = {id(one): one for one in left_out}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if type(one) in _ATOMS or id(one) in seen or isinstance(one, _NOT_FOLLOWED):
+            continue
+        seen[id(one)] = one  # kept, as numbers of objects that are gone are given to others
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        waiting += reversed(_held(one))
+    return found
 
 
-class _Collect(TorchFunctionMode):
-    """Note the tensors that `copy.deepcopy` meets, without copying them."""
+def _held(value: Any) -> list[Any]:
+    """What an object refers to, in its order."""
+    if isinstance(value, torch.Tensor):
+        hooks = ((registered or {}).values() for registered in _hooks(value))
+        return [vars(value), *(hook for group in hooks for hook in group)]
+    if isinstance(value, FunctionType):  # not its globals
+        cells = [_contents(cell) for cell in value.__closure__ or ()]
+        return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if type(value) in (list, tuple):  # which Python's collector visits from the end
+        return list(value)
+    return gc.get_referents(value)
 
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
 
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__deepcopy__:
-            return self.note(*args)
-        return func(*args, **(kwargs or {}))
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
-    def note(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        if id(tensor) not in memo:
-            self.tensors.append(tensor)
-            memo[id(tensor)] = tensor
-        return tensor
+
+def _hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """The user's hooks on a tensor's gradient, by kind."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 def must_be_strided(tensor: torch.Tensor, *_: object) -> None:
-    """Refuse a tensor of another layout, for which `fake_clone` has none of the same memory; one for `on_copy`.
+    """Refuse a tensor of another layout, for which there is no fake of the same memory.
 
     Raises:
         NotImplementedError: If its layout is another one.
@@ -94,55 +80,81 @@ def must_be_strided(tensor: torch.Tensor, *_: object) -> None:
         raise NotImplementedError(f"fake tensors of layout {tensor.layout} don't tell what memory they hold")
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in any object that `copied` can copy, in its order, each once."""
-    collect = _Collect()
-    # Fakes that `copyable_fakes` made copyable by a method of their own would pass by the mode.
-    with replaced(FakeTensor, "__deepcopy__", lambda tensor, memo: collect.note(tensor, memo)), collect:
-        copied(value)
-    return list({id(tensor): tensor for tensor in collect.tensors}.values())
-
-
-def fake_clone(
-    value: T,
+def turn_fake(
+    value: Any,
     fake_mode: FakeTensorMode,
+    note: Callable[[torch.Tensor, torch.Tensor], object] = must_be_strided,
     dtype: torch.dtype | None = None,
-    on_copy: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
-    left_out: Iterable[torch.nn.Module] = (),
-    known: Mapping[int, Any] | None = None,
-) -> T:
-    """Deep-copy any object, with fake CPU tensors in place of its tensors (real or meta). The original is untouched.
+    left_out: Iterable[object] = (),
+) -> None:
+    """Turn the tensors of an object into fakes where they are, so that whoever refers to one finds the fake.
+
+    There is no way back: this is for a process that is thrown away.
 
     Args:
-        value: A module or any structure that `copy.deepcopy` can copy.
+        value: A module or any other object. Its tensors may be real or meta; fakes stay what they are.
         fake_mode: Mode the new tensors belong to.
-        dtype: Floating dtype of the clone, as after `module.to(dtype)`.
-        on_copy: Called with every tensor that is not a parameter, and its fake.
-        left_out: Modules that the clone replaces by empty ones, which can't be called.
-        known: What stands in the clone for objects, by their `id`.
+        note: Called with every tensor that is no parameter, as it was, and the fake.
+        dtype: Floating dtype of the fakes, as after `module.to(dtype)`.
+        left_out: Objects into which not to look.
     """
-    memo: dict[int, Any] = {**(known or {}), **{id(module): torch.nn.Module() for module in left_out}}
-    trainer = getattr(value, "_trainer", None)
-    if trainer is not None:
-        memo[id(trainer)] = None  # a fitted module points at its trainer, which is not part of it
-    for generator in _generators(value):
-        memo[id(generator)] = generator.clone_state()
-    if dtype is not None and isinstance(value, torch.nn.Module):
-        as_it_is = _FakeCopy(fake_mode, None, on_copy)
-        memo.update((id(tensor), as_it_is.fake(tensor)) for tensor in not_converted(value, dtype))
-    with _FakeCopy(fake_mode, dtype, on_copy):
-        clone = copied(value, memo)
-    if isinstance(clone, torch.nn.Module):
-        for child in clone.modules():
-            # `.to()`, `.half()` and `.cpu()` would swap real data pointers, which fakes don't have.
-            object.__setattr__(child, "_apply", _Unchanged(child))
-    return clone
+    modules = list(value.modules()) if isinstance(value, torch.nn.Module) else []
+    kept = not_converted(value, dtype) if dtype is not None and modules else []
+    as_they_are = {id(tensor) for tensor in kept}
+    for tensor in tensors_in(value, left_out):
+        if not isinstance(tensor, FakeTensor) and not is_lazy(tensor):
+            converted = dtype if id(tensor) not in as_they_are and tensor.is_floating_point() else None
+            _turn(tensor, fake_mode, converted or tensor.dtype, note)
+    for child in modules:
+        # `.to()`, `.half()` and `.cpu()` would swap real data pointers, which fakes don't have.
+        object.__setattr__(child, "_apply", _Unchanged(child))
 
 
-def _generators(value: Any) -> Iterator[torch.Generator]:
-    """Random generators among a module's attributes, whose state must not be copied as a fake."""
-    for child in value.modules() if isinstance(value, torch.nn.Module) else ():
-        yield from (leaf for leaf in tree_leaves(dict(vars(child))) if isinstance(leaf, torch.Generator))
+def _turn(tensor: torch.Tensor, fake_mode: FakeTensorMode, dtype: torch.dtype, note: Any) -> None:
+    with fake_mode, torch.no_grad():
+        if tensor.layout is torch.strided:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+        else:  # of its shape alone: see `must_be_strided`
+            fake = torch.empty(tensor.size(), dtype=dtype, device="cpu")
+    real = _exchange(tensor, fake)
+    _kept_real.append(real)  # memory of a device is not this process's to free
+    if not isinstance(tensor, torch.nn.Parameter):
+        note(real, tensor)
+
+
+def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Put another tensor into the place of one, hooks on its gradient included; return what was there."""
+    if isinstance(tensor, torch.nn.Parameter):
+        other = torch.nn.Parameter(other, requires_grad=tensor.requires_grad)
+    elif tensor.is_leaf:
+        other.requires_grad_(tensor.requires_grad)
+    on_gradient, accumulated = (list((hooks or {}).values()) for hooks in _hooks(tensor))
+    # As `torch.utils.swap_tensors`, which refuses where somebody has a weak reference.
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    torch._C._swap_tensor_impl(tensor, other)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # else registering adds to what nobody reads
+        setattr(tensor, name, None)
+    if tensor.requires_grad:
+        for hook in on_gradient:
+            tensor.register_hook(hook)
+        for hook in accumulated:
+            tensor.register_post_accumulate_grad_hook(hook)
+    return other
+
+
+def give_up_memory(value: Any) -> None:
+    """Let the tensors of an object have shapes and no memory, but for single numbers, which may count something.
+
+    There is no way back: this is for a process that is thrown away.
+    """
+    for tensor in tensors_in(value):
+        if tensor.numel() > 1 and tensor.layout is torch.strided and not is_lazy(tensor):
+            size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+            _exchange(tensor, torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+
+
+_kept_real: list[torch.Tensor] = []
 
 
 class _Unchanged:

@@ -27,18 +27,23 @@ _hooked, _is_deciding = False, False
 
 
 @contextmanager
-def files_read() -> Iterator[set[str]]:
+def files_read(here: bool = True) -> Iterator[set[str]]:
     """Collect the user's files that are opened to be read: by the parser or the user's code, or below this folder.
+
+    Processes that this one makes meanwhile (`profile.process`) bring home what they have read.
 
     What only native code opens isn't seen. Python's code counts by its modules, and what packages bring or keep in
     caches and hidden folders doesn't count at all.
+
+    Args:
+        here: Whether what this process reads counts as well. That can't be ended, and is for commands.
 
     Returns:
         A set that gets their paths: relative ones if they lie in the working directory.
     """
     global _hooked
-    if not _hooked:
-        sys.addaudithook(_note_opened)  # there is no way to take it off
+    if here and not _hooked:
+        sys.addaudithook(note_opened)  # there is no way to take it off
         _hooked = True
     folder, found = "", set[str]()
     with suppress(OSError):  # there may be no working directory
@@ -51,7 +56,8 @@ def files_read() -> Iterator[set[str]]:
         _reading[:] = [one for one in _reading if one is not entry]
 
 
-def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+def note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note what an audit event of Python says."""
     global _is_deciding
     if not _reading or event != "open" or _is_deciding:
         return
@@ -94,10 +100,15 @@ def _is_outside(frame: FrameType) -> bool:
     return frame.f_code.co_filename != __file__ and owner_of_frame(frame) != "standard"
 
 
-def note_read(names: Iterable[str]) -> None:
-    """Note files as read, by a step that was run before and is not run again."""
-    for _, found in _reading:
-        found.update(names)
+def read_so_far() -> list[set[str]]:
+    """What every open `files_read` has found."""
+    return [found for _, found in _reading]
+
+
+def take_read(found: list[set[str]]) -> None:
+    """Take over what another process has found for those that are open here."""
+    for (_, own), others in zip(_reading, found, strict=False):
+        own |= others
 
 
 # --- what files hold --------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Stable descriptions of modules, settings, batches and the processor, from which cache keys are made.
 
-`attached_datamodule` and `has_datamodule` find and pass on the data module that a training step may ask. Importing this
-module is cheap: a cached profile is found without torch and Lightning.
+Importing this module is cheap: a cached profile is found without torch and Lightning.
 """
 
 import hashlib
@@ -27,8 +26,6 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any
-
-from typing_extensions import override
 
 from lightning_memfit.profile.reads import (
     Names,
@@ -119,7 +116,7 @@ def describe_module(module: Any) -> object:
     description = _Description(values=False)
     parts = description.of(module, 0)
     found = parts, description.rest(), sorted(sources.values())
-    data = attached_datamodule(module)
+    data = getattr(getattr(module, "_trainer", None), "datamodule", None)
     asked = data is not None and "datamodule" in description.attributes
     return (*found, describe(type(data))) if asked else found
 
@@ -248,7 +245,7 @@ class _Description:
         return found, sorted(os.environ.items()) if self._reads_environment else None
 
     def _of_tensor(self, tensor: Any) -> object:
-        """All that a trace takes over of a tensor (`fake_clone`, `RealIntegers`), and whose storage it has."""
+        """All that a trace takes over of a tensor (`turn_fake`, `RealIntegers`), and whose storage it has."""
         if id(tensor) in self._seen:
             return "again", self._seen[id(tensor)]
         self._see(tensor)
@@ -515,34 +512,3 @@ def _file_hash(path: str) -> str:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
         return path
-
-
-# --- the data module that a step may ask through `self.trainer.datamodule` --------------------------------------------
-
-
-def attached_datamodule(module: Any) -> Any:
-    """The data module of the trainer that a module belongs to; None without either."""
-    return getattr(getattr(module, "_trainer", None), "datamodule", None)
-
-
-def has_datamodule(datamodule: Any) -> Any:
-    """A callback that lets a traced or measured module ask a data module, none of whose hooks is called.
-
-    The trainer has it only after Lightning would prepare and set it up, and no longer when it would tear it down.
-    """
-    import lightning.pytorch as pl
-
-    class HasDataModule(pl.Callback):
-        @override
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            trainer.datamodule = datamodule
-
-        @override
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.datamodule = None
-
-        @override
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            trainer.datamodule = None
-
-    return HasDataModule()

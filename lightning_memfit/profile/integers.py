@@ -21,9 +21,8 @@ from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
 from lightning_memfit.profile.culprit import RunningLoop, calling_line, is_read_by_user, running_while
-from lightning_memfit.profile.fake import fake_clone, must_be_strided
+from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
-from lightning_memfit.profile.watched import FakeDraws, TensorNumbers, WatchedFloat, WatchedInt, may_count
 
 aten = torch.ops.aten
 
@@ -95,6 +94,8 @@ class AssumedValues:
             return self.floating
         return self.boolean if dtype is torch.bool else self.integer
 
+    draw: float = 0.5
+    """What every single number is that `torch.rand` draws, from 0 to less than 1."""
     first_in_loops: bool | None = None
     """What booleans are in the first turns of a `while` loop, if something else."""
 
@@ -180,6 +181,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_NUMBER_TYPES = _INTEGER_TYPES - {torch.bool} | {torch.float32, torch.float64}
+
+
+def _may_count(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one number that nobody trains."""
+    is_number = tensor.layout is torch.strided and tensor.numel() == 1 and tensor.dtype in _NUMBER_TYPES
+    return is_number and not tensor.requires_grad
+
+
 class UnknownSizeError(RuntimeError):
     """The size of a tensor depends on values that a trace doesn't have."""
 
@@ -191,7 +201,7 @@ class EndlessError(RuntimeError):
 def counter_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy on the CPU of a tensor with one element, in which a module may count; None of any other."""
     # A module whose sizes are predicted in the middle of training is a fake clone itself.
-    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or not may_count(tensor):
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or not _may_count(tensor):
         return None
     with _disable_current_modes():
         return tensor.detach().cpu().clone()
@@ -229,10 +239,10 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         self.routings: list[str] = []
         """Assumed places of largest values that decided something, in words."""
         self._values: dict[int, _Known] = {}
-        self.counted = TensorNumbers(self.value_of)
         self._in_storage: dict[int, set[int]] = {}
         """Which of them lie in a storage."""
-        self.draws = FakeDraws()
+        self.draw_decided = False
+        """Whether something depended on a single number that was drawn."""
         self._drawn: dict[int, weakref.ref[torch.Tensor]] = {}
         """Fake tensors of numbers that were drawn from 0 to less than 1."""
 
@@ -262,24 +272,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             with _disable_current_modes():
                 self.attach(fake, value.to(fake.dtype))
 
-    def number_of(self, tensor: torch.Tensor) -> int | float | None:
-        """The value of a fake tensor with one element, if it is known and a number."""
-        value = self.value_of(tensor) if isinstance(tensor, FakeTensor) and may_count(tensor) else None
-        if value is None:
-            return None
-        with _disable_current_modes():
-            number: int | float = value.item()
-        return number
-
-    def set_number(self, tensor: torch.Tensor, number: WatchedInt | WatchedFloat) -> None:
-        """Let a fake tensor with one element have the value of a watched number."""
-        with _disable_current_modes():
-            value = torch.full(tuple(tensor.shape), number.plain(), dtype=tensor.dtype)
-        self.attach(tensor, value)
-        self.counted.watch(tensor, number)
-
     def _forget(self, key: int) -> None:
-        self.counted.forget(key)
         known = self._values.pop(key, None)
         if known is not None:
             keys = self._in_storage[known.storage]
@@ -327,26 +320,22 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         routings = basis - {_FINITE_FLOATS, _OF_BATCH, _DRAW}
         if routings and _OF_BATCH in basis:
             return False
-        self.draws.decided |= _DRAW in basis
+        self.draw_decided |= _DRAW in basis
         if _FINITE_FLOATS in basis:
             self.assumptions.append(_FINITE_FLOATS)
         self.routings += sorted(routings)
         return True
 
-    def fake_batch(self, batch: Any) -> Any:
-        """Turn a real batch (any object that can be copied) into fakes that keep their integers.
+    def remember_batch(self, real: torch.Tensor, fake: torch.Tensor) -> None:
+        """Remember the integers of a tensor of the batch.
 
         Raises:
-            NotImplementedError: If one of its tensors isn't strided.
+            NotImplementedError: If the tensor isn't strided.
         """
-
-        def remember(real: torch.Tensor, fake: torch.Tensor) -> None:
-            must_be_strided(real)
-            if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
-                with _disable_current_modes():
-                    self.attach(fake, real.detach().cpu().clone(), frozenset({_OF_BATCH}))  # the step may write to it
-
-        return fake_clone(batch, self.fake_mode, on_copy=remember)
+        must_be_strided(real)
+        if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
+            with _disable_current_modes():
+                self.attach(fake, real.detach().cpu().clone(), frozenset({_OF_BATCH}))  # the step may write to it
 
     def read(self, tensor: torch.Tensor) -> Any:
         """NumPy array of a fake tensor's values if they are known, otherwise of assumed ones."""
@@ -371,8 +360,6 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         if _is_plain(func) and not any(map(self._may_be_known, tensors)):
             return func(*args, **kwargs)
         real = self._real_result(func, args, kwargs, tensors)
-        number = self.counted.computed(func, args, kwargs) if self.counted else None
-        moved = self.counted.moved(func, args, kwargs) if self.counted else []
         basis = self._joined_basis(tensors) if func._overloadpacket not in _FILLED else frozenset()
         if real is None and func in _FINITE:
             real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
@@ -391,8 +378,6 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         result = func(*args, **kwargs)
         if real is not None:
             self._attach_all(result, real, basis)
-            if number is not None:
-                self.counted.watch(result, number)
         elif func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         elif func in _LARGEST:
@@ -400,7 +385,6 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         elif func in _DRAWN:
             key = id(result)
             self._drawn[key] = weakref.ref(result, lambda _: self._drawn.pop(key, None))
-        self.counted.note_moved(moved)
         return result
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -466,14 +450,11 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             if (is_false or is_true) and drawn.numel() <= self.max_elements:
                 return torch.full(tuple(drawn.shape), is_true), frozenset()
             if drawn.numel() == 1:
-                return func(torch.full(tuple(drawn.shape), self.draws.share), bound), frozenset({_DRAW})
+                return func(torch.full(tuple(drawn.shape), self.assumed.draw), bound), frozenset({_DRAW})
         return None, frozenset()
 
     def _item(self, func: Any, tensor: torch.Tensor) -> Any:
         value = self.value_of(tensor)
-        number = self.counted.of(tensor)
-        if number is not None:  # `int(counter)`: what becomes of it can't be followed
-            number.asked.in_arithmetic = True
         of_draw = _DRAW in self._basis_of(tensor) or self._is_drawn(tensor)
         if of_draw and running_while() is not None:  # it may go on until another number is drawn
             value, of_draw = None, False
@@ -486,8 +467,8 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
             if of_draw:
-                self.draws.decided = True
-                return self.draws.share
+                self.draw_decided = True
+                return self.assumed.draw
             answer = self._answer(tensor.dtype)
             self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}{calling_line()}")
             return answer

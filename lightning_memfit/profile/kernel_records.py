@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ import torch
 from lightning_memfit.memory.cache_files import checksum, default_cache_folder, is_own, tell_once
 from lightning_memfit.memory.float32_products import precisions_on_host
 from lightning_memfit.profile.fingerprint import describe_processor
+from lightning_memfit.profile.process import bring_home
 
 _FORMAT = 5
 """Number of the rules by which kernels are learned; with another one, everything is learned anew."""
@@ -57,6 +57,7 @@ class KernelRecords:
         """Pointwise operators and dtypes that take nothing, whatever the shapes."""
         self._known: dict[str, Kernel | None] = {}
         self._new: list[str] = []
+        self._learned: dict[str, Kernel | None] = {}
         self._folder: Path | None = None
 
     @classmethod
@@ -73,6 +74,19 @@ class KernelRecords:
         return list(cls._of.values())
 
     @classmethod
+    def learned(cls) -> dict[str, dict[str, Kernel | None]]:
+        """What this process has learned, by settings, for the one that made it."""
+        return {settings: records._learned for settings, records in cls._of.items()}
+
+    @classmethod
+    def take(cls, learned: dict[str, dict[str, Kernel | None]]) -> None:
+        """Take over what another process has learned."""
+        for settings, kernels in learned.items():
+            records = cls._of.setdefault(settings, cls(settings))
+            records._known.update(kernels)
+            records._learned.update(kernels)
+
+    @classmethod
     def forget(cls) -> None:
         """Forget everything that this process knows."""
         cls._of.clear()
@@ -85,7 +99,7 @@ class KernelRecords:
 
     def __setitem__(self, text: str, kernel: Kernel | None) -> None:
         key = _digest(text)
-        self._known[key] = kernel
+        self._known[key] = self._learned[key] = kernel
         if kernel is None or kernel.is_known:
             value = None if kernel is None else [kernel.peaks, kernel.extra, kernel.dtypes, kernel.orders]
             self._new.append(json.dumps([key, value, _seal(key, value)], separators=(",", ":")))
@@ -136,24 +150,11 @@ class KernelRecords:
             tell_once(path.parent, f"entries can't be written: {error}")
 
 
-_open_traces = 0
-
-
-@contextlib.contextmanager
-def keeping_learned() -> Iterator[None]:
-    """Write what is learned meanwhile to disk at the end: at the end of the outermost one, where traces are nested."""
-    global _open_traces
-    _open_traces += 1
-    try:
-        yield
-    finally:
-        _open_traces -= 1
-        if not _open_traces:
-            keep_learned()
+bring_home(KernelRecords.learned, KernelRecords.take)
 
 
 def keep_learned() -> None:
-    """Write what was learned to disk. It must be called outside traces, within which nothing is written."""
+    """Write what was learned to disk."""
     for records in KernelRecords.all():
         records.write()
 

@@ -321,7 +321,6 @@ def readable_fakes(integers: RealIntegers) -> Iterator[None]:
         return format(self.detach().item() if known else repr(self), spec)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(FakeTensor, "item", lambda tensor: integers.counted.item(tensor)))
         stack.enter_context(replaced(FakeTensor, "__format__", formatted))
         stack.enter_context(replaced(FakeTensor, "numpy", numpy))
 

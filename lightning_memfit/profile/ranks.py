@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import override
 
 from lightning_memfit.profile.data_parallel import traced_data_parallel
@@ -20,10 +19,6 @@ from lightning_memfit.profile.upstream.distributed import fake_process_group
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
-
-
-class RunningGroupError(RuntimeError):
-    """The process belongs to a process group, beside which there can be no other."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +69,10 @@ class Ranks:
 def own_rank(module: Any) -> Ranks | None:
     """The one rank of a run under DDP on one device, whose buckets take memory as on several; else None.
 
-    None also where the process belongs to a process group already, beside which there can be no other.
-
     Args:
         module: A LightningModule, perhaps attached to a Trainer.
     """
-    if torch.distributed.is_initialized() or not is_alone_under_ddp(module):
+    if not is_alone_under_ddp(module):
         return None
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -150,20 +143,10 @@ def _environment(ranks: Ranks, per_machine: int) -> Any:
 
 @contextmanager
 def process_group_of(ranks: Ranks | None) -> Iterator[None]:
-    """Be a rank of a run: its process group exists here, and is gone afterwards. None is for a run of one process.
-
-    Raises:
-        RunningGroupError: If this process belongs to a process group already.
-    """
+    """Be a rank of a run: its process group exists here, and is gone afterwards. None is for a run of one process."""
     if ranks is None:
         yield
         return
-    if torch.distributed.is_initialized():
-        raise RunningGroupError(
-            "the step of a run on several devices can't be traced in a process that belongs to a process group "
-            f"(backend {torch.distributed.get_backend()}), as there can only be one. Trace it before training starts, "
-            "or in a process of its own"
-        )
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     before: int = rank_zero_only.rank  # type: ignore[attr-defined]

@@ -296,12 +296,16 @@ class FoldPlan:
         return tuple(module.get_submodule(path) for path in self.left_out)
 
     def apply(self, module: torch.nn.Module) -> Fold:
-        """Remove the blocks to leave out, in place.
+        """Remove the blocks to leave out, and leave nothing of them that could be called; in place.
 
         Args:
-            module: Fake clone; never a user's module.
+            module: One that is thrown away.
         """
         kept = tuple(module.get_submodule(path) for path in self.kept)
+        for block in self.modules_left_out(module):
+            for child in list(block.modules()):
+                vars(child).clear()
+                torch.nn.Module.__init__(child)
         if self.left_out:
             container = module.get_submodule(self.container)
             container._modules.clear()

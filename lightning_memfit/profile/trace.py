@@ -1,7 +1,8 @@
-"""Trace one steady optimizer step of a module on fake tensors: without a GPU, without the memory, on a copy.
+"""Trace one steady optimizer step of a module on fake tensors: without a GPU, without the memory, in another process.
 
-`trace_step` is the entry. A step may read values that only real data has: `over_assumptions` then traces with several
-assumed values, and raises a `TraceError` if memory depends on them.
+`trace_step` is the entry; each of its attempts runs in a process of its own (`profile.process`). A step may read values
+that only real data has: `over_assumptions` then traces with several assumed values, and raises a `TraceError` if memory
+depends on them.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +24,7 @@ from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.conversion import default_dtype, parameter_table
 from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.memory.parameters import ParameterInfo
-from lightning_memfit.profile.budget import Budget, LimitReached, TraceLimits
-from lightning_memfit.profile.copying import UncopiedError
-from lightning_memfit.profile.course import Course
+from lightning_memfit.profile.course import Course, LimitReached, TraceLimits
 from lightning_memfit.profile.culprit import Culprit, runs_steps
 from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import (
@@ -38,13 +37,12 @@ from lightning_memfit.profile.events import (
 )
 from lightning_memfit.profile.fake import (
     copyable_fakes,
-    fake_clone,
     fake_pretrained_weights,
     initialized_at_once,
     transformers_not_tracing,
+    turn_fake,
 )
 from lightning_memfit.profile.fake_mode import TracingFakeMode
-from lightning_memfit.profile.hooks import StartHooks, with_start_hooks
 from lightning_memfit.profile.integers import (
     ROUTINGS,
     AssumedValues,
@@ -53,8 +51,7 @@ from lightning_memfit.profile.integers import (
     Routing,
     UnknownSizeError,
 )
-from lightning_memfit.profile.kernel_records import keeping_learned
-from lightning_memfit.profile.libraries import kept_libraries
+from lightning_memfit.profile.kernel_records import keep_learned
 from lightning_memfit.profile.patches import (
     FakeKernels,
     OneDnnWorkspaces,
@@ -64,22 +61,23 @@ from lightning_memfit.profile.patches import (
     readable_fakes,
     refuse_fused_recurrence,
 )
-from lightning_memfit.profile.quiet import collector_paused, loggers_at
-from lightning_memfit.profile.ranks import Ranks, RunningGroupError, process_group_of
+from lightning_memfit.profile.process import LostError, NoProcessError, RefusedError, Worker, run
+from lightning_memfit.profile.quiet import loggers_at
+from lightning_memfit.profile.ranks import Ranks, process_group_of
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.repeat import Fold, fold_blocks, fold_groups, plan_fold, unroll
-from lightning_memfit.profile.seal import RefusedError
 from lightning_memfit.profile.step import (
     AUTOCAST_DTYPES,
     TRUE_DTYPES,
     OptimizerFactory,
+    StartError,
     StepOptions,
-    copied_others,
+    Workload,
+    run_step,
 )
-from lightning_memfit.profile.threads import one_at_a_time
-from lightning_memfit.profile.trial import run_copy, trial
-from lightning_memfit.profile.watched import TensorAccess
+
+T = TypeVar("T")
 
 # --- values that only real data has -----------------------------------------------------------------------------------
 
@@ -109,6 +107,9 @@ _TOLERANCE = 0.005
 _WORKING = [CATEGORIES.index(Category.ACTIVATION), CATEGORIES.index(Category.TEMPORARY)]
 
 
+TraceErrorCause = Literal["", "unknown", "endless", "limit", "start"]
+
+
 class TraceError(RuntimeError):
     """The module's training step can't be traced; the message says what stopped it and what to do instead.
 
@@ -117,6 +118,8 @@ class TraceError(RuntimeError):
         assumptions: Values that were assumed up to then.
         took_distinct: Whether unknown elements were taken to differ up to then.
         in_build: Whether the module's `configure_model` raised it by itself, as it would in training.
+        cause: What stopped it: a value that can't be assumed, a loop that goes on for ever, a limit of the trace, or
+            the module's own hooks at the start of training.
     """
 
     def __init__(
@@ -125,25 +128,86 @@ class TraceError(RuntimeError):
         assumptions: tuple[str, ...] = (),
         took_distinct: bool = False,
         in_build: bool = False,
+        cause: TraceErrorCause = "",
     ) -> None:
         super().__init__(message)
         self.assumptions = assumptions
         self.took_distinct = took_distinct
         self.in_build = in_build
+        self.cause = cause
 
 
-def not_known(module: torch.nn.Module, limit: LimitReached, way_out: str) -> TraceError:
+def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out: str) -> T:
+    """Run a function on a workload in a process that is thrown away; what is learned there of kernels is kept.
+
+    Args:
+        workload: What is trained.
+        function: What to run, with the workload or a part of it.
+        doing: What it does, for messages: `traced` or `measured`.
+        way_out: What to do instead of giving more room where it takes too long.
+
+    Raises:
+        TraceError: If its process ended without an answer, or came to its limits.
+        Exception: What the function raised.
+    """
+    try:
+        return run(partial(_with_gradients, function), workload.limits.seconds)
+    except LimitReached as limit:
+        raise not_known(workload.name, limit, way_out) from None
+    except LostError as error:
+        if "after" in str(error):
+            raise not_known(workload.name, error, way_out) from error
+        raise TraceError(f"The training step of {workload.name} can't be {doing}: {error}.") from error
+
+
+def somewhere(task: Callable[[], T], shared: tuple[object, ...], name: str) -> T:
+    """Run a task that makes processes of its own: here, or where this process can't be forked in a new one.
+
+    Args:
+        task: A `functools.partial` of what a module of Python holds.
+        shared: The objects that it holds.
+        name: Class of the module that is trained, for messages.
+
+    Raises:
+        TraceError: If there can be no process that runs it.
+        Exception: What the task raised.
+    """
+    try:
+        try:
+            return task()
+        except NoProcessError:
+            worker = Worker(*shared)
+        try:
+            return worker.run(task)
+        finally:
+            worker.close()
+    except (LostError, NoProcessError) as error:
+        raise TraceError(
+            f"The training step of {name} can't be run here: {error}. Use `memfit estimate`, or do so before the first "
+            "backward pass of the process.",
+            cause="limit",
+        ) from error
+
+
+def _with_gradients(function: Callable[[], T]) -> T:
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            return function()
+    finally:
+        keep_learned()
+
+
+def not_known(name: str, limit: BaseException, way_out: str) -> TraceError:
     """The error for a run that came to one of its limits.
 
     Args:
-        module: The module that was run.
+        name: Class of the module that was run.
         limit: Which limit that was.
         way_out: What to do instead of giving more room, to end the message.
     """
-    name = type(module).__name__
     return TraceError(
-        f"The training step of {name} was not known after {limit}. Give more room with `limits` "
-        f"(`TraceLimits`){way_out}"
+        f"The training step of {name} was not known: {limit}. Give more room with `limits` (`TraceLimits`){way_out}",
+        cause="limit",
     )
 
 
@@ -168,12 +232,12 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
             try:
                 result = trace(replace(assumed, loop_turns=turns))
             except TraceError as error:
-                if turns is not None or not isinstance(error.__cause__, EndlessError):
+                if turns is not None or error.cause != "endless":
                     raise
                 turns = _LOOP_TURNS  # instead of for ever
                 result = trace(replace(assumed, loop_turns=turns))
         except TraceError as error:
-            if isinstance(error.__cause__, (*UNKNOWN_VALUES, EndlessError)) or not error.assumptions:
+            if error.cause or not error.assumptions:
                 raise
             failure = failure or error
             continue
@@ -189,6 +253,20 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
         assert failure is not None
         raise failure
     return max(found, key=lambda result: int(result.events.live_bytes().max()))
+
+
+def over_draws(found: "Trace", trace: Callable[[AssumedValues], "Trace"]) -> "Trace":
+    """The trace itself; if single numbers that torch draws decide something, the worst of several draws.
+
+    Args:
+        found: The trace with the usual draw.
+        trace: Traces the step with given values.
+    """
+    if not found.draws:
+        return found
+    others = [trace(replace(found.assumed, draw=draw)) for draw in (0.0, 1 - 2**-24)]  # the highest that float32 has
+    worst = max((found, *others), key=lambda one: int(one.events.live_bytes().max()))
+    return replace(worst, remarks=(*worst.remarks, "the step draws random numbers: the figures are those of the worst"))
 
 
 def over_routings(name: str, even: "Trace", trace: Callable[[AssumedValues], "Trace"]) -> "Trace":
@@ -215,7 +293,7 @@ def over_routings(name: str, even: "Trace", trace: Callable[[AssumedValues], "Tr
         try:
             uneven[routing] = trace(replace(even.assumed, routing=routing))
         except TraceError as error:
-            if isinstance(error.__cause__, UNKNOWN_VALUES):
+            if error.cause in ("unknown", "limit"):
                 raise
     if {"first", "last"} <= uneven.keys() and not _take_alike(uneven["first"].events, uneven["last"].events):
         raise TraceError(
@@ -319,6 +397,8 @@ class Trace:
     """Class names of the optimizers."""
     host: MemoryBreakdown = field(default_factory=MemoryBreakdown)
     """Host memory that the run keeps."""
+    draws: bool = False
+    """Whether the step depends on numbers that torch draws."""
     batches: int = 0
     """Batches that were traced."""
     growth: Growth | None = None
@@ -368,83 +448,89 @@ def trace_step(
         TraceError: If the step can't be traced, or not within the limits.
         CallbackError: If one of the callbacks that are no technique can't run.
     """
-    emulation, limits = emulation or Emulation(), limits or TraceLimits()
+    workload = Workload(module, batch, options, callbacks, make_optimizer, limits or TraceLimits(), ranks)
+    request = _Request(workload, emulation or Emulation(), find_groups)
 
-    def trace(shorten: bool) -> Trace:
-        def over_values(start_hooks: StartHooks) -> Trace:
-            def once(assumed: AssumedValues) -> Trace:
-                def assuming(assumed: AssumedValues) -> Trace:
-                    settings = (options, emulation, callbacks, make_optimizer, shorten, assumed, start_hooks)
-                    return _trace(module, batch, *settings, find_groups, limits, ranks)
+    def trace(request: _Request) -> Trace:
+        def once(assumed: AssumedValues) -> Trace:
+            try:
+                return _attempt(replace(request, assumed=assumed))
+            except TraceError as error:
+                if not error.took_distinct:
+                    raise
+                # as metrics refuse more values than classes
+                return _attempt(replace(request, assumed=replace(assumed, all_distinct=False)))
 
-                try:
-                    return assuming(assumed)
-                except TraceError as error:
-                    if not error.took_distinct:
-                        raise
-                    return assuming(replace(assumed, all_distinct=False))  # as metrics refuse more values than classes
+        found = over_draws(over_assumptions(workload.name, once, check_assumptions), once)
+        return over_routings(workload.name, found, once) if check_assumptions else found
 
-            name = type(module).__name__
-            found = over_assumptions(name, once, check_assumptions)
-            return over_routings(name, found, once) if check_assumptions else found
+    def over_hooks(request: _Request) -> Trace:
+        try:
+            return trace(request)
+        except TraceError as error:
+            if error.cause != "start":
+                raise
+            # They may write files, or ask for what only training has, and need not act in the steps.
+            without = replace(request, workload=replace(request.workload, start_hooks=False))
+            try:
+                return trace(without)
+            except TraceError:
+                raise error from None
 
-        return over_values("all") if make_optimizer else with_start_hooks(module, over_values)
+    if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
+        # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
+        try:
+            return over_hooks(request)
+        except AlignmentError:
+            pass
+        except TraceError as error:
+            if error.cause == "limit":
+                raise
+    return over_hooks(replace(request, shorten=False))
 
-    try:
-        with one_at_a_time(), keeping_learned():
-            if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
-                # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
-                with contextlib.suppress(AlignmentError, TraceError):
-                    return trace(True)
-            return trace(False)
-    except LimitReached as limit:  # passes by every attempt to try again
-        raise not_known(module, limit, " if the step is only long. " + WAY_OUT) from None
+
+@dataclass(frozen=True)
+class _Request:
+    """A trace to make."""
+
+    workload: Workload
+    emulation: Emulation
+    find_groups: GroupFinder | None
+    shorten: bool = True
+    assumed: AssumedValues = field(default_factory=AssumedValues)
+
+
+def _attempt(request: _Request) -> Trace:
+    return isolated(request.workload, partial(_trace, request), "traced", " if the step is only long. " + WAY_OUT)
 
 
 @runs_steps
-def _trace(
-    module: torch.nn.Module,
-    batch: Any,
-    options: StepOptions,
-    emulation: Emulation,
-    callbacks: tuple[Any, ...],
-    make_optimizer: OptimizerFactory | None,
-    shorten: bool,
-    assumed: AssumedValues,
-    start_hooks: StartHooks,
-    find_groups: GroupFinder | None,
-    limits: TraceLimits,
-    ranks: Ranks | None,
-) -> Trace:
+def _trace(request: _Request) -> Trace:
+    """Trace a module itself, whose tensors become fakes: this is for a process that is thrown away."""
+    workload, emulation, find_groups = request.workload, request.emulation, request.find_groups
+    module, options, ranks = workload.module, workload.options, workload.ranks
     fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
-    integers, budget = RealIntegers(fake_mode, assumed), Budget(limits)
+    integers = RealIntegers(fake_mode, request.assumed)
     # A ledger of a run around this one, as where a plan is made within a measured step, must not count the fakes.
-    with (
-        _disable_current_modes(),
-        collector_paused(),
-        _explained(module, integers),
-        kept_libraries(fake_mode),
-        trial(module, *callbacks) as outside,
-        process_group_of(ranks),
-        budget.enforced(),
-    ):
+    with _disable_current_modes(), _explained(workload.name, integers), process_group_of(ranks):
         true_dtype = TRUE_DTYPES.get(options.precision)
-        builds_itself = make_optimizer is None and _builds_itself(module)
-        # Copying takes time for every module: where the blocks to leave out are known before, they aren't copied.
-        plan = None if builds_itself or find_groups else plan_fold(module, shorten)
-        left_out = plan.modules_left_out(module) if plan else ()
-        clone = fake_clone(module, fake_mode, true_dtype, integers.remember_counter, left_out)
-        techniques, others = copied_others(callbacks, module, clone, partial(fake_clone, fake_mode=fake_mode))
+        builds_itself = workload.make_optimizer is None and _builds_itself(module)
+        table = parameter_table(module, true_dtype)
+        plan = None if builds_itself or find_groups else plan_fold(module, request.shorten)
+        left_out = [*(plan.modules_left_out(module) if plan else ()), getattr(module, "_trainer", None)]
+        turn_fake(workload.batch, fake_mode, integers.remember_batch)
+        turn_fake(module, fake_mode, integers.remember_counter, true_dtype, left_out)
+        turn_fake(workload.callbacks, fake_mode, integers.remember_counter, None, left_out)
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
             if builds_itself:
                 with default_dtype(true_dtype), _building(module):
-                    clone.configure_model()  # type: ignore[operator]
-            table = parameter_table(clone) if builds_itself else parameter_table(module, true_dtype)
+                    module.configure_model()  # type: ignore[operator]
+                table = parameter_table(module)
             if find_groups is not None:
-                fold = fold_groups(clone, find_groups(clone), shorten)
+                fold = fold_groups(module, find_groups(module), request.shorten)
             else:
-                fold = plan.apply(clone) if plan else fold_blocks(clone, shorten)
+                fold = plan.apply(module) if plan else fold_blocks(module, request.shorten)
             cuda = DeviceKind.of(emulation.device).emulated_dispatch
             recorder = EventRecorder(
                 fold.blocks,
@@ -452,10 +538,7 @@ def _trace(
                 python_kernels=not cuda,
                 wrappers=_wrappers() if ranks else (),
             )
-            own_batch = integers.fake_batch(batch)
-            numbers = TensorAccess(integers.number_of, integers.set_number, integers.draws)
-            settings = (options, techniques, others, make_optimizer, start_hooks, budget, outside)
-            course = run_copy(module, clone, recorder, own_batch, *settings, numbers, ranks)
+            course = run_step(recorder, workload)
     ran = _what_ran(recorder, course, integers, dispatch, fold, table)
     if ranks is not None:
         ran = _once_divided(ran, builds_itself)
@@ -490,6 +573,7 @@ def _what_ran(
         operators=recorder.operators()[0],
         traffic=recorder.traffic()[0],
         host=recorder.host_memory(fold.num_blocks),
+        draws=integers.draw_decided,
         batches=course.batches,
         growth=course.growth,
         remarks=(*course.remarks, *recorder.remarks(), *list(dict.fromkeys(integers.conditions))[:_MOST_CONDITIONS]),
@@ -514,7 +598,7 @@ def _with_every_block(ran: Trace, fold: Fold, recorder: EventRecorder, course: C
         return ran
     if recorder.gathered_bytes > _NEGLIGIBLE_BYTES:
         raise AlignmentError("a tensor is joined from those of several blocks, so that it grows with their number")
-    if course.draws:
+    if course.draws or ran.draws:
         raise AlignmentError("the step draws random numbers, by which it may leave blocks out")
     if course.callback_bytes > _NEGLIGIBLE_BYTES:
         raise AlignmentError("a callback makes tensors, perhaps for every block")
@@ -544,28 +628,32 @@ def _wrappers() -> tuple[type, ...]:
     return (DTensor,)
 
 
-def built_shape(module: torch.nn.Module) -> torch.nn.Module:
-    """A LightningModule as it is once it has built itself (`configure_model`), in a copy that takes no memory.
+def of_built(module: torch.nn.Module, read: Callable[[torch.nn.Module], T]) -> T:
+    """Read something of a LightningModule as it is once it has built itself (`configure_model`), on fakes elsewhere.
 
     Values that it reads of weights meanwhile are assumed, as in a trace.
 
-    Returns:
-        A copy on fake tensors, or the module itself if it has no `configure_model` of its own.
+    Args:
+        module: The module; one without a `configure_model` of its own is read as it is.
+        read: Gets the module.
 
     Raises:
         TraceError: If it can't be built so.
     """
     if not _builds_itself(module):
-        return module
+        return read(module)
+    return isolated(Workload(module, None), partial(_build_and_read, module, read), "built", ".")
+
+
+def _build_and_read(module: torch.nn.Module, read: Callable[[torch.nn.Module], T]) -> T:
     fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode)
-    with one_at_a_time(), _disable_current_modes(), _explained(module, integers), trial(module):
-        clone = fake_clone(module, fake_mode, None, integers.remember_counter)
-        with contextlib.ExitStack() as stack:
-            _enter_modes(stack, fake_mode, integers, Emulation(CPU), StepOptions())
-            with _building(module):
-                clone.configure_model()  # type: ignore[operator]
-    return clone
+    with _disable_current_modes(), _explained(type(module).__name__, integers), contextlib.ExitStack() as stack:
+        turn_fake(module, fake_mode, integers.remember_counter, left_out=[getattr(module, "_trainer", None)])
+        _enter_modes(stack, fake_mode, integers, Emulation(CPU), StepOptions())
+        with _building(module):
+            module.configure_model()  # type: ignore[operator]
+        return read(module)
 
 
 def _builds_itself(module: torch.nn.Module) -> bool:
@@ -607,9 +695,13 @@ def _enter_modes(
 
 
 @contextlib.contextmanager
-def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None]:
-    """Turn an error that stops a trace into a `TraceError` that says what to do."""
-    name = type(module).__name__
+def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
+    """Turn an error that stops a trace into a `TraceError` that says what to do.
+
+    Args:
+        name: Class of the module.
+        integers: What was assumed.
+    """
     try:
         with loggers_at(logging.CRITICAL, FakeTensorMode.__module__):  # it logs what it then raises
             yield
@@ -622,15 +714,20 @@ def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None
             f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}"
             f"{_at(Culprit.of(error))}. {WAY_OUT}",
             took_distinct=integers.took_distinct,
+            cause="unknown",
         ) from error
     except UnknownKernelError as error:
         raise TraceError(f"The training step of {name} can't be traced for CUDA: {error}.") from error
-    except (UncopiedError, UnreadableError, RunningGroupError) as error:
+    except UnreadableError as error:
         raise TraceError(f"The training step of {name} can't be traced: {error}{_at(Culprit.of(error))}.") from error
     except EndlessError as error:
         message = f"The training step of {name} can't be traced: {error}. {WAY_OUT}"
-        raise TraceError(message, tuple(dict.fromkeys(integers.assumptions)), integers.took_distinct) from error
+        assumptions = tuple(dict.fromkeys(integers.assumptions))
+        raise TraceError(message, assumptions, integers.took_distinct, cause="endless") from error
     except Exception as error:
+        cause: TraceErrorCause = ""
+        if isinstance(error, StartError):
+            cause, error = "start", error.__cause__ or error  # type: ignore[assignment]
         assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.routings)))
         culprit = Culprit.of(error)
         if integers.gave_addresses and isinstance(error, (TypeError, ctypes.ArgumentError)):
@@ -642,7 +739,7 @@ def _explained(module: torch.nn.Module, integers: RealIntegers) -> Iterator[None
         else:
             after = f" (after {'; '.join(assumptions)})" if assumptions else ""
             message = f"The training step of {name} can't be traced: {told}{after}. {_PERHAPS}"
-        raise TraceError(message, assumptions, integers.took_distinct) from error
+        raise TraceError(message, assumptions, integers.took_distinct, cause=cause) from error
 
 
 @contextlib.contextmanager

@@ -1,15 +1,15 @@
 """The parameters of a module before it is built, which must be known before weights go to disk one by one."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.parameters import ParameterInfo
-from lightning_memfit.profile.fake import fake_clone, fake_pretrained_weights
+from lightning_memfit.profile.fake import fake_pretrained_weights
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,17 @@ class ModelShape:
 
     @classmethod
     def of(cls, module: LightningModule) -> "ModelShape":
-        """Build a copy on fake tensors, which have shapes and no memory. The module and random state stay unchanged.
+        """Build a copy on the meta device, without memory. The module and random state stay unchanged.
 
         What callbacks add to `configure_model` is left out, because adapters are small.
 
         Raises:
             MisconfigurationException: If the module can't be built this way.
         """
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        random_state = torch.get_rng_state()
+        random_state, trainer = torch.get_rng_state(), getattr(module, "_trainer", None)
         try:
-            clone = fake_clone(module, fake_mode)
-            with fake_mode, fake_pretrained_weights():
+            clone = copy.deepcopy(module, {} if trainer is None else {id(trainer): None})
+            with torch.device("meta"), fake_pretrained_weights():
                 type(clone).configure_model(clone)
         except Exception as error:
             raise MisconfigurationException(

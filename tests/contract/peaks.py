@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_memfit.estimate.estimate import predict_peak_bytes
-from lightning_memfit.profile.budget import TraceLimits
 from lightning_memfit.profile.build import measure_step, profile_module
+from lightning_memfit.profile.course import TraceLimits
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
 from tests.contract.runs import LanguageModel

@@ -29,7 +29,7 @@ from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
 from lightning_memfit.adapters.lora import add_product, frozen_layers
 from lightning_memfit.adapters.quantized import Codes
 from lightning_memfit.memory.conversion import parameter_table
-from lightning_memfit.profile.fake import fake_clone
+from lightning_memfit.profile.fake import turn_fake
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.lora import Lora
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
@@ -384,7 +384,8 @@ def test_a_trace_of_a_module_with_adapters_keeps_them_in_float32():
     module = net().bfloat16()
     lora.inject(module, [module.head], rank=4, alpha=8.0, dropout=0.0)
     sizes = {info.name: info.itemsize for info in parameter_table(module.to(torch.bfloat16), torch.bfloat16)}
-    clone = fake_clone(module, FakeTensorMode(), torch.bfloat16)
+    clone = copy.deepcopy(module)
+    turn_fake(clone, FakeTensorMode(), dtype=torch.bfloat16)
     for name, parameter in clone.named_parameters():
         assert parameter.dtype is (torch.float32 if "lora_" in name else torch.bfloat16)
         assert sizes[name] == parameter.element_size()

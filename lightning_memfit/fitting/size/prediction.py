@@ -5,18 +5,17 @@ that of the run as it is configured.
 """
 
 import copy
-import gc
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
@@ -30,9 +29,9 @@ from lightning_memfit.memory.attach import exchange_tensors, hide_idle_hooks
 from lightning_memfit.memory.kind import CPU, CUDA, compute_capability
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.copying import copied
 from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, fit_slopes
-from lightning_memfit.profile.fake import fake_clone, must_be_strided, tensors_in
+from lightning_memfit.profile.fake import give_up_memory, tensors_in
+from lightning_memfit.profile.process import LostError, NoProcessError, Worker
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
@@ -53,7 +52,7 @@ def profile_fit(
     """Profile the training step that a Trainer is about to run.
 
     Call it in a callback's `setup`, when the model is not configured yet. Techniques that are already
-    applied are removed during the trace, because a copy of a module with wrapped methods would call the original.
+    applied are removed during the trace, which applies them itself.
 
     Args:
         trainer: The Trainer that is about to fit.
@@ -76,7 +75,7 @@ def profile_fit(
     with ExitStack() as stack:
         for technique in reversed(techniques):  # left, and applied again, in their own order
             stack.enter_context(technique.taken_off(trainer, module))
-        return _profile(
+        return profile_module(
             module,
             batch,
             options,
@@ -120,15 +119,15 @@ class SizePrediction:
     branches on shapes are not affine. So the size that it names is traced as well, and where the two disagree, further
     sizes are, until the largest that fits is bracketed. A trace takes time, but no memory of the device.
 
-    It keeps a fake clone of the module as it was before anything was configured, so that traces can be made in the
-    middle of training, for batches of new shapes.
+    A process keeps the module as it was before anything was configured, without its memory, so that traces can be made
+    in the middle of training, for batches of new shapes.
 
     Args:
         trainer: The Trainer that is about to fit.
         module: Its module, in a callback's `setup`.
 
     Raises:
-        Exception: If the module can't be copied.
+        NoProcessError: If this process can't be copied.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -284,22 +283,22 @@ def _end_of_step(events: EventList) -> int:
 
 
 class _StepTracer:
-    """Traces steps of a module as it was before it was configured, at any time of the run.
+    """Traces steps of a module as it was before it was configured, at any time of the run, in a process of their own.
 
-    Batches are given as training has them on the device, so the clone's transfer hooks do nothing.
+    Batches are given as training has them on the device, so the transfer hooks do nothing there.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        techniques = tuple(c for c in trainer.callbacks if isinstance(c, TechniqueCallback))  # type: ignore[attr-defined]
-        with ExitStack() as stack:
-            for technique in reversed(techniques):
-                stack.enter_context(technique.taken_off(trainer, module))
-            self._techniques = copied(techniques)
-            self._clone = fake_clone(module, FakeTensorMode(allow_non_fake_inputs=True), on_copy=must_be_strided)
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-            object.__setattr__(self._clone, name, _unchanged)
-        self._trainer = trainer
+        self._module = module
+        self._techniques = tuple(c for c in trainer.callbacks if isinstance(c, TechniqueCallback))  # type: ignore[attr-defined]
+        self._accumulate = trainer.accumulate_grad_batches
+        self._settings = trainer.precision, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._emulation = emulation_of(trainer)
+        with ExitStack() as stack:
+            for technique in reversed(self._techniques):
+                stack.enter_context(technique.taken_off(trainer, module))
+            self._worker = Worker(module, self._techniques)
+        self._worker.run(partial(_prepare, module))
 
     def trace(self, take: Callable[[int], Any], size: int, is_whole: bool) -> ModelProfile:
         """Trace a step whose micro-batches are all alike.
@@ -312,41 +311,22 @@ class _StepTracer:
         Raises:
             NoPrediction: If the step can't be traced.
         """
-        trainer = self._trainer
-        options = StepOptions(
-            trainer.precision,  # type: ignore[arg-type]
-            trainer.accumulate_grad_batches if is_whole else max(2, trainer.accumulate_grad_batches),
-            trainer.gradient_clip_val,
-            trainer.gradient_clip_algorithm,
-        )
-        object.__setattr__(self._clone, "_trainer", trainer)
+        precision, *clipping = self._settings
+        accumulate = self._accumulate if is_whole else max(2, self._accumulate)
+        options = StepOptions(precision, accumulate, *clipping)  # type: ignore[arg-type]
+        with _disable_current_modes():
+            batch = take(size)
+        what = (self._module, batch, options, self._emulation, self._techniques)
         try:
-            with _disable_current_modes(), torch.enable_grad():
-                return _profile(
-                    self._clone,
-                    take(size),
-                    options,
-                    self._emulation,
-                    self._techniques,
-                    any_micro_batch=False,
-                    cache=ProfileCache(),
-                )
-        except (TraceError, ValueError) as error:
+            return self._worker.run(partial(profile_module, *what, any_micro_batch=False, cache=ProfileCache()))
+        except (TraceError, ValueError, LostError, NoProcessError) as error:
             raise NoPrediction(str(error)) from error
-        finally:
-            object.__setattr__(self._clone, "_trainer", None)
 
 
-def _profile(*args: Any, **kwargs: Any) -> ModelProfile:
-    """`profile_module`, without what it leaves to Python's collector: copies of the batch and of optimizer states.
-
-    The Trainer of a trace, its loops and its callbacks refer to one another. Until a collection comes their tensors
-    would fill the memory that is being measured or searched. As the collector was paused, they are all young.
-    """
-    try:
-        return profile_module(*args, **kwargs)
-    finally:
-        gc.collect(1)
+def _prepare(module: LightningModule) -> None:
+    give_up_memory(module)
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        object.__setattr__(module, name, _unchanged)
 
 
 def _on_host(batch: Any) -> Any:
@@ -361,11 +341,11 @@ def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:
 
 
 def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction | None:
-    """Prepare to predict the peak at any micro-batch size; if the module can't be copied, say why and return None."""
+    """Prepare to predict the peak at any micro-batch size; where there can be no traces, say why and return None."""
     try:
         return SizePrediction(trainer, module)
-    except Exception as error:  # a module may hold anything, and copying it call anything
-        rank_zero_info(f"MicroBatching: sizes are drawn from trial steps, for the module can't be copied: {error}")
+    except (LostError, NoProcessError) as error:
+        rank_zero_warn(f"MicroBatching: sizes are drawn from trial steps, for no step can be traced here: {error}.")
         return None
 
 
@@ -402,7 +382,7 @@ class MemoryPrediction(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Predict with a fake clone of the module."""
+        """Predict in another process."""
         self._no_build = ""
         if stage != "fit" or _others_predict(trainer):
             return
@@ -433,9 +413,9 @@ class MemoryPrediction(Callback):
     def _wait_for_batch(self, trainer: Trainer, module: LightningModule, reason: ValueError) -> None:
         try:
             tracer = _StepTracer(trainer, module)
-        except Exception as error:  # a module may hold anything, and copying it call anything
+        except (LostError, NoProcessError) as error:
             rank_zero_warn(
-                f"MemoryPrediction: no prediction for this run. {reason} The module can't be copied: {error}"
+                f"MemoryPrediction: no prediction for this run. {reason} No step can be traced here: {error}"
             )
             return
         rank_zero_warn(f"MemoryPrediction: the prediction comes with the first batch of training. {reason}")

@@ -1,5 +1,6 @@
 """What the key of a cached profile depends on: all that decides the trace, and nothing else."""
 
+import copy
 import functools
 import importlib.util
 import os
@@ -9,6 +10,7 @@ import textwrap
 import threading
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -17,12 +19,13 @@ import pytest
 import torch
 
 from lightning_memfit.profile import cache as cache_module
-from lightning_memfit.profile import fingerprint, settings
+from lightning_memfit.profile import fingerprint
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, profile_key
-from lightning_memfit.profile.fake import fake_clone
+from lightning_memfit.profile.fake import turn_fake
 from lightning_memfit.profile.fake_mode import TracingFakeMode
 from lightning_memfit.profile.integers import RealIntegers
+from lightning_memfit.profile.process import run
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
 from tests.truth.profile.modules import Classifier, batch
@@ -563,13 +566,14 @@ TENSORS = [
 
 
 def taken_over(module):
-    """What a trace knows of the tensors of a module: each one's number, and its facts at its first occurrence."""
+    """What a trace knows of a module's tensors, which become fakes: each one's number, and facts where it occurs."""
     fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
     integers = RealIntegers(fake_mode)
-    clone = fake_clone(module, fake_mode, on_copy=integers.remember_counter)
-    named = {**dict(clone.named_parameters(remove_duplicate=False)), **dict(clone.named_buffers())}
+    module = copy.deepcopy(module)  # its tensors are those of others, too
+    turn_fake(module, fake_mode, integers.remember_counter)
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     numbers, facts = {}, []
-    for name, one in {**named, "scale": clone.scale, "rows": clone.rows}.items():
+    for name, one in {**named, "scale": module.scale, "rows": module.rows}.items():
         value = integers.value_of(one)
         kind = isinstance(one, torch.nn.Parameter), one.shape, one.stride(), one.dtype, one.requires_grad
         number = numbers.setdefault(id(one), len(numbers))
@@ -579,8 +583,8 @@ def taken_over(module):
 
 def test_all_that_a_trace_takes_over_of_tensors_counts():
     made = [[module_with(**changes) for _ in range(2)] for changes in TENSORS]
-    facts = [{taken_over(one) for one in pair} for pair in made]
     keys = [{key(one) for one in pair} for pair in made]
+    facts = [{taken_over(one) for one in pair} for pair in made]
     assert all(len(one) == 1 for one in (*facts, *keys))  # equal ones are alike
     assert len(set.union(*facts)) == len(set.union(*keys)) == len(TENSORS)
 
@@ -680,11 +684,13 @@ SWITCHES = {
 @pytest.mark.filterwarnings("ignore")
 def test_settings_of_the_process_count(name):
     module = module_with()
-    before = key(module)
-    with settings.kept_settings():
+
+    def changed():
         SWITCHES[name]()
-        assert key(module) not in (before, None)
-    assert key(module) == before
+        return key(module)
+
+    assert run(changed) not in (key(module), None)
+    assert run(partial(key, module)) == key(module)
 
 
 def test_a_number_that_decides_the_step_is_not_taken_from_another_ones_profile(tmp_path):

@@ -229,8 +229,8 @@ _DECIDE_NOTHING = {
     "HF_HUB_OFFLINE",  # where and how a model is looked up by its name
     "HF_ENDPOINT",
 }
-_SEVERAL = {"hub.py", "profile/fingerprint.py", "profile/settings.py", "planner/lock.py"}
-"""Modules with names in loops: `_OFFLINE`, `PROCESSOR_VARIABLES`, what a step has set, what the user's code asks."""
+_SEVERAL = {"hub.py", "profile/fingerprint.py", "profile/process.py", "planner/lock.py"}
+"""Modules with names in loops: `_OFFLINE`, `PROCESSOR_VARIABLES`, folders of caches, what the user's code asks."""
 
 
 def test_every_variable_that_this_package_asks_for_is_known() -> None:

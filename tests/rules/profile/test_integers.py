@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.profile.integers import ROUTINGS, AssumedValues, RealIntegers, UnknownSizeError
 from lightning_memfit.profile.patches import readable_fakes
+from tests.truth.profile.modules import faked
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ MASK, FEATURES = IDS > 0, torch.randn(2, 3)
 
 
 def test_the_batch_becomes_fake_and_keeps_its_integers(integers):
-    fake = integers.fake_batch({"ids": IDS, "x": FEATURES, "name": "kept", "nested": [(MASK,)]})
+    fake = faked(integers, {"ids": IDS, "x": FEATURES, "name": "kept", "nested": [(MASK,)]})
     assert isinstance(fake["ids"], FakeTensor)
     assert isinstance(fake["x"], FakeTensor)
     assert fake["name"] == "kept"
@@ -33,7 +34,7 @@ def test_the_batch_becomes_fake_and_keeps_its_integers(integers):
 
 
 def test_branches_follow_the_real_ids(integers):
-    ids = integers.fake_batch(IDS)
+    ids = faked(integers, IDS)
     assert (ids == 7).any()
     assert not (ids == 9).any()
     assert (ids != 0).sum(1).max().item() == 3
@@ -43,7 +44,7 @@ def test_branches_follow_the_real_ids(integers):
 
 
 def test_sizes_follow_the_real_ids(integers):
-    ids = integers.fake_batch(IDS)
+    ids = faked(integers, IDS)
     mask = ids != 0
     hidden = torch.randn(2, 4, 8)
     assert hidden[mask].shape == (5, 8)
@@ -98,7 +99,7 @@ def test_values_made_in_the_step_are_known(integers):
 
 
 def test_floats_made_of_integers_alone_are_known(integers):
-    ids = integers.fake_batch(IDS)
+    ids = faked(integers, IDS)
     assert (ids != 0).float().mean().item() == pytest.approx(5 / 8)
     assert (torch.rand(2, 4) * (ids != 0)).sum().item() == 1.0  # not of integers alone
     [assumption] = integers.assumptions
@@ -116,7 +117,7 @@ def test_floats_made_of_integers_alone_are_known(integers):
     ],
 )
 def test_values_that_unknown_ones_were_written_over_are_forgotten(integers, write):
-    ids = integers.fake_batch(IDS)
+    ids = faked(integers, IDS)
     row = ids[0]
     write(ids)
     assert row.sum().item() == ids.sum().item() == AssumedValues().integer
@@ -124,7 +125,7 @@ def test_values_that_unknown_ones_were_written_over_are_forgotten(integers, writ
 
 
 def test_known_values_can_be_written_without_touching_the_batch(integers):
-    ids = integers.fake_batch(IDS)
+    ids = faked(integers, IDS)
     row = ids[0]
     ids[ids == 0] = -100
     ids.add_(1)
@@ -209,7 +210,7 @@ def test_the_largest_along_any_dimension_have_places(integers):
 
 
 def test_predictions_compared_with_labels_stay_unknown(integers):
-    labels = integers.fake_batch(torch.tensor([0, 1, 2]))
+    labels = faked(integers, torch.tensor([0, 1, 2]))
     right = torch.randn(3, 3).argmax(1) == labels
     assert right.all().item() is AssumedValues().boolean
     with pytest.raises(UnknownSizeError):
@@ -218,7 +219,7 @@ def test_predictions_compared_with_labels_stay_unknown(integers):
 
 
 def test_indices_in_names_are_known(integers):
-    ids = integers.fake_batch(IDS)
+    ids = faked(integers, IDS)
     assert f"expert_{ids[0, 0]}" == "expert_FakeTensor(..., size=(), dtype=torch.int64)"
     with readable_fakes(integers):
         assert f"expert_{ids[0, 0]}" == "expert_5"
@@ -226,7 +227,7 @@ def test_indices_in_names_are_known(integers):
 
 
 def test_values_go_with_their_tensor(integers):
-    ids = integers.fake_batch(IDS)
+    ids = faked(integers, IDS)
     assert len(integers._values) == 1
     del ids
     assert len(integers._values) == 0
@@ -264,10 +265,10 @@ def test_drawn_numbers_are_known_to_lie_between_0_and_1(integers, draw, monkeypa
     assert drawn > -0.1
     assert drawn < 1
     assert drawn <= 1.5
-    assert not integers.draws.decided
+    assert not integers.draw_decided
     assert not drawn < 0.1
-    assert integers.draws.decided
-    integers.draws.share = 0.0
+    assert integers.draw_decided
+    integers.assumed = AssumedValues(draw=0.0)
     assert drawn < 0.1
     assert drawn.item() == 0.0
     assert integers.assumptions == []

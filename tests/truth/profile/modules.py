@@ -1,5 +1,6 @@
 """Small modules and batches for the tests of tracing."""
 
+import copy
 import gc
 from typing import Any
 
@@ -7,10 +8,12 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.profile.events import EventList, canonical
+from lightning_memfit.profile.fake import turn_fake
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.step import StepOptions, run_step
+from lightning_memfit.profile.step import StepOptions, Workload, run_step
 from lightning_memfit.profile.trace import Emulation, Trace, trace_step
 from tests.zoo.classifier import CLASSES as CLASSES
 from tests.zoo.classifier import SAMPLES as SAMPLES
@@ -79,8 +82,16 @@ def really_run(module: nn.Module, batch: Any, options: StepOptions | None = None
     """Events of two real steps of the module itself, which may be trained and need not be copyable."""
     gc.collect()  # what a trace left must not be freed in between
     recorder = EventRecorder(python_kernels=True)
-    run_step(recorder, module, batch, options or StepOptions())
+    run_step(recorder, Workload(module, batch, options or StepOptions()))
     return recorder.result()
+
+
+def faked(integers: Any, value: Any) -> Any:
+    """A copy of a batch on fakes whose integers are known."""
+    with _disable_current_modes():
+        made = copy.deepcopy(value)
+    turn_fake([made], integers.fake_mode, integers.remember_batch)
+    return made
 
 
 def same_events(first: EventList, second: EventList) -> bool:

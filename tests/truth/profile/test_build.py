@@ -11,8 +11,7 @@ from torch import nn
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.cache_files import write_file
-from lightning_memfit.profile import step
-from lightning_memfit.profile.background import in_child
+from lightning_memfit.profile import process, trace
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch, sequence_length
 from lightning_memfit.profile.record import Growth, ModelProfile
 from lightning_memfit.profile.step import StepOptions
@@ -79,7 +78,6 @@ class GrowsInSteps(Classifier):
         return loss + self.net(batch["x"]).mean() if len(batch["x"]) % 2 else loss
 
 
-@pytest.mark.parametrize("overlap", [None, in_child], ids=["in turn", "at once"])
 @pytest.mark.parametrize(
     ("module", "data", "reason"),
     [
@@ -89,8 +87,8 @@ class GrowsInSteps(Classifier):
         (TakesAny, lambda: Opaque(**batch()), "Opaque holds tensors where they can't be resized"),
     ],
 )
-def test_where_one_size_is_known_only_the_profile_says_why(module, data, reason, overlap):
-    profile = profile_module(module(), data(), emulation=Emulation("cpu"), overlap=overlap)
+def test_where_one_size_is_known_only_the_profile_says_why(module, data, reason):
+    profile = profile_module(module(), data(), emulation=Emulation("cpu"))
     assert peak(profile.events) > 0
     assert profile.slopes is None
     with pytest.raises(ValueError, match=f"known at .* only .*{reason}"):
@@ -127,10 +125,8 @@ def samples(count):
     return {"x": torch.ones(count, WIDTH), "y": torch.zeros(count, dtype=torch.long)}
 
 
-@pytest.mark.nightly_cases("in turn")
-@pytest.mark.parametrize("overlap", [None, in_child], ids=["in turn", "at once"])
-def test_from_a_batch_of_one_every_size_is_had_exactly(tmp_path, overlap):
-    profile = profile_module(OneIsAnother(), samples(1), emulation=Emulation("cpu"), overlap=overlap)
+def test_from_a_batch_of_one_every_size_is_had_exactly(tmp_path):
+    profile = profile_module(OneIsAnother(), samples(1), emulation=Emulation("cpu"))
     assert (profile.micro_batch_size, profile.slopes, profile.knows_every_size) == (1, None, True)
     assert profile.only_this_size == ""
     write_file(tmp_path / "profile.npz", profile.write)
@@ -152,7 +148,6 @@ class Contrastive(Classifier):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("count", [1, 3])
 def test_memory_that_grows_faster_than_the_batch_is_followed(count, tmp_path):
     """The line through two sizes gave a hundredth of what a batch of 128 takes."""
@@ -182,11 +177,11 @@ class ReadsItsLoss(Classifier):
 
 def test_assumptions_are_checked_at_one_size(monkeypatch):
     traces = []
-    monkeypatch.setattr(step, "_run_lightning", lambda *rest, run=step._run_lightning: (traces.append(1), run(*rest)))
+    monkeypatch.setattr(trace, "_attempt", lambda *rest, run=trace._attempt: traces.append(1) or run(*rest))
     profile = profile_module(ReadsItsLoss(), batch(), emulation=Emulation("cpu"))
     assert profile.assumptions
     assert profile.knows_every_size
-    assert len(traces) == 4 + 1
+    assert len(traces) == 4  # and one in another process
 
 
 class ShowsItsLoss(Classifier):
@@ -210,7 +205,7 @@ class ReadsItsProgressBar(ShowsItsLoss):
 @pytest.mark.parametrize(("module", "count"), [(ShowsItsLoss, 1), (ReadsItsProgressBar, 4)])
 def test_what_is_logged_for_a_progress_bar_is_assumed_only_if_it_is_asked_for(monkeypatch, module, count):
     traces = []
-    monkeypatch.setattr(step, "_run_lightning", lambda *rest, run=step._run_lightning: (traces.append(1), run(*rest)))
+    monkeypatch.setattr(trace, "_attempt", lambda *rest, run=trace._attempt: traces.append(1) or run(*rest))
     found = profile_module(module(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
     assert len(traces) == count
     assert bool(found.assumptions) == (count > 1)
@@ -264,12 +259,13 @@ def test_a_budget_planned_inside_a_measured_step_does_not_count(monkeypatch):
 
     def kept(callback, *arguments):
         resolve(callback, *arguments)
-        found.append(callback.resolved)
+        found.append(callback.resolved.plan.choices)
 
-    monkeypatch.setattr(ActivationCheckpointing, "_resolve", kept)  # what a class of ours reaches isn't put back
+    monkeypatch.setattr(ActivationCheckpointing, "_resolve", kept)
+    monkeypatch.setattr(process, "_BROUGHT", [*process._BROUGHT, (lambda: found, found.extend)])
     module = LanguageModel(tiny_gpt2(n_layer=4))
     measured = measure_step(module, ids(8, 32), callbacks=(ActivationCheckpointing(budget="40%"),))
-    choices = found[0].plan.choices
+    choices = found[0]
     alone = measure_step(module, ids(8, 32), callbacks=(ActivationCheckpointing(choices=choices),))
     assert estimate_step(measured).allocated_bytes == estimate_step(alone).allocated_bytes
 
@@ -363,8 +359,8 @@ def test_a_module_may_ask_its_data_module():
         trace_cpu(module, {})
 
 
-class FailsLate(Classifier):
-    """Does at the hundredth batch what no trial step does; its tensors live as long as the error."""
+class WritesLate(Classifier):
+    """Does at the hundredth batch what no first steps do."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -373,8 +369,12 @@ class FailsLate(Classifier):
         return loss
 
 
-def test_what_a_late_refusal_cuts_off_is_forgotten():
-    profile = profile_module(FailsLate(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
-    plain = profile_module(Classifier(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
-    assert estimate_step(profile).allocated_bytes == estimate_step(plain).allocated_bytes
-    assert "was not tried" in profile.remarks[0]
+def test_a_step_at_another_number_is_traced_on_request():
+    def profiled(module, batch_idx=None):
+        options = StepOptions(batch_idx=batch_idx)
+        found = profile_module(module, batch(), options, Emulation("cpu"), any_micro_batch=False)
+        return estimate_step(found).allocated_bytes
+
+    assert profiled(WritesLate()) == profiled(Classifier()) == profiled(WritesLate(), 98)
+    with pytest.raises(TraceError, match=r"it would write to 'checkpoint\.pt' at .*test_build"):
+        profiled(WritesLate(), 99)

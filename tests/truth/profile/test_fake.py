@@ -9,11 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_memfit.profile.fake import (
     copyable_fakes,
-    fake_clone,
     fake_pretrained_weights,
+    give_up_memory,
     initialized_at_once,
     tensors_in,
     transformers_not_tracing,
+    turn_fake,
 )
 from lightning_memfit.profile.quiet import collector_paused
 from tests.helpers.modules import LanguageModel
@@ -37,64 +38,70 @@ class Rich(Classifier):
         self._trainer = object()
 
 
-@pytest.fixture(scope="module")
-def pair():
-    module, mode = Rich(), FakeTensorMode()
-    before = copy.deepcopy(module.state_dict())
-    drawn = torch.get_rng_state()
-    clone = fake_clone(module, mode)
-    assert torch.equal(torch.get_rng_state(), drawn)
-    return module, clone, before
+@pytest.fixture
+def turned():
+    """A module that was turned, its plain tensors and hooks as they were, and what they are now."""
+    module = Rich()
+    before = dict(module.named_parameters(remove_duplicate=False))
+    enclosed = module.first.weight
+    module.reached = lambda: enclosed
+    turn_fake(module, FakeTensorMode(), left_out=[module._trainer])
+    return module, before
 
 
-def test_a_clone_has_the_structure_without_the_memory(pair):
-    module, clone, _ = pair
-    assert type(clone) is Rich
-    for (name, mine), (its_name, its) in zip(module.named_parameters(), clone.named_parameters(), strict=True):
-        assert name == its_name
-        assert isinstance(its, nn.Parameter)
-        assert isinstance(its.data, FakeTensor)
-        assert (its.shape, its.dtype, its.stride(), its.requires_grad) == (
-            mine.shape,
-            mine.dtype,
-            mine.stride(),
-            mine.requires_grad,
-        )
-    assert isinstance(clone.kept, FakeTensor)
-    assert isinstance(clone.plain["inside"][0], FakeTensor)
-    assert clone.first.weight is clone.second.weight is clone.mine[0]
-    assert clone._non_persistent_buffers_set == {"dropped"}
-    assert clone._trainer is None
+def test_tensors_become_fakes_where_they_are(turned):
+    module, before = turned
+    shapes = {name: parameter.shape for name, parameter in Rich().named_parameters(remove_duplicate=False)}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        assert parameter is before[name]
+        assert isinstance(parameter, nn.Parameter)
+        assert isinstance(parameter, FakeTensor)
+        assert parameter.shape == shapes[name]
+    assert not module.first.bias.requires_grad
+    assert isinstance(module.kept, FakeTensor)
+    assert isinstance(module.plain["inside"][0], FakeTensor)
+    assert module.first.weight is module.second.weight is module.mine[0] is module.reached()
+    assert module.noise.initial_seed() == 3
 
 
-def test_the_original_is_untouched(pair):
-    module, clone, before = pair
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert module._trainer is not None
-    assert "_apply" not in vars(module.first)
-    assert type(module.plain["inside"][0]) is torch.Tensor
-    assert module.noise is not clone.noise
-    assert clone.noise.initial_seed() == 3
+def test_fakes_can_have_another_dtype():
+    module = Rich()
+    turn_fake(module, FakeTensorMode(), dtype=torch.bfloat16)
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert module.dropped.dtype is torch.long
 
 
-def test_a_clone_can_have_another_dtype():
-    clone = fake_clone(Rich(), FakeTensorMode(), torch.bfloat16)
-    assert {p.dtype for p in clone.parameters()} == {torch.bfloat16}
-    assert clone.dropped.dtype is torch.long
-
-
-def test_meta_modules_can_be_cloned():
+def test_meta_modules_become_fakes():
     with torch.device("meta"):
         module = nn.Linear(3, 3)
-    clone = fake_clone(module, FakeTensorMode())
-    assert clone.weight.device.type == "cpu"
-    assert module.weight.device.type == "meta"
+    turn_fake(module, FakeTensorMode())
+    assert module.weight.device.type == "cpu"
 
 
-def test_moving_a_clone_changes_nothing():
-    clone = fake_clone(Rich(), FakeTensorMode())
-    weight = clone.first.weight
-    assert clone.to("cpu").half().float().first.weight is weight
+def test_moving_fakes_changes_nothing(turned):
+    weight = turned[0].first.weight
+    assert turned[0].to("cpu").half().float().first.weight is weight
+
+
+def test_hooks_on_gradients_stay():
+    module, seen = nn.Linear(2, 2), []
+    module.weight.register_hook(lambda gradient: seen.append("gradient"))
+    module.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("accumulated"))
+    mode = FakeTensorMode()
+    turn_fake(module, mode)
+    with mode:
+        module(torch.empty(3, 2)).sum().backward()
+    assert seen == ["gradient", "accumulated"]
+    assert isinstance(module.weight.grad, FakeTensor)
+
+
+def test_memory_can_be_given_up():
+    module = Rich()
+    module.register_buffer("count", torch.tensor(3))
+    give_up_memory(module)
+    assert module.first.weight.is_meta
+    assert module.second.weight is module.first.weight
+    assert module.count == 3
 
 
 class Snapshots(Classifier):
@@ -105,9 +112,10 @@ class Snapshots(Classifier):
         return (self.net(batch["x"]) - before(batch["x"])).square().mean()
 
 
-def test_copies_of_a_clone_go_with_their_last_user():
+def test_copies_of_fakes_go_with_their_last_user():
     mode = FakeTensorMode()
-    module = fake_clone(nn.Sequential(nn.Linear(3, 3)), mode)
+    module = nn.Sequential(nn.Linear(3, 3))
+    turn_fake(module, mode)
     with mode, copyable_fakes():
         made = copy.deepcopy(module)
         assert made.half() is made

@@ -27,7 +27,7 @@ from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
 from tests.helpers.ranks import run_ranks
 
-from .modules import Classifier, batch, peak, really_run, trace_cpu
+from .modules import Classifier, batch, faked, peak, really_run, trace_cpu
 
 
 class Recurrent(Classifier):
@@ -154,7 +154,7 @@ IDS = torch.tensor([4, 1])
 
 
 def test_integers_are_read_as_they_are(integers):
-    fake = integers.fake_batch(IDS)
+    fake = faked(integers, IDS)
     assert fake.numpy().tolist() == [4, 1]
     assert np.asarray(fake).max() == 4
     assert fake.cpu().detach().numpy().dtype == np.int64
@@ -162,7 +162,7 @@ def test_integers_are_read_as_they_are(integers):
 
 
 def test_what_numpy_changes_stays_in_numpy(integers):
-    fake = integers.fake_batch(IDS)
+    fake = faked(integers, IDS)
     fake.numpy()[0] = 99
     assert fake.tolist() == [4, 1]
 
@@ -184,7 +184,7 @@ def test_tensors_are_made_of_tensors(integers):
     norms = [torch.randn(3).norm(), torch.randn(3).norm()]
     assert torch.tensor(norms).shape == (2,)
     assert torch.as_tensor([norms, norms]).shape == (2, 2)
-    ids = integers.fake_batch(IDS)
+    ids = faked(integers, IDS)
     assert torch.tensor([ids[0], ids[1], 7]).shape == (3,)
     assert torch.tensor([1.0, 2.0]).dtype is torch.float32
 

@@ -1,0 +1,707 @@
+"""Run functions in copies of this process that are thrown away: `run` in one, `Worker` one after the other in another.
+
+What a function changes in memory goes with its process. One audit hook refuses what it would do outside of it, by path:
+to write anywhere but in its own temporary folder and in caches, to start programs, to connect. Where the kernel has
+Landlock, native code is held to the same folders. Memory that is shared with other processes (`share_memory_()`,
+`/dev/shm`) and devices are not isolated.
+
+A copy is a fork. Of a process that has run a backward pass on a build for an accelerator none can be had, as torch
+refuses backward passes there (`_is_usable`); of one that uses CUDA, none is made until a device has shown that it holds
+(`benchmarks.gpu.fork`). A new process is spawned then, which gets the function as a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import re
+import select
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from typing_extensions import override
+
+from lightning_memfit.memory.cache_files import default_cache_folder
+from lightning_memfit.profile.culprit import calling_line, owner_of
+from lightning_memfit.profile.files import note_opened, read_so_far, take_read
+
+T = TypeVar("T")
+
+FORKS_BESIDE_CUDA = False
+"""Whether a process that uses CUDA is forked: not until `make gpu` has passed the step that tries it."""
+
+_TRIES, _READY_S, _STACK_S = 5, 3.0, 0.3
+"""A fork that doesn't come up in this time is made anew: another thread may have held a lock, which nobody frees."""
+
+
+class LostError(RuntimeError):
+    """A process gave no answer: it was ended, or ended itself. The message says how, and where it was."""
+
+
+class NoProcessError(RuntimeError):
+    """No process can be had that runs a function."""
+
+
+class RefusedError(BaseException):
+    """Code would have done something outside of its process; no `except Exception` goes on after it."""
+
+
+def run(function: Callable[[], T], seconds: float | None = None) -> T:
+    """Run a function in a process that is thrown away, and return its result, which travels as a pickle.
+
+    Args:
+        function: What to run, with one thread.
+        seconds: When to end the process, less what it waited for a core that other programs used (Linux).
+
+    Raises:
+        LostError: If the process was ended or ended itself.
+        NoProcessError: If there can be none.
+        Exception: What the function raised.
+    """
+    found: T = _Child(function, seconds).result()
+    return found
+
+
+def beside(function: Callable[[], T]) -> Callable[[], T]:
+    """Start a function that runs traces of its own in a copy of this process; the returned callable waits for it.
+
+    Where no copy has a core of its own, the function runs here when its result is asked for.
+    """
+    if _is_thrown_away or not can_fork() or len(os.sched_getaffinity(0)) < 2:
+        return function
+    try:
+        return _Child(function, None, is_thrown_away=False).result
+    except NoProcessError:
+        return function
+
+
+def bring_home(collect: Callable[[], Any], take: Callable[[Any], object]) -> None:
+    """Let every process bring more than its result to the one that made it.
+
+    Args:
+        collect: Called where the function has run; what it returns can be pickled.
+        take: Called with that at home.
+    """
+    _BROUGHT.append((collect, take))
+
+
+_BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(read_so_far, take_read)]
+
+
+def can_fork() -> bool:
+    """Whether this process may be forked, as far as that can be told before."""
+    on_cuda = torch.cuda.is_initialized() and not FORKS_BESIDE_CUDA
+    return sys.platform == "linux" and hasattr(os, "fork") and not on_cuda
+
+
+_is_thrown_away = False
+"""Whether this process is one that `run` has made."""
+
+_is_parent = False
+"""Whether it is this module that makes and ends processes, which nobody else may where that is refused."""
+
+
+@contextlib.contextmanager
+def _as_parent() -> Iterator[None]:
+    global _is_parent
+    _is_parent = True
+    try:
+        yield
+    finally:
+        _is_parent = False
+
+
+# --- one function -----------------------------------------------------------------------------------------------------
+
+
+class _Child:
+    """A process that runs a function.
+
+    Args:
+        function: What to run.
+        seconds: When to end it.
+        is_thrown_away: Whether its function may change it.
+    """
+
+    def __init__(self, function: Callable[[], Any], seconds: float | None, is_thrown_away: bool = True) -> None:
+        self._seconds, self._started = seconds, time.monotonic()
+        self._is_thrown_away = is_thrown_away
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115  (the child's stack, if it has to be ended)
+        self._folder = tempfile.mkdtemp(prefix="memfit-")
+        try:
+            self._pid, self._reading = _fork(self._be_child, function, self._stack.fileno())
+        except BaseException:
+            self._clean()
+            raise
+
+    def _be_child(self, writing: int, function: Callable[[], Any]) -> None:
+        global _is_thrown_away
+        if not self._is_thrown_away:
+            _write(writing, _answer(function))
+            return
+        _is_thrown_away = True
+        # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in a
+        # fork of a process that uses it, as pytest does.
+        faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=False)
+        tempfile.tempdir = os.environ["TMPDIR"] = self._folder
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder  # which is made when it is first asked for
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        keep_inside(self._folder)
+        _write(writing, _answer(function))
+
+    def result(self) -> Any:
+        """Wait for the result.
+
+        Raises:
+            LostError: If there is none.
+            Exception: What the function raised.
+        """
+        try:
+            answer = self._read()
+            if answer is None:
+                _end(self._pid, signal.SIGUSR2)
+                time.sleep(_STACK_S)
+        finally:
+            status = self._end()
+        if answer:
+            self._clean()
+            return _taken(answer)
+        self._stack.seek(0)
+        place = _hung_at(self._stack.read().decode(errors="replace"))
+        self._clean()
+        if answer is None:
+            raise LostError(f"it was ended after {self._seconds:g} s{place}")
+        code = os.waitstatus_to_exitcode(status)
+        raise LostError(f"it ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
+
+    def _read(self) -> bytes | None:
+        """The answer; None if the time is over."""
+        parts: list[bytes] = []
+        while True:
+            if select.select([self._reading], [], [], 0.5)[0]:
+                part = os.read(self._reading, 1 << 20)
+                if not part:
+                    return b"".join(parts)
+                parts.append(part)
+            elif self._is_over():
+                return None
+
+    def _is_over(self) -> bool:
+        passed = time.monotonic() - self._started
+        limit = self._seconds
+        return limit is not None and passed > limit and passed - _seconds_without_core(self._pid) > limit
+
+    def _end(self) -> int:
+        """End the process, whatever it does, and return its status."""
+        if not self._pid:
+            return 0
+        pid, self._pid = self._pid, 0
+        os.close(self._reading)
+        _end(pid)
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(pid, 0)[1]
+        return 0
+
+    def _clean(self) -> None:
+        self._stack.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __del__(self) -> None:
+        if getattr(self, "_pid", 0) and not _is_thrown_away:  # nobody asked for the result
+            self._end()
+            self._clean()
+
+
+def _end(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process of this module's."""
+    with _as_parent(), contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _fork(be_child: Callable[[int, Any], None], argument: Any, kept: int) -> tuple[int, int]:
+    """Fork until a child says that it is ready.
+
+    Args:
+        be_child: What it does then, given where to write to and the argument.
+        argument: See above.
+        kept: A descriptor that both have.
+
+    Returns:
+        Its number, and where to read what it writes.
+
+    Raises:
+        NoProcessError: If there is none that can run a backward pass.
+    """
+    if not can_fork():
+        raise NoProcessError("this process can't be forked")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for _ in range(_TRIES):
+        reading, writing = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where there are threads
+            with _as_parent():
+                pid = os.fork()
+        if pid == 0:
+            try:
+                _become_copy({writing, kept})
+                os.write(writing, b"r" if _is_usable() else b"a")
+                os.close(reading)
+                be_child(writing, argument)
+            finally:
+                os._exit(0)  # no `atexit`, no destructor, and no thread of others
+        os.close(writing)
+        said = os.read(reading, 1) if select.select([reading], [], [], _READY_S)[0] else b""
+        if said == b"r":
+            return pid, reading
+        os.close(reading)
+        _end(pid)
+        os.waitpid(pid, 0)
+        if said == b"a":
+            raise NoProcessError("torch runs no backward pass in forks of a process that has run one on an accelerator")
+    raise NoProcessError(f"{_TRIES} forks of this process didn't come up: another thread holds a lock that they need")
+
+
+def _answer(function: Callable[[], Any]) -> bytes:
+    """Run a function, and write its outcome down for the other process."""
+    value, told = None, None
+    try:
+        found = function()
+        try:
+            value = pickle.dumps(found)
+        except Exception as error:  # objects raise what they like when they are asked for their state
+            raise LostError(f"what it returned can't be sent to another process: {error}") from error
+    except BaseException as error:
+        is_program = type(error).__module__ == "builtins" and not isinstance(error, Exception)
+        lost = LostError(f"{'it ended the program (' * is_program}{type(error).__name__}: {error}{')' * is_program}")
+        told = pickle.dumps((lost, None))
+        if not is_program:
+            with contextlib.suppress(Exception):  # a constructor may take other arguments than it holds
+                pickled = pickle.dumps((error, _without_traceback(error.__cause__)))
+                pickle.loads(pickled)  # nosec B301
+                told = pickled
+    return pickle.dumps((value, told, [collect() for collect, _ in _BROUGHT]))
+
+
+def _taken(answer: bytes) -> Any:
+    pickled, told, brought = pickle.loads(answer)  # nosec B301  # from a copy of this process
+    for (_, take), found in zip(_BROUGHT, brought, strict=True):
+        take(found)
+    if told is not None:
+        error, cause = pickle.loads(told)  # nosec B301
+        raise error from cause
+    return pickle.loads(pickled)  # nosec B301
+
+
+def _without_traceback(error: BaseException | None) -> BaseException | None:
+    """An error that can be sent, with the file of its `raise` statement as `raised_in`."""
+    if error is not None and error.__traceback__ is not None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if (last.line or "").startswith("raise"):
+            error.raised_in = last.filename  # type: ignore[attr-defined]
+    return error
+
+
+def _write(writing: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(writing, view) :]
+
+
+def _seconds_without_core(pid: int) -> float:
+    """Seconds for which a process could have run but had no core; 0 where the system doesn't tell.
+
+    The second number of Linux's `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _hung_at(stack: str) -> str:
+    """The innermost line of the user's in a stack that `faulthandler` wrote, else the innermost one; in words."""
+    lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
+    users = [line for line in lines if owner_of(line[0]) == "user"]
+    return "".join(f" at {name}:{line}, in `{function}`" for name, line, function in (users or lines)[:1])
+
+
+# --- a copy of this process -------------------------------------------------------------------------------------------
+
+
+def _become_copy(kept: set[int]) -> None:
+    """Leave everything alone that a fork shares with its parent, and end with it."""
+    gc.disable()  # a collection writes to the header of every object, and so copies the parent's memory
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    _cut_off(kept)
+    _leave_groups()
+    torch.set_num_threads(1)  # threads of parallel operators are not in a fork, which would wait for them for ever
+    torch.autograd.set_multithreading_enabled(False)
+
+
+def _cut_off(kept: set[int]) -> None:
+    """Let what is open for writing lead nowhere, connections included, and read other files at places of our own.
+
+    A fork shares them: what it flushes would be written into the parent's log, and what it reads be skipped there.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number in kept or number == nowhere:
+            continue
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith(("/dev/", "anon_inode", "/proc")) and number > 2:
+                continue  # devices such as a GPU
+            if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE or not os.path.isfile(target):
+                os.dup2(nowhere, number, inheritable=False)
+            else:
+                again = os.open(f"/proc/self/fd/{number}", os.O_RDONLY)
+                os.lseek(again, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(again, number, inheritable=False)
+                os.close(again)
+    os.close(nowhere)
+
+
+def _leave_groups() -> None:
+    """Forget process groups, whose threads and connections are the parent's. To destroy one would wait for these."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and c10d.is_initialized():
+        _left.append((c10d._world, c10d.GroupMember.WORLD))
+        c10d._world = c10d._World()
+        c10d.GroupMember.WORLD = None
+
+
+_left: list[Any] = []
+"""What must not be freed in a copy."""
+
+
+def _is_usable() -> bool:
+    """Whether a backward pass runs here. Doesn't return if a lock that a step needs was held at the fork.
+
+    A build of torch for an accelerator starts threads for devices at the first backward pass, with or without a device,
+    and refuses every other one in processes that are forked from then on. Only these know.
+    """
+    torch.get_rng_state()
+    logging.getLogger(__name__).debug("")
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            torch.ones((), requires_grad=True).backward()
+        except RuntimeError:
+            return False
+    return True
+
+
+# --- what must not leave a process ------------------------------------------------------------------------------------
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+_PATHS: dict[str, tuple[tuple[int, int | None], ...]] = {
+    **dict.fromkeys(("os.remove", "os.rmdir"), ((0, 1),)),
+    **dict.fromkeys(("os.mkdir", "os.chmod"), ((0, 2),)),
+    "os.chown": ((0, 3),),
+    "os.utime": ((0, 3),),
+    **dict.fromkeys(("os.truncate", "os.setxattr", "os.removexattr", "sqlite3.connect"), ((0, None),)),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((1, 3),),
+    "os.symlink": ((1, 2),),
+}
+"""Events that change what lies at a path: where their arguments have it, and the folder that it may be relative to."""
+
+_PROGRAMS = (
+    *("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn"),
+    "os.startfile",
+)
+
+_CONNECTIONS = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg")
+
+_CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
+"""Variables that name folders of what programs fill again by themselves."""
+
+
+def keep_inside(folder: str) -> None:
+    """Refuse from now on what this process would do outside of itself. There is no way to end this.
+
+    Args:
+        folder: Where it may write, beside caches.
+    """
+    named = [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    allowed = [folder, str(default_cache_folder()), os.path.expanduser("~/.cache"), *named]
+    real = tuple(os.path.join(os.path.realpath(one), "") for one in allowed)
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            note_opened(event, arguments)
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & _WRITES and isinstance(path, (str, bytes)):
+                _check(path, None, real, event)
+        elif event in _PATHS:
+            for place, of_folder in _PATHS[event]:
+                _check(arguments[place], None if of_folder is None else arguments[of_folder], real, event)
+        elif event in _PROGRAMS and not _is_parent:
+            _refuse("start a process")
+        elif event in _CONNECTIONS:
+            _refuse(f"connect to {arguments[1]!r}")
+        elif event in ("os.kill", "os.killpg") and arguments[0] != os.getpid() and not _is_parent:
+            _refuse("send a signal")
+
+    save = torch.save
+
+    def checked_save(value: Any, file: Any, *arguments: Any, **keywords: Any) -> None:
+        if isinstance(file, (str, os.PathLike)):  # which native code opens
+            _check(os.fspath(file), None, real, "open")
+        save(value, file, *arguments, **keywords)
+
+    torch.save = checked_save  # type: ignore[assignment]
+    _restrict_writes(real)
+    sys.addaudithook(refuse)
+
+
+def _check(path: Any, folder: Any, allowed: tuple[str, ...], event: str) -> None:
+    if isinstance(path, int) or path in (":memory:", os.devnull):  # open files are dealt with already
+        return
+    name = os.fsdecode(path)
+    if isinstance(folder, int) and folder >= 0:
+        name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
+    real = os.path.join(os.path.realpath(os.path.dirname(name)), os.path.basename(name))
+    if os.path.join(real, "").startswith(allowed) or f"{os.sep}__pycache__" in real:
+        return
+    if os.path.lexists(real) if event == "os.mkdir" else event == "os.remove" and not os.path.lexists(real):
+        return  # which ends in an error by itself
+    _refuse(f"write to {name!r}")
+
+
+def _refuse(doing: str) -> NoReturn:
+    raise RefusedError(f"it would {doing}{calling_line()}")
+
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+"""Numbers of the system calls, the same on all processors (Linux, Documentation/userspace-api/landlock.rst)."""
+
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+
+
+def _restrict_writes(folders: tuple[str, ...]) -> None:
+    """Let the kernel refuse writes to other folders and new programs, also to native code; where it can't, nothing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    version = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
+    if version < 3:  # it knows nothing of truncation, by which files are lost
+        return
+    rights = 1 | _WRITE_FILE | sum(1 << bit for bit in range(4, 15))  # execute; write, remove, make, move, truncate
+    rules = libc.syscall(_LANDLOCK_CREATE, struct.pack("=Q", rights), 8, 0)
+    if rules < 0:
+        return
+    for name in (*folders, os.devnull):
+        with contextlib.suppress(OSError):
+            path = os.open(name, os.O_PATH | os.O_CLOEXEC)
+            given = rights & ~1 if os.path.isdir(name) else _WRITE_FILE | _TRUNCATE
+            libc.syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", given, path), 0)
+            os.close(path)
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which the next call asks for
+    libc.syscall(_LANDLOCK_RESTRICT, rules, 0)
+    os.close(rules)
+
+
+# --- many functions ---------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A copy of this process as it is now, which runs functions later, each in a copy of its own.
+
+    It should be made before this process runs a backward pass, and by those who want to trace something that will have
+    changed by then. Functions travel as pickles, such as a `functools.partial` of what a module of Python holds. Where
+    this process can't be forked, another is spawned, which gets what is shared as a pickle, tensors by their shapes.
+
+    Args:
+        shared: Objects that functions hold without their being copied: the worker's are as they were.
+
+    Raises:
+        NoProcessError: If there can be none, or what is shared can't be pickled where it must.
+    """
+
+    def __init__(self, *shared: object) -> None:
+        self._shared, self._pid = shared, 0
+        self._connection, theirs = multiprocessing.get_context("spawn").Pipe()
+        try:
+            try:
+                self._pid, self._reading = _fork(self._serve_fork, theirs, theirs.fileno())
+            except NoProcessError as error:
+                self._process = _spawn(theirs, shared, str(error))
+        except BaseException:
+            self._connection.close()
+            raise
+        finally:
+            theirs.close()
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run a function and return its result.
+
+        Raises:
+            LostError: If the worker has ended.
+            NoProcessError: If the function can't be pickled.
+            Exception: What the function raised.
+        """
+        buffer = io.BytesIO()
+        try:
+            _SharingPickler(buffer, self._shared).dump(function)
+        except Exception as error:  # objects raise what they like when they are asked for their state
+            raise NoProcessError(f"it can't be sent to another process: {error}") from error
+        try:
+            self._connection.send_bytes(buffer.getvalue())
+            answer = self._connection.recv_bytes()
+        except (OSError, EOFError) as error:
+            raise LostError("the process that traces has ended") from error
+        found: T = _taken(answer)
+        return found
+
+    def close(self) -> None:
+        """End the worker, which a spawned one does by itself when nobody writes to it any more."""
+        self._connection.close()
+        if self._pid:
+            pid, self._pid = self._pid, 0
+            os.close(self._reading)
+            _end(pid)
+            with contextlib.suppress(OSError):
+                os.waitpid(pid, 0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_connection") and not _is_thrown_away:
+            self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
+        return self
+
+    def _serve_fork(self, _: int, connection: Connection) -> None:
+        self._pid = 0
+        _serve(connection, self._shared)
+
+
+def _serve(connection: Connection, shared: tuple[object, ...]) -> None:
+    """Run what comes until the other process ends."""
+    with contextlib.suppress(EOFError):
+        while True:
+            task = connection.recv_bytes()
+            connection.send_bytes(_answer(lambda: _SharingUnpickler(io.BytesIO(task), shared).load()()))  # noqa: B023
+
+
+# --- where this process can't be forked -------------------------------------------------------------------------------
+
+
+def _spawn(theirs: Connection, shared: tuple[object, ...], reason: str) -> Any:
+    """Start a new process that serves.
+
+    Raises:
+        NoProcessError: If what is shared can't be pickled, or a process that was spawned would spawn others.
+    """
+    if multiprocessing.parent_process() is not None and hasattr(sys.modules["__main__"], "__memfit_spawned__"):
+        raise NoProcessError(reason)
+    buffer = io.BytesIO()
+    try:
+        _ShapePickler(buffer).dump(shared)
+    except Exception as error:  # objects raise what they like when they are asked for their state
+        raise NoProcessError(f"{reason}, and it can't be sent to a new one: {error}") from error
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve_spawned, args=(theirs, buffer.getvalue()), daemon=True
+    )
+    with _main_imported_if_guarded():
+        process.start()
+    return process
+
+
+def _serve_spawned(connection: Connection, pickled: bytes) -> None:
+    sys.modules["__main__"].__memfit_spawned__ = True  # type: ignore[attr-defined]
+    _serve(connection, pickle.loads(pickled))  # nosec B301  # from the process that spawned this one
+
+
+@contextlib.contextmanager
+def _main_imported_if_guarded() -> Iterator[None]:
+    """Let a new process import the script of this one only where its source has a guard: else it would run again."""
+    main: Any = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    try:
+        is_guarded = spec is not None or (file is not None and "__main__" in Path(file).read_text(encoding="utf-8"))
+    except OSError:
+        is_guarded = False
+    if is_guarded or file is None:
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+class _ShapePickler(pickle.Pickler):
+    """Writes tensors without their values, but for single numbers and integers, and Trainers as None."""
+
+    @override
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            is_large = value.numel() > 1 and (value.is_floating_point() or value.nbytes > _MOST_BYTES)
+            known = None if is_large or value.is_meta else value.detach().cpu().numpy().tolist()
+            kind = isinstance(value, torch.nn.Parameter), value.requires_grad and value.is_leaf
+            return _made_of_shape, (tuple(value.shape), value.stride(), value.dtype, known, *kind)
+        if type(value).__name__ == "Trainer" and hasattr(value, "fit_loop"):
+            return type(None), ()
+        return NotImplemented
+
+
+_MOST_BYTES = 1 << 24
+
+
+def _made_of_shape(shape: Any, stride: Any, dtype: Any, known: Any, is_parameter: bool, is_trained: bool) -> Any:
+    device = "meta" if known is None else "cpu"
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if known is not None:
+        made.copy_(torch.tensor(known, dtype=dtype))
+    return torch.nn.Parameter(made, is_trained) if is_parameter else made.requires_grad_(is_trained)
+
+
+class _SharingPickler(pickle.Pickler):
+    """Writes objects that both processes have as their places among them."""
+
+    def __init__(self, file: io.BytesIO, shared: tuple[object, ...]) -> None:
+        super().__init__(file)
+        self._places = {id(value): place for place, value in enumerate(shared)}
+
+    @override
+    def persistent_id(self, value: Any) -> int | None:
+        place = self._places.get(id(value))
+        if place is None and isinstance(value, torch.nn.Module):
+            raise pickle.PicklingError("a module, with all of its weights")
+        return place
+
+
+class _SharingUnpickler(pickle.Unpickler):
+    """Reads what a `_SharingPickler` wrote."""
+
+    def __init__(self, file: io.BytesIO, shared: tuple[object, ...]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    @override
+    def persistent_load(self, place: int) -> object:
+        return self._shared[place]
