@@ -157,5 +157,5 @@ def _check_length(run: NamedRun, architecture: Architecture) -> None:
 def _key(run: NamedRun, architecture: Architecture, shorten: bool, ranks: "Ranks | None") -> str:
     own = [Path(__file__), Path(__file__).with_name("named_model.py"), Path(optimizers.__file__)]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in own)).hexdigest()
-    of_ranks = describe(ranks.settings(), values=True) if ranks is not None else None
+    of_ranks = describe(ranks.settings()) if ranks is not None else None
     return text_key("named", asdict(run), asdict(architecture), shorten, code, describe_processor(run.device), of_ranks)

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict
 from lightning_memfit.device.runtime import WORKSPACE_VARIABLES
 from lightning_memfit.memory.cache_files import opened, sealed
 from lightning_memfit.profile.culprit import owner_of
+from lightning_memfit.profile.environment import variables_in
 from lightning_memfit.profile.files import digest_of, file_digest, stamp_of
 from lightning_memfit.profile.fingerprint import PROCESSOR_VARIABLES
-from lightning_memfit.profile.reads import variables_in
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "deepspeed", "peft", "torchao", "lightning-memfit")
 _OWN = Path(__file__).resolve().parents[1]

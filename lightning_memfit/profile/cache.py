@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.memory.cache_files import default_cache_folder, is_own, tell_once, write_file
-from lightning_memfit.profile.fingerprint import describe, describe_module, describe_settings
+from lightning_memfit.profile.fingerprint import describe, describe_settings
 from lightning_memfit.profile.record import ModelProfile, OtherFormatError
 
 _log = logging.getLogger(__name__)
@@ -90,16 +90,14 @@ def _switches() -> list[object]:
 def profile_key(module: Any, batch: Any, *settings: Any) -> str | None:
     """Key of a module, a batch and trace settings; None if one of them can't be described, so that nothing is kept.
 
-    It covers the source files of every class in the module, all stored attributes, what the user's code reads besides
-    (closures, globals, classes, the environment), what a trace takes over of its tensors (shapes, strides, dtypes,
-    which of them are one, numbers that they hold), the batch's tensors with their integer values, torch's settings in
-    this process, and the class and simple attributes of a data module that the module can ask.
+    It covers what `fingerprint.describe` tells of them, torch's settings in this process, and the class and simple
+    attributes of a data module that the module can ask. It doesn't cover what code reads of globals other than plain
+    values, and functions that a program puts into a library's classes.
     """
     try:
         data = getattr(getattr(module, "_trainer", None), "datamodule", None)
-        parts = [describe_module(module), describe(batch, values=True)]
-        parts.append(None if data is None else describe_settings(data))
-        return text_key(*parts, _switches(), *(describe(value, values=True) for value in settings))
+        parts = [describe(module), describe(batch), None if data is None else describe_settings(data)]
+        return text_key(*parts, _switches(), *(describe(value) for value in settings))
     except Exception as error:  # a user's module, batch or callback may raise anything
         _log.info("The profile is not kept between runs, as the module or batch can't be described: %r", error)
         return None

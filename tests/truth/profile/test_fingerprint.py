@@ -1,4 +1,4 @@
-"""What the key of a cached profile depends on: all that decides the trace, and nothing else."""
+"""What the key of a cached profile depends on."""
 
 import copy
 import functools
@@ -7,11 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import types
 import warnings
-from functools import partial
-from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy
@@ -25,9 +22,8 @@ from lightning_memfit.profile.cache import ProfileCache, profile_key
 from lightning_memfit.profile.fake import turn_fake
 from lightning_memfit.profile.fake_mode import TracingFakeMode
 from lightning_memfit.profile.integers import RealIntegers
-from lightning_memfit.profile.process import run
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation, TraceError
+from lightning_memfit.profile.trace import Emulation
 from tests.truth.profile.modules import Classifier, batch
 
 SOURCE = """
@@ -56,7 +52,7 @@ def load(tmp_path, monkeypatch):
             spec = importlib.util.spec_from_file_location(part, path)
             sys.modules[part] = module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-        fingerprint._file_hash.cache_clear()
+        fingerprint._read.cache_clear()
         return module.Net
 
     yield load
@@ -168,143 +164,21 @@ def test_another_process_has_the_same_key(load, tmp_path):
     assert keys != {"None"}
 
 
-def test_long_texts_are_no_paths():
-    module = torch.nn.Linear(1, 1)
-    module.prompt = "a question " * 60  # longer than any file name may be
-    assert fingerprint.describe_module(module) == fingerprint.describe_module(module)
+def test_what_cannot_be_pickled_is_traced_and_not_kept(tmp_path):
+    module = Classifier()
+    module.words = iter(["no", "pickle"]), (word for word in "ab")
+    cache = ProfileCache(tmp_path)
+    assert profile_key(module, batch()) is None
+    assert profile_module(module, batch(), any_micro_batch=False, cache=cache).micro_batch_size == 32
+    assert not list(tmp_path.rglob("*.npz"))
+    module.words = [[] for _ in range(fingerprint._MAX_ITEMS + 1)]
+    assert profile_key(module, batch()) is None
 
 
-class Hostile:
-    """Answers every question about it with an error, and counts them."""
-
-    asked = 0
-
-    def _refuse(self, *_, **__):
-        Hostile.asked += 1
-        raise RuntimeError("nobody may ask")
-
-    __getattr__ = __eq__ = __hash__ = __repr__ = __str__ = __len__ = __iter__ = __bool__ = __call__ = _refuse
-    __deepcopy__ = __reduce_ex__ = _refuse
-    __class__ = shape = dtype = items = keys = to_dict = untyped_storage = property(_refuse)
-
-
-class Eager(Hostile):
-    def __getattribute__(self, name):
-        return object.__getattribute__(self, "_refuse")()
-
-
-class AnswersAnything:
-    def __getattr__(self, name):
-        return self
-
-    def __call__(self, *_, **__):
-        return 1
-
-
-class Slotted:
-    __slots__ = ("rate", "unset")
-
-    def __init__(self, rate):
-        self.rate = rate
-
-
-class Text(str):
-    __slots__ = ()
-
-    def __repr__(self):
-        raise RuntimeError("no text")
-
-
-class OddDict(dict):
-    def items(self):
-        raise RuntimeError("no items")
-
-    __iter__ = keys = values = items
-
-
-def circular():
-    value = types.SimpleNamespace()
-    value.itself, value.more = value, [value] * 20
-    return value
-
-
-def empty_cell():
-    def function():
-        return later
-
-    if False:
-        later = 1
-    return function
-
-
-ODD = {
-    "items is a list": lambda: types.SimpleNamespace(items=[1, 2]),
-    "named like a tensor": lambda: types.SimpleNamespace(
-        untyped_storage=1, shape="no", dtype=None, is_floating_point=0
-    ),
-    "named like a module": lambda: types.SimpleNamespace(named_modules=3),
-    "named like a function": lambda: types.SimpleNamespace(__code__=3, __closure__=5),
-    "hostile": Hostile,
-    "eager": Eager,
-    "in containers": lambda: {"a": [Hostile(), (Eager(),)], Slotted(1): {1: Text("a")}},
-    "answers anything": AnswersAnything,
-    "slots": lambda: Slotted(0.5),
-    "text": lambda: Text("a"),
-    "dict": lambda: OddDict(a=1),
-    "circular": circular,
-    "empty cell": empty_cell,
-    "huge": lambda: types.SimpleNamespace(text="x" * 10_000_000),
-    "address": lambda: types.SimpleNamespace(thing=object(), lock=threading.Lock(), generator=torch.Generator()),
-    "array": lambda: numpy.arange(3),
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_nothing_on_a_users_object_is_called(name, load):
-    net = load()
-    keys, before = set(), Hostile.asked
-    for _ in range(2):
-        module = net()
-        vars(module)["cfg"] = ODD[name]()  # `nn.Module` would ask it for its class
-        keys.add(key(module))
-    assert None not in keys
-    assert len(keys) == 1
-    assert Hostile.asked == before
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (Slotted(1), Slotted(2)),
-        (types.SimpleNamespace(items=[1]), types.SimpleNamespace(items=[2])),
-        (Text("a"), Text("b")),
-        (OddDict(a=1), OddDict(a=2)),
-        (numpy.zeros(3), numpy.zeros(4)),
-        (Path("a"), Path("b")),
-        ([lambda: lambda: 1], [lambda: lambda: 2]),
-    ],
-    ids=["slots", "namespace", "text", "dict", "array", "path", "nested function"],
-)
-def test_what_an_object_stores_counts(one, other, load):
-    module, keys = load()(), []
-    for value in (one, other, one):
-        module.cfg = value
-        str(value) if isinstance(value, Path) else None  # a path keeps its text
-        keys.append(key(module))
-    assert keys[0] == keys[2] != keys[1]
-
-
-def test_what_cannot_be_described_is_traced_and_not_kept(tmp_path):
-    class Refusing(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, *_, **__):
-            raise RuntimeError("no questions")
-
-    module = torch.nn.Linear(1, 1)
-    module.odd = torch.ones(2).as_subclass(Refusing)
-    assert profile_key(module, DATA) is None
-    module.odd = [0] * (fingerprint._MAX_ITEMS + 1)
-    assert profile_key(module, DATA) is None
+def test_a_class_without_a_source_file_is_not_kept():
+    """One of an interactive session, whose source can't be told."""
+    made = types.new_class("Made", (Classifier,), exec_body=lambda space: space.update(__module__="users_session"))
+    assert profile_key(made(), DATA) is None
 
 
 def test_a_module_with_an_odd_attribute_is_profiled(tmp_path):
@@ -332,22 +206,7 @@ class Net(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 3)
 
 
-class Settings:
-    width = 1
-
-
-class Holder:
-    def __init__(self, width=1):
-        self.width = width
-
-
 WIDE = False
-TABLE = {"width": 1}
-HOLDER = Holder()
-TEACHER = torch.nn.Linear(3, 3)
-CHOICES = types.ModuleType("users_choices")
-CHOICES.width = 1
-DEEP = [[[[[[[[[[[[{"width": 1}]]]]]]]]]]]]
 
 
 def closure_flag(wide):
@@ -381,80 +240,27 @@ def own_class(wide):
     return Made()
 
 
-def function_on_a_class(wide):
-    class Made(Net):
-        def training_step(self, data, index):
-            return Made.step(self, data)
-
-    Made.step = staticmethod(wide_step if wide else plain_step)
-    return Made()
-
-
-def reads(change):
-    """A module of one class, whose methods read globals, after a change to these."""
-
-    class Made(Net):
-        def training_step(self, data, index):
-            return self.layer(data["x"] * self.factor())
-
-        def factor(self):
-            return inner_factor() + TEACHER.out_features + DEEP[0][0][0][0][0][0][0][0][0][0][0][0]["width"]
-
-    change()
-    return Made()
-
-
-def inner_factor():
-    return (2 if WIDE else 1) * TABLE["width"] * Settings.width * HOLDER.width * CHOICES.width
-
-
-def reads_environment(wide):
-    class Made(Net):
-        def training_step(self, data, index):
-            return (wide_step if os.environ.get("USERS_WIDE") else plain_step)(self, data)
-
-    os.environ["USERS_WIDE"] = "1" if wide else ""
-    return Made()
-
-
-READ = {
-    "global": (sys.modules[__name__], "WIDE", True),
-    "global dict": (TABLE, "width", 2),
-    "other class": (Settings, "width", 2),
-    "global object": (HOLDER, "width", 2),
-    "attribute of a module": (CHOICES, "width", 2),
-    "global module": (sys.modules[__name__], "TEACHER", torch.nn.Linear(3, 4)),
-    "deep": (DEEP[0][0][0][0][0][0][0][0][0][0][0][0], "width", 2),
-    "function": (sys.modules[__name__], "inner_factor", lambda: 3),
-    "library's class": (torch.nn.Linear, "forward", lambda self, x: x),
-    "attribute of a library's class": (torch.nn.Linear, "users_width", 2),
-}
-
-
-@pytest.mark.parametrize("make", [closure_flag, closure_function, default, own_class, function_on_a_class])
+@pytest.mark.parametrize("make", [closure_flag, closure_function, default, own_class])
 def test_what_a_class_was_made_with_counts(make):
     assert key(make(False)) == key(make(False)) != key(make(True)) != None  # noqa: E711
 
 
-@pytest.mark.parametrize("name", READ)
-def test_what_code_reads_outside_of_its_module_counts(name, monkeypatch):
-    owner, attribute, value = READ[name]
-    before = key(reads(lambda: None))
-    assert before == key(reads(lambda: None)) is not None
-    if isinstance(owner, dict):
-        monkeypatch.setitem(owner, attribute, value)
-    else:
-        monkeypatch.setattr(owner, attribute, value, raising=False)
-    assert key(reads(lambda: None)) not in (before, None)
+def test_plain_globals_count(monkeypatch):
+    before = key(closure_flag(False))
+    monkeypatch.setattr(sys.modules[__name__], "WIDE", True)
+    assert key(closure_flag(False)) not in (before, None)
 
 
-def test_the_environment_counts_where_it_is_asked_for(monkeypatch):
+def test_a_variable_counts_where_a_source_asks_for_it(load, monkeypatch):
+    plain = load()()
     monkeypatch.setenv("USERS_WIDE", "")
-    keys = [key(reads_environment(wide)) for wide in (False, True, False)]
-    assert keys[0] == keys[2] != keys[1]
-    plain = key(closure_flag(False))
-    monkeypatch.setenv("USERS_WIDE", "another")
-    assert key(closure_flag(False)) == plain
+    before = key(plain)
+    monkeypatch.setenv("USERS_WIDE", "1")
+    assert key(plain) == before
+    asking = load(helper="import os\ndef factor(): return 2 if os.environ.get('USERS_WIDE') else 1")()
+    wide = key(asking)
+    monkeypatch.setenv("USERS_WIDE", "")
+    assert key(asking) not in (wide, None)
 
 
 def test_callbacks_and_makers_of_optimizers_count(load):
@@ -474,56 +280,6 @@ def test_hooks_of_weights_count(register, load):
         return key(module)
 
     assert hooked(1) == hooked(1) != hooked(2)
-
-
-UNKNOWN = iter([1, 2])
-
-
-def test_nothing_is_kept_where_it_can_not_be_told_what_is_read(tmp_path):
-    class Counts(Classifier):
-        def training_step(self, data, index):
-            return super().training_step(data, index) * (UNKNOWN is not None)
-
-    class ReadsAnything(Classifier):
-        def training_step(self, data, index):
-            return super().training_step(data, index) * len(globals())
-
-    for kind in (Counts, ReadsAnything):
-        cache = ProfileCache(tmp_path)
-        assert profile_key(kind(), batch()) is None
-        profile_module(kind(), batch(), any_micro_batch=False, cache=cache)
-        assert not cache.folder.exists()
-
-
-def test_a_refusal_is_not_skipped_for_another_ones_profile(tmp_path):
-    def make(writes):
-        class Made(Classifier):
-            def training_step(self, data, index):
-                if writes:
-                    (tmp_path / "losses.txt").write_text("x")
-                return super().training_step(data, index)
-
-        return Made()
-
-    cache = ProfileCache(tmp_path / "cache")
-    profile_module(make(False), batch(), any_micro_batch=False, cache=cache)
-    assert list(cache.folder.iterdir())
-    with pytest.raises(TraceError, match="losses"):
-        profile_module(make(True), batch(), any_micro_batch=False, cache=cache)
-
-
-def test_code_that_reads_itself_is_described(load):
-    def make(width):
-        def step(data):
-            return width + len(again)
-
-        again = [step]
-        again.append(again)
-        module = load()()
-        module.step = step
-        return module
-
-    assert key(make(1)) == key(make(1)) not in (key(make(2)), None)
 
 
 # --- what a trace takes over of tensors, and of the process -----------------------------------------------------------
@@ -603,7 +359,7 @@ def test_strides_of_the_batch_count(other):
 
 
 def test_values_that_no_copy_replaces_count():
-    """Tensors that code holds are real in a trace, and arrays are copied with their values."""
+    """Integers that code holds are real in a trace, and arrays have their values there."""
 
     def module_of(sizes):
         class Made(Net):
@@ -612,11 +368,11 @@ def test_values_that_no_copy_replaces_count():
 
         return Made()
 
-    for one, other in (((1, 2), (1, 3)), ((0.5, 0.5), (0.5, 0.75))):
-        keys = [key(module_of(torch.tensor(values))) for values in (one, other, one)]
-        assert keys[0] == keys[2] != keys[1]
-        modules = [module_with(array=numpy.array(values)) for values in (one, other, one)]
-        assert key(modules[0]) == key(modules[2]) != key(modules[1])
+    one, other = (1, 2), (1, 3)
+    keys = [key(module_of(torch.tensor(values))) for values in (one, other, one)]
+    assert keys[0] == keys[2] != keys[1]
+    modules = [module_with(array=numpy.array(values)) for values in (one, other, one)]
+    assert key(modules[0]) == key(modules[2]) != key(modules[1])
     objects = [module_with(array=numpy.array([name, None], dtype=object)) for name in ("a", "b", "a")]
     assert key(objects[0]) == key(objects[2]) != key(objects[1])
 
@@ -651,46 +407,11 @@ def test_sparse_tensors_of_a_module_are_described():
     assert len(set.union(*keys)) == len(changes)
 
 
-@pytest.mark.parametrize("kind", SPARSE)
-def test_values_of_sparse_tensors_that_code_holds_count(kind):
-    def module_of(links):
-        class Made(Net):
-            def training_step(self, data, index):
-                return torch.sparse.mm(links, self.layer(data["x"])).mean()
-
-        return Made()
-
-    one, other = sparse_rows(kind), sparse_rows(kind)
-    other.values().mul_(2) if kind != "uncoalesced" else other._values().mul_(2)
-    keys = [key(module_of(links)) for links in (one, other, sparse_rows(kind))]
-    assert keys[0] == keys[2] != keys[1]
-    assert None not in keys
-
-
-SWITCHES = {
-    "default dtype": lambda: torch.set_default_dtype(torch.float64),
-    "deterministic": lambda: torch.use_deterministic_algorithms(True),
-    "flash": lambda: torch.backends.cuda.enable_flash_sdp(False),
-    "efficient": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
-    "cudnn attention": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
-    "math": lambda: torch.backends.cuda.enable_math_sdp(False),
-    "precision of products": lambda: torch.set_float32_matmul_precision("medium"),
-    "oneDNN": lambda: setattr(torch.backends.mkldnn, "enabled", False),
-    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
-}
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.filterwarnings("ignore")
-def test_settings_of_the_process_count(name):
+def test_settings_of_torch_count(monkeypatch):
     module = module_with()
-
-    def changed():
-        SWITCHES[name]()
-        return key(module)
-
-    assert run(changed) not in (key(module), None)
-    assert run(partial(key, module)) == key(module)
+    before = key(module)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert key(module) not in (before, None)
 
 
 def test_a_number_that_decides_the_step_is_not_taken_from_another_ones_profile(tmp_path):

@@ -1,8 +1,8 @@
-"""What code reads besides its arguments."""
+"""Environment variables that code asks for."""
 
 import pytest
 
-from lightning_memfit.profile.reads import variables_in
+from lightning_memfit.profile.environment import variables_in
 
 
 @pytest.mark.parametrize(
