@@ -104,7 +104,6 @@ class _Repeated:
 def _state(module: Any, batch: Any) -> dict[str, Any]:
     """Everything that a trace could change."""
     import benchmarks.memory_zoo.modules as own
-    from lightning_memfit.profile.fingerprint import describe
 
     leaves = (leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     return {
@@ -116,7 +115,7 @@ def _state(module: Any, batch: Any) -> dict[str, Any]:
         "gradients": [parameter.grad is None for parameter in module.parameters()],
         "batch": [(str(index), leaf.detach().clone()) for index, leaf in enumerate(leaves)],
         "attributes": [
-            (path, [(key, repr(describe(value))) for key, value in vars(child).items() if key not in _LIVING])
+            (path, [(key, repr(value)) for key, value in vars(child).items() if key not in _LIVING])
             for path, child in module.named_modules()
         ],
     }
