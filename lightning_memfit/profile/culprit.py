@@ -97,13 +97,9 @@ def owner_of_frame(frame: FrameType) -> Owner:
     return owner_of(frame.f_code.co_filename, frame.f_globals.get("__name__") == "__main__")
 
 
-def running_frames(thread: int | None = None) -> Iterator[FrameType]:
-    """The caller's frame and those that it was called from.
-
-    Args:
-        thread: Another thread whose frames are wanted instead, by `threading.get_ident`.
-    """
-    frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
+def running_frames() -> Iterator[FrameType]:
+    """The caller's frame and those that it was called from."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -118,35 +114,17 @@ def runs_steps(function: _Function) -> _Function:
     return function
 
 
-def calling_line(thread: int | None = None) -> str:
+def calling_line() -> str:
     """The innermost line of the user's code in the step being run, as ` at file:line, in function`; empty without one.
 
     Code of installed packages is nobody's own.
-
-    Args:
-        thread: Another thread that runs it, by `threading.get_ident`.
     """
-    for frame in running_frames(thread):
+    for frame in running_frames():
         if frame.f_code in _RUN_STEPS:
             break
         if owner_of_frame(frame) == "user":
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}, in `{frame.f_code.co_name}`"
     return ""
-
-
-def is_asked_by_user() -> bool:
-    """Whether the caller of the calling property, past properties of the same name, is the user's code.
-
-    What the property itself calls of its file is not its caller.
-    """
-    frames = running_frames()
-    next(frames)
-    code = next(frames).f_code
-    asking = next(
-        (one for one in frames if code.co_name != one.f_code.co_name and code.co_filename != one.f_code.co_filename),
-        None,
-    )
-    return asking is not None and owner_of_frame(asking) == "user"
 
 
 _ASK_THEMSELVES = ("torch.nn.", "torch.distributions.")

@@ -1,9 +1,7 @@
-"""Attributes and functions of other packages, replaced for the time of a trace."""
+"""Attributes of other packages, replaced for the time of a trace."""
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from torch.utils._device import _device_constructors
@@ -23,43 +21,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-@contextmanager
-def replaced_everywhere(functions: Mapping[Any, Any]) -> Iterator[None]:
-    """Set others for functions for a while, in every imported module that names them.
-
-    Args:
-        functions: What takes the place of each.
-    """
-    keep_constructors()
-    wanted = {id(function): other for function, other in functions.items()}
-    found = [
-        (names, name, value)
-        for names in _naming(frozenset(wanted))
-        for name, value in list(names.items())
-        if id(value) in wanted
-    ]
-    for names, name, value in found:
-        names[name] = wanted[id(value)]
-    try:
-        yield
-    finally:
-        for names, name, value in found:
-            names[name] = value
-
-
-def _naming(wanted: frozenset[int]) -> Iterator[dict[str, Any]]:
-    """Namespaces of imported modules that name functions with these numbers.
-
-    A large program has thousands of modules with hundreds of thousands of names, which are compared by number, and no
-    module is asked for an attribute, as it may answer by importing others.
-    """
-    for module in list(sys.modules.values()):
-        if issubclass(type(module), ModuleType):
-            names = object.__getattribute__(module, "__dict__")
-            if not wanted.isdisjoint(map(id, list(names.values()))):
-                yield names
 
 
 def keep_constructors() -> None:
