@@ -48,6 +48,7 @@ from lightning_memfit.planner.workload import (
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.files import files_read
+from lightning_memfit.profile.process import end_after_traces
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import defaults_of
@@ -85,6 +86,7 @@ def plan_recipe(
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
         exist.
     """
+    end_after_traces()
     with quiet(), ExitStack() as loaded:
         read = loaded.enter_context(files_read())  # to the end: modules build themselves, and steps run, in traces
         run = loaded.enter_context(load_recipe(overrides, arguments.batch_shape, arguments.real_batch))

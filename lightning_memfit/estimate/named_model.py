@@ -6,6 +6,7 @@ This module imports torch; `named` imports it only if the profile is not in the 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ def _as_lightning_module(model: Any, optimizer: str) -> Any:
         @override
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer_factory(optimizer)(self)
+
+        @override
+        def __reduce__(self) -> Any:
+            return _as_lightning_module, (self.model, optimizer)
 
     return NamedModule()
 
@@ -143,5 +148,9 @@ def optimizer_factory(name: str) -> OptimizerFactory:
     Raises:
         ValueError: If there is no such record.
     """
-    record = find_optimizer(name)
-    return lambda module: record.make(module.parameters(), _LEARNING_RATE)
+    find_optimizer(name)
+    return partial(_made, name)
+
+
+def _made(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
+    return find_optimizer(name).make(module.parameters(), _LEARNING_RATE)

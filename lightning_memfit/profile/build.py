@@ -379,7 +379,8 @@ def measure_step(
 
 def _measured_elsewhere(workload: Workload) -> ModelProfile:
     try:
-        return isolated(workload, partial(_measured, workload), "measured", ", or measure a smaller configuration.")
+        way_out = ", or measure a smaller configuration."
+        return isolated(workload, partial(_measured, workload), "measured", way_out, with_values=True)
     except (RefusedError, EndedError) as error:
         raise TraceError(f"The training step of {workload.name} can't be measured: {error}.") from error
 

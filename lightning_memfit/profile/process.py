@@ -9,6 +9,9 @@ A copy is a fork. For traces none can be had of a process that has run a backwar
 torch refuses backward passes there (`_is_usable`); of one that uses CUDA, none is made until a device has shown that it
 holds (`benchmarks.gpu.fork`). `Elsewhere` spawns a new process then, which gets functions as pickles. Reading data
 takes no backward pass, and forks beside CUDA as the workers of a DataLoader do.
+
+Where the system has no forks (Windows), spawned processes and commands, which end after their traces, run functions
+themselves, on copies of what these hold (`_run_here`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import gc
 import io
 import logging
@@ -72,21 +74,30 @@ class RefusedError(BaseException):
     """Code would have done something outside of its process; no `except Exception` goes on after it."""
 
 
-def run(function: Callable[[], T], seconds: float | None = None, backward: bool = True) -> T:
+def run(function: Callable[[], T], seconds: float | None = None, backward: bool = True, with_values: bool = False) -> T:
     """Run a function in a process that is thrown away, and return its result, which travels as a pickle.
 
     Args:
         function: What to run, with one thread.
         seconds: When to end the process, less what it waited for a core that other programs used (Linux).
         backward: Whether it may run a backward pass. One that doesn't runs beside CUDA, too, without a device.
+        with_values: Whether it needs the values of tensors, where it runs on copies.
 
     Raises:
         LostError: If the process was ended or ended itself.
         NoProcessError: If there can be none.
         Exception: What the function raised.
     """
+    if _ends_after_traces and not _has_forks():
+        return _run_here(function, with_values)
     found: T = _Child(function, seconds, backward).result()
     return found
+
+
+def end_after_traces() -> None:
+    """Say that this process ends when its traces are made, so that they may run in it where there are no forks."""
+    global _ends_after_traces
+    _ends_after_traces = True
 
 
 def beside(function: Callable[[], T]) -> Callable[[], T]:
@@ -122,11 +133,17 @@ def can_fork(backward: bool = True) -> bool:
         backward: Whether the fork may run a backward pass.
     """
     on_cuda = backward and torch.cuda.is_initialized() and not FORKS_BESIDE_CUDA
-    return sys.platform == "linux" and hasattr(os, "fork") and not on_cuda
+    return _has_forks() and not on_cuda
+
+
+def _has_forks() -> bool:
+    return sys.platform == "linux" and hasattr(os, "fork")
 
 
 _is_thrown_away = False
 """Whether this process is one that `run` has made."""
+
+_ends_after_traces = False
 
 _is_parent = False
 """Whether it is this module that makes and ends processes, which nobody else may where that is refused."""
@@ -247,8 +264,8 @@ class _Child:
             self._clean()
 
 
-def _end(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a process of this module's."""
+def _end(pid: int, number: int = 9) -> None:
+    """Send a signal, SIGKILL by default, to a process of this module's."""
     with _as_parent(), contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -385,6 +402,8 @@ def _cut_off(kept: set[int]) -> None:
 
     A fork shares them: what it flushes would be written into the parent's log, and what it reads be skipped there.
     """
+    import fcntl  # which Windows lacks
+
     nowhere = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
@@ -698,6 +717,7 @@ def _spawn(theirs: Connection, shared: tuple[object, ...], with_values: bool, re
 
 def _serve_spawned(connection: Connection, pickled: bytes, reason: str) -> None:
     sys.modules["__main__"].__memfit_spawned__ = True  # type: ignore[attr-defined]
+    end_after_traces()
     try:
         shared = pickle.loads(pickled)  # nosec B301  # from the process that spawned this one
     except Exception as error:
@@ -776,6 +796,24 @@ def _made(tensor: torch.Tensor, is_parameter: bool, is_trained: bool, attributes
     made = torch.nn.Parameter(tensor, is_trained) if is_parameter else tensor.requires_grad_(is_trained)
     vars(made).update(attributes)
     return made
+
+
+def _run_here(function: Callable[[], T], with_values: bool) -> T:
+    """Run a function on a copy of what it holds, in this process.
+
+    Raises:
+        NoProcessError: If that can't be copied.
+        Exception: What the function raised.
+    """
+    buffer = io.BytesIO()
+    try:
+        _ShapePickler(buffer, with_values).dump(function)
+        copy: Callable[[], T] = pickle.loads(buffer.getvalue())  # nosec B301
+    except Exception as error:  # objects raise what they like when they are asked for their state
+        raise NoProcessError(f"this system has no forks, and what is traced can't be copied: {error}") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy()
 
 
 class _SharingPickler(pickle.Pickler):

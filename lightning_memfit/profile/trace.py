@@ -137,7 +137,7 @@ class TraceError(RuntimeError):
         self.cause = cause
 
 
-def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out: str) -> T:
+def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out: str, with_values: bool = False) -> T:
     """Run a function on a workload in a process that is thrown away; what is learned there of kernels is kept.
 
     Args:
@@ -145,13 +145,14 @@ def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out:
         function: What to run, with the workload or a part of it.
         doing: What it does, for messages: `traced` or `measured`.
         way_out: What to do instead of giving more room where it takes too long.
+        with_values: Whether it needs the values of tensors.
 
     Raises:
         TraceError: If its process ended without an answer, or came to its limits.
         Exception: What the function raised.
     """
     try:
-        return run(partial(_with_gradients, function), workload.limits.seconds)
+        return run(partial(_with_gradients, function), workload.limits.seconds, with_values=with_values)
     except LimitReached as limit:
         raise not_known(workload.name, limit, way_out) from None
     except LostError as error:

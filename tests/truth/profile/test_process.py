@@ -134,6 +134,22 @@ def test_where_a_fork_runs_no_backward_pass_a_new_process_traces(monkeypatch: py
         profile_module(Doing(lambda: None), batch(), **settings)
 
 
+@pytest.mark.parametrize("profile", [partial(profile_module, emulation=Emulation("cpu")), measure_step])
+def test_without_forks_a_process_that_ends_after_its_traces_runs_them_on_copies(
+    profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Classifier()
+    forked = profile(module, batch())
+    weights = [weight.clone() for weight in module.parameters()]
+    monkeypatch.setattr(process, "_ends_after_traces", True)
+    monkeypatch.setattr(process, "_has_forks", lambda: False)
+    copied = profile(module, batch())
+    assert (copied.events.sizes == forked.events.sizes).all()
+    assert all(torch.equal(weight, before) for weight, before in zip(module.parameters(), weights, strict=True))
+    with pytest.raises(TraceError, match="can't be forked"):
+        profile(Doing(lambda: None), batch())
+
+
 def test_a_process_on_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(NoProcessError):
