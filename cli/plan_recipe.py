@@ -48,7 +48,6 @@ from lightning_memfit.planner.workload import (
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.files import files_read
-from lightning_memfit.profile.process import end_after_traces
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import defaults_of
@@ -86,7 +85,6 @@ def plan_recipe(
         The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
         exist.
     """
-    end_after_traces()
     with quiet(), ExitStack() as loaded:
         read = loaded.enter_context(files_read())  # to the end: modules build themselves, and steps run, in traces
         run = loaded.enter_context(load_recipe(overrides, arguments.batch_shape, arguments.real_batch))
@@ -94,11 +92,10 @@ def plan_recipe(
         named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
         try:
             workload = workload_of(run, target_of(device, run), arguments, named)
-            cache = None if arguments.no_cache else ProfileCache()
             explored: list[Explored] = []
             plan = make_plan(
                 workload,
-                cache,
+                None if arguments.no_cache else ProfileCache(),
                 verify=arguments.verify,
                 compare=compare,
                 progress=progress,

@@ -143,11 +143,7 @@ def _checkpoint(model: torch.nn.Module) -> None:
 
 
 def optimizer_factory(name: str) -> OptimizerFactory:
-    """Return a function that builds the optimizer of a record over a module's parameters.
-
-    Raises:
-        ValueError: If there is no such record.
-    """
+    """A function that builds the optimizer of a record, of which there must be one, over a module's parameters."""
     find_optimizer(name)
     return partial(_made, name)
 

@@ -258,7 +258,7 @@ class MemFit(pl.Callback):
             planned = _on_first_rank(trainer, lambda: self._planned(trainer, pl_module, target, division), ranks)
         finally:
             ranks.close()
-        if isinstance(planned, _NoPlan):
+        if isinstance(planned, Exception):
             self.plan = None
             self._put_on_measured(trainer, planned)
             return
@@ -281,23 +281,22 @@ class MemFit(pl.Callback):
 
     def _planned(
         self, trainer: pl.Trainer, module: pl.LightningModule, target: Target, division: Division | None
-    ) -> tuple[Plan, int] | _NoPlan:
+    ) -> tuple[Plan, int] | Exception:
         """A plan, and the samples of a batch of the loader; or why there can be none."""
         name = type(module).__name__
         for hook in ("split_batch", "num_samples"):
             if own_method(module, hook) is not None:
-                return _NoPlan(f"`{name}.{hook}` says what a batch is, and plans can't ask it for other sizes")
+                return ValueError(f"`{name}.{hook}` says what a batch is, and plans can't ask it for other sizes")
         try:
             batch = first_batch(trainer)
         except ValueError as error:
-            return _NoPlan(f"a plan needs a batch, but {error}")
-        fixed = _fixed_techniques(trainer)
+            return ValueError(f"a plan needs a batch, but {error}")
         try:
-            with somewhere(name, module, batch, *fixed) as elsewhere:
-                workload = self._workload(trainer, module, batch, target, division, fixed, elsewhere)
-                return self._proved(trainer, module, batch, workload, elsewhere), batch_size(batch)
+            with somewhere(name, module, batch, *_fixed_techniques(trainer)) as elsewhere:
+                workload = self._workload(trainer, batch, target, division, elsewhere)
+                return self._proved(trainer, workload, elsewhere), batch_size(batch)
         except (TraceError, ValueError) as error:
-            return _NoPlan(str(error), getattr(error, "cause", "") != "process")
+            return error
 
     def _check(self, trainer: pl.Trainer) -> Division | None:
         """Refuse what no plan can be made for; return how the strategy divides the run, if it isn't on one device."""
@@ -322,14 +321,7 @@ class MemFit(pl.Callback):
         return division
 
     def _workload(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        batch: Any,
-        target: Target,
-        division: Division | None,
-        fixed: tuple[TechniqueCallback, ...],
-        elsewhere: Elsewhere,
+        self, trainer: pl.Trainer, batch: Any, target: Target, division: Division | None, elsewhere: Elsewhere
     ) -> Workload:
         options = StepOptions(
             trainer.precision,  # type: ignore[arg-type]
@@ -339,16 +331,16 @@ class MemFit(pl.Callback):
         )
         host = self.host_bytes if self.host_bytes is not None else probe_host().available_bytes
         return Workload(
-            module=module,
+            module=trainer.lightning_module,
             batch=batch,
             options=options,
             samples_per_step=batch_size(batch) * trainer.accumulate_grad_batches * trainer.world_size,
             target=target,
             rates=calibrated(rates_of(target)),
-            facts=elsewhere.run(partial(facts_of, module, target, options)),
+            facts=elsewhere.run(partial(facts_of, trainer.lightning_module, target, options)),
             limits=Limits(host_bytes=host if target.device_kind.has_own_memory else None),
             allow=self.allow,
-            fixed=fixed,
+            fixed=_fixed_techniques(trainer),
             loader_batch=batch_size(batch),
             own_micro_batch=batch_size(batch),
             devices=Devices(trainer.num_devices, trainer.num_nodes),
@@ -356,9 +348,7 @@ class MemFit(pl.Callback):
             tolerance=self.tolerance,
         )
 
-    def _proved(
-        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, workload: Workload, elsewhere: Elsewhere
-    ) -> Plan:
+    def _proved(self, trainer: pl.Trainer, workload: Workload, elsewhere: Elsewhere) -> Plan:
         """Return the first plan whose probe fits.
 
         Raises:
@@ -373,7 +363,7 @@ class MemFit(pl.Callback):
                 raise MisconfigurationException(f"`MemFit`: {plan.summary()} {' '.join(plan.advice[1:])}".rstrip())
             if not self.probe or workload.division is not None:
                 return plan
-            found = probe(trainer, module, batch, plan.setting)
+            found = probe(trainer, trainer.lightning_module, workload.batch, plan.setting)
             # The probe's batch is one micro-batch; in the run, the other micro-batches are on the device as well.
             predicted = plan.peak_bytes - workload.waiting_bytes(plan.setting)
             beyond = max(0, (found.peak_bytes or 0) - predicted)
@@ -416,20 +406,19 @@ class MemFit(pl.Callback):
 
         self._undo = undo
 
-    def _put_on_measured(self, trainer: pl.Trainer, no_plan: _NoPlan) -> None:
+    def _put_on_measured(self, trainer: pl.Trainer, error: Exception) -> None:
         """Let `MicroBatching` find the micro-batch of a run that can't be planned."""
-        reason = no_plan.reason
         refused = MICRO_BATCHING.unsupported(Setting().run(read_facts(trainer.lightning_module)), {})
         if refused is not None:
             raise MisconfigurationException(
-                f"`MemFit` can neither plan this run ({reason}) nor find its micro-batch by measured steps: {refused}"
+                f"`MemFit` can neither plan this run ({error}) nor find its micro-batch by measured steps: {refused}"
             )
         rank_zero_warn(
-            f"MemFit: this run can't be planned: {reason.rstrip('.')}. Precision, optimizer and checkpointing stay as "
-            "they are, and the micro-batch is found by measured steps."
+            f"MemFit: this run can't be planned: {str(error).rstrip('.')}. Precision, optimizer and checkpointing stay "
+            "as they are, and the micro-batch is found by measured steps."
         )
         measured = MicroBatching(last_resort=self._last_resort(trainer))
-        measured.may_trace = no_plan.may_trace
+        measured.may_trace = getattr(error, "cause", "") != "process"
         self._undo = self._insert(trainer, [measured])
 
     def _last_resort(self, trainer: pl.Trainer) -> LastResort:
@@ -456,25 +445,10 @@ class MemFit(pl.Callback):
             undo()
 
 
-@dataclass(frozen=True)
-class _NoPlan:
-    """Why a run can't be planned."""
-
-    reason: str
-    may_trace: bool = True
-    """Whether its steps can be traced for sizes, as far as that is known."""
-
-
 def _fixed_techniques(trainer: pl.Trainer) -> tuple[TechniqueCallback, ...]:
     """The Trainer's technique callbacks that plans know nothing of, and leave as they are."""
-    known = technique_classes()
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return tuple(
-        callback
-        for callback in callbacks
-        if isinstance(callback, TechniqueCallback)
-        and f"{type(callback).__module__}.{type(callback).__name__}" not in known
-    )
+    callbacks = [c for c in trainer.callbacks if isinstance(c, TechniqueCallback)]  # type: ignore[attr-defined]
+    return tuple(c for c in callbacks if f"{type(c).__module__}.{type(c).__name__}" not in technique_classes())
 
 
 def _measured(found: ProbeResult) -> str:

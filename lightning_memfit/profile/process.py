@@ -140,6 +140,9 @@ def _has_forks() -> bool:
     return sys.platform == "linux" and hasattr(os, "fork")
 
 
+is_closed: ContextVar[bool] = ContextVar("is_closed", default=False)
+"""Whether no process may be made: by a callback that traces in `setup`, and is part of what is traced."""
+
 _is_thrown_away = False
 """Whether this process is one that `run` has made."""
 
@@ -187,6 +190,7 @@ class _Child:
 
     def _be_child(self, writing: int, function: Callable[[], Any]) -> None:
         global _is_thrown_away
+        tempfile.tempdir = os.environ["TMPDIR"] = self._folder  # the folders of its own processes included
         if not self._is_thrown_away:
             _write(writing, _answer(function))
             return
@@ -194,7 +198,6 @@ class _Child:
         # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in a
         # fork of a process that uses it, as pytest does.
         faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=False)
-        tempfile.tempdir = os.environ["TMPDIR"] = self._folder
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder  # which is made when it is first asked for
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
@@ -285,7 +288,7 @@ def _fork(be_child: Callable[[int, Any], None], argument: Any, kept: int, backwa
     Raises:
         NoProcessError: If there is none.
     """
-    if _is_thrown_away:  # as a callback would whose `setup` traces, and is part of what is traced
+    if is_closed.get():
         _refuse("start a process")
     if not can_fork(backward):
         on_cuda = " for a trace, as it uses CUDA" if can_fork(backward=False) else ""

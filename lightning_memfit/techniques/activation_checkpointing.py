@@ -35,9 +35,8 @@ class ActivationCheckpointing(TechniqueCallback):
 
     With a budget, each block gets its own choice, so that the step stays within the budget at the least extra time.
     The plan is made when `fit` begins, from traces of the step on one real batch, and saved in checkpoints: a run that
-    is resumed with the same budget follows the same plan. Where a process that uses CUDA can't send the module to a new
-    one for these traces, every block is recomputed instead, and a warning says so.
-
+    is resumed with the same budget follows the same plan. Where no process can be had for these traces, every block is
+    recomputed, and a warning says so.
 
     Args:
         mode: `full` (keep only each block's inputs), `every` (one block in `every`), `selective` (keep also the outputs

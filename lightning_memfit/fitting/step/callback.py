@@ -144,8 +144,7 @@ class MicroBatching(KeepsRandomNumbers):
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
         self._predictor = predictor
-        self.may_trace = True
-        """Whether sizes may be predicted from traces; `MemFit` sets it to False where it found none can be had."""
+        self.may_trace = True  # to predict sizes; `MemFit` says so where it found that there can be no traces
         self._is_divided = False
         hide_idle_hooks(self)
 
