@@ -149,4 +149,5 @@ def optimizer_factory(name: str) -> OptimizerFactory:
 
 
 def _made(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
-    return find_optimizer(name).make(module.parameters(), _LEARNING_RATE)
+    made: torch.optim.Optimizer = find_optimizer(name).make(module.parameters(), _LEARNING_RATE)
+    return made
