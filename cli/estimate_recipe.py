@@ -23,6 +23,7 @@ from lightning_memfit.memory.kind import allows_cuda
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.fake import tensors_in
+from lightning_memfit.profile.process import end_after_traces
 from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError, of_built
@@ -50,8 +51,7 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
             raise ValueError(
                 f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
             )
-    source = (arguments.batch_shape, arguments.real_batch)
-    with quiet(), load_recipe(overrides, *source, weights=arguments.measure) as run:
+    with quiet(), load_recipe(overrides, arguments.batch_shape, arguments.real_batch, arguments.measure) as run:
         count, device = split_device(arguments.device)
         run = run if count is None else _on_devices(run, count)
         target = target_of(device, run)
@@ -258,7 +258,8 @@ def make_strategy(spec: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress banners, and keep what the user's code prints off stdout, which belongs to the report."""
+    """Suppress banners, and keep what the user's code prints off stdout, which belongs to the report of a command."""
+    end_after_traces()
     with (
         loggers_at(logging.ERROR, *LIGHTNING, "bitsandbytes", "transformers"),
         contextlib.redirect_stdout(sys.stderr),

@@ -92,11 +92,10 @@ def plan_recipe(
         named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
         try:
             workload = workload_of(run, target_of(device, run), arguments, named)
-            cache = None if arguments.no_cache else ProfileCache()
             explored: list[Explored] = []
             plan = make_plan(
                 workload,
-                cache,
+                None if arguments.no_cache else ProfileCache(),
                 verify=arguments.verify,
                 compare=compare,
                 progress=progress,

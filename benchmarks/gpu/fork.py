@@ -3,25 +3,22 @@
     python -m benchmarks.gpu.fork [--device cuda|cpu] [--output FILE] [--seconds 50] [--child-seconds 12]
 
 One process moves a module to the device, pins its batches and joins a process group (NCCL, or gloo on the CPU) of one.
-A callback forks in `setup`, before the first backward pass; the child gets the module's tensors and the batch in plain
-host memory and runs a backward pass, a step on fake tensors, and this package's own trace. The parent trains two steps,
-which are compared with two steps without a fork, and reduces over its group once more. A second fork follows behind the
-backward passes, which torch is expected to refuse.
+A callback does in `setup`, before the first backward pass, what `FORKS_BESIDE_CUDA` of `profile.process` would let this
+package do: it brings tensors to plain host memory, and runs a backward pass (`run`), a trace (`profile_module`) and one
+by a `Worker`, which also traces when training is over. The parent trains two steps, which are compared with two steps
+without forks, and reduces over its group once more. Other forks follow behind the backward passes, which torch is
+expected to refuse.
 
-The result is written after each of these, and children that don't answer are killed, as is the program itself after
-`--seconds`: nothing hangs. The exit code is 0 if the first fork did all it was asked and the parent noticed nothing.
+The result is written after each of these, and forks that don't answer are killed, as is the program itself after
+`--seconds`: nothing hangs. The exit code is 0 if forks before the first backward pass did all they were asked and the
+parent noticed nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
-import gc
-import json
 import logging
-import os
-import select
 import signal
 import sys
 import tempfile
@@ -29,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,18 +35,22 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks.micro_batching.compare import trainer_of
 from benchmarks.micro_batching.record import write
+from lightning_memfit.profile import process
 from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.course import TraceLimits
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 _WORDS, _WIDTH, _STEPS = 128, 64, 2
 
 Batch = dict[str, Tensor]
+
+PARTS = ("backward", "profile", "worker", "worker at the end")
+"""What forks are asked to do."""
 
 
 class Small(pl.LightningModule):
@@ -76,12 +78,7 @@ class Small(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-# --- the child --------------------------------------------------------------------------------------------------------
-
-
-def _host_copies(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers in plain host memory; a child can read neither the device's nor pinned memory."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in _tensors(module)}
+# --- forks ------------------------------------------------------------------------------------------------------------
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -89,26 +86,24 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _in_child(module: Small, host: dict[str, Tensor], batch: Batch) -> dict[str, Any]:
-    """What a fork can do, each with its time; what fails says why."""
-    on_device = [tensor.data for _, tensor in _tensors(module)]  # never freed here: the blocks are the parent's
-    for name, tensor in _tensors(module):
-        tensor.data = host[name]
-    no_group = patch.object(dist, "is_initialized", return_value=False)  # the group's threads are the parent's
-    with no_group:
-        return {
-            "tensors": len(on_device),
-            "backward": _tried(_backward),
-            "fake step": _tried(lambda: _fake_step(module, batch)),
-            "profile": _tried(lambda: sum(profile_module(module, batch, any_micro_batch=False).flops.values())),
-        }
+@contextlib.contextmanager
+def _on_host(module: nn.Module) -> Iterator[None]:
+    """Hold parameters and buffers in plain host memory; a fork can read neither the device's nor pinned memory."""
+    on_device = [(tensor, tensor.data) for _, tensor in _tensors(module)]
+    for tensor, data in on_device:
+        tensor.data = torch.from_numpy(data.cpu().numpy().copy())
+    try:
+        yield
+    finally:
+        for tensor, data in on_device:
+            tensor.data = data
 
 
 def _tried(function: Callable[[], Any]) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         result: dict[str, Any] = {"result": function()}
-    except BaseException as error:
+    except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}"[:500]}
     return {**result, "seconds": round(time.perf_counter() - started, 3)}
 
@@ -120,49 +115,32 @@ def _backward() -> list[float]:
     return value.grad.tolist()
 
 
-def _fake_step(module: Small, batch: Batch) -> int:
-    """Number of gradients of a step without this package's trace."""
-    mode = FakeTensorMode()
-    fakes = {name: mode.from_tensor(tensor.detach()) for name, tensor in _tensors(module)}
-    weights = [fakes[name].requires_grad_() for name, _ in module.named_parameters()]
-    inputs = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
-    with mode:
-        torch.func.functional_call(module, fakes, (inputs,)).backward()
-    return sum(weight.grad is not None for weight in weights)
+def _flops(module: Small, batch: Batch, limit_s: float) -> int:
+    limits = TraceLimits(seconds=limit_s)
+    return sum(profile_module(module, batch, any_micro_batch=False, limits=limits).flops.values())
 
 
-def ask_fork(function: Callable[[], dict[str, Any]], limit_s: float) -> dict[str, Any]:
-    """What a function returns in a fork, which is killed when it takes too long; its stack then says where it was."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    started = time.monotonic()
-    reading, writing = os.pipe()
-    with tempfile.TemporaryFile() as stack:
-        pid = os.fork()
-        if pid == 0:
-            with contextlib.suppress(BaseException):
-                gc.disable()
-                torch.set_num_threads(1)
-                faulthandler.register(signal.SIGUSR1, file=stack)
-                os.write(writing, json.dumps(function()).encode())  # less than a pipe holds
-            os._exit(0)
-        os.close(writing)
-        answered = bool(select.select([reading], [], [], limit_s)[0])
-        answer = os.read(reading, 1 << 16) if answered else b""
-        seconds = round(time.monotonic() - started, 3)
-        if not answered:
-            os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.3)
-        os.close(reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        if answer:
-            return {"answered": True, "seconds": seconds, **json.loads(answer)}
-        stack.seek(0)
-        where = stack.read().decode(errors="replace").splitlines()[:8]
-        code = os.waitstatus_to_exitcode(status)
-        return {"answered": False, "seconds": seconds, "exit_code": code, "stack": where}
+def forks_of(module: Small, batch: Batch, limit_s: float) -> tuple[dict[str, Any], process.Worker | None]:
+    """What forks of this process can do with a module and a batch, and a worker if one can be had."""
+    plain = {name: torch.from_numpy(tensor.numpy().copy()) for name, tensor in batch.items()}  # not pinned again
+    workers: list[process.Worker] = []
+
+    def work() -> int:
+        workers.append(process.Worker(module))
+        return workers[0].run(partial(_flops, module, plain, limit_s))
+
+    # Spawned processes trace where there are no forks, and would say nothing about these.
+    with patch.object(process, "FORKS_BESIDE_CUDA", True), patch.object(process, "_spawn", _no_spawn), _on_host(module):
+        found = {
+            "backward": _tried(lambda: process.run(_backward, limit_s)),
+            "profile": _tried(lambda: _flops(module, plain, limit_s)),
+            "worker": _tried(work),
+        }
+    return found, workers[0] if workers else None
+
+
+def _no_spawn(*_: Any) -> None:
+    raise process.NoProcessError("there is no fork")
 
 
 # --- the parent -------------------------------------------------------------------------------------------------------
@@ -170,22 +148,24 @@ def ask_fork(function: Callable[[], dict[str, Any]], limit_s: float) -> dict[str
 
 @dataclass
 class _Forks(pl.Callback):
-    """Forks in `setup`, where no backward pass has run yet."""
+    """Forks in `setup`, where no backward pass has run yet, and asks the worker of then once more at the end."""
 
     batch: Batch
     limit_s: float
     answer: dict[str, Any] = field(default_factory=dict)
+    worker: process.Worker | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.answer = ask_about(pl_module, self.batch, self.limit_s)
+        self.answer, self.worker = forks_of(pl_module, self.batch, self.limit_s)  # type: ignore[arg-type]
 
-
-def ask_about(module: Any, batch: Batch, limit_s: float) -> dict[str, Any]:
-    """What a fork of this process can do with a module and its batch."""
-    host = _host_copies(module)
-    plain = {name: torch.from_numpy(tensor.numpy().copy()) for name, tensor in batch.items()}  # not pinned again
-    return ask_fork(lambda: _in_child(module, host, plain), limit_s)
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.worker is not None:
+            plain = {name: tensor.clone() for name, tensor in self.batch.items()}
+            task = partial(_flops, pl_module, plain, self.limit_s)
+            self.answer["worker at the end"] = _tried(lambda: self.worker.run(task))  # type: ignore[union-attr, arg-type]
+            self.worker.close()
 
 
 def _batches(device: str) -> list[Batch]:
@@ -232,10 +212,10 @@ def run(device: str, output: Path, child_s: float) -> bool:
             for (_, one), (_, other) in zip(_tensors(forked), _tensors(plain), strict=True)
         ]
         keep("largest_difference", max(differences))
-        keep("after_backward", ask_about(plain, _batches(device)[0], child_s))
+        keep("after_backward", forks_of(plain, _batches(device)[0], child_s)[0])
         keep("all_reduce_at_the_end", _tried(lambda: _all_reduce(device)))
         first = found["before_backward"]
-        did_all = first["answered"] and all("error" not in first[part] for part in ("backward", "fake step", "profile"))
+        did_all = all("result" in first.get(part, {}) for part in PARTS)
         reduced = all(found[name].get("result") == 8.0 for name in ("all_reduce_after", "all_reduce_at_the_end"))
         keep("works", bool(did_all and reduced and found["largest_difference"] == 0))
         dist.destroy_process_group()  # last, as it may wait for what a fork has spoilt
@@ -247,7 +227,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--output", type=Path, default=RESULTS / "fork.json")
     parser.add_argument("--seconds", type=int, default=50, help="the program ends after so long, whatever hangs")
-    parser.add_argument("--child-seconds", type=float, default=12.0, help="a child without an answer is killed")
+    parser.add_argument("--child-seconds", type=float, default=12.0, help="a fork without an answer is killed")
     arguments = parser.parse_args()
     signal.alarm(arguments.seconds)  # its default action ends the process, and children don't inherit it
     warnings.simplefilter("ignore")

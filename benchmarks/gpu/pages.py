@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import bench_pages, slower
 from benchmarks.estimator import table as estimator_table
+from benchmarks.gpu.fork import PARTS
 from benchmarks.gpu.suite import FOLDER, STEPS
 from benchmarks.marks import shortened
 from benchmarks.notes import reason
@@ -109,18 +110,17 @@ def fork(record: dict[str, Any] | None) -> str:
     """What forks of a process that trains could do, before its first backward pass and after."""
     if record is None:
         return _NOT_YET
-    rows = []
-    for moment in ("before_backward", "after_backward"):
-        answer = record.get(moment, {"answered": False})
-        cells = [_cell(answer.get(part)) for part in ("backward", "fake step", "profile")]
-        rows.append([moment.replace("_", " "), "yes" if answer["answered"] else "no", *cells])
+    rows = [
+        [moment.replace("_", " "), *(_cell(record.get(moment, {}).get(part)) for part in PARTS)]
+        for moment in ("before_backward", "after_backward")
+    ]
     parent = [
         f"{name.replace('_', ' ')}: {_cell(record.get(name))}"
         for name in ("all_reduce_before", "all_reduce_after", "all_reduce_at_the_end")
     ]
     difference = record.get("largest_difference")
     parent.append(f"weights of the parent and of a run without a fork differ by {difference}")
-    table = _table(["fork", "child answered", "backward", "step on fake tensors", "trace of this package"], rows)
+    table = _table(["forks", *PARTS], rows)
     return _of(record) + table + "".join(f"- {line}\n" for line in parent)
 
 

@@ -6,6 +6,7 @@ This module imports torch; `named` imports it only if the profile is not in the 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,10 @@ def _as_lightning_module(model: Any, optimizer: str) -> Any:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer_factory(optimizer)(self)
 
+        @override
+        def __reduce__(self) -> Any:
+            return _as_lightning_module, (self.model, optimizer)
+
     return NamedModule()
 
 
@@ -138,10 +143,11 @@ def _checkpoint(model: torch.nn.Module) -> None:
 
 
 def optimizer_factory(name: str) -> OptimizerFactory:
-    """Return a function that builds the optimizer of a record over a module's parameters.
+    """A function that builds the optimizer of a record, of which there must be one, over a module's parameters."""
+    find_optimizer(name)
+    return partial(_made, name)
 
-    Raises:
-        ValueError: If there is no such record.
-    """
-    record = find_optimizer(name)
-    return lambda module: record.make(module.parameters(), _LEARNING_RATE)
+
+def _made(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = find_optimizer(name).make(module.parameters(), _LEARNING_RATE)
+    return made

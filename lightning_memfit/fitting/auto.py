@@ -52,10 +52,10 @@ from lightning_memfit.planner.workload import (
 )
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.process import LostError, RefusedError, can_fork, run
+from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, run
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions, leave_out_hooks
-from lightning_memfit.profile.trace import TraceError
+from lightning_memfit.profile.trace import TraceError, somewhere
 from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import read_facts
@@ -81,8 +81,8 @@ class ProbeResult:
 def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> ProbeResult:
     """Train for two steps on samples of one batch, as the setting says, and discard what that changes.
 
-    On the CPU another process does so. On a device, whose memory processes don't share, a copy is trained here: on the
-    device only while the probe runs, and in host memory as well if the module is already built.
+    On the CPU another process does so, if one can be had. Else, and on a device, whose memory processes don't share, a
+    copy is trained here: on the device only while the probe runs, and in host memory as well if the module is built.
 
     Args:
         trainer: The Trainer that is about to fit; the probe uses its accelerator, gradient clipping and `MemoryLimit`.
@@ -90,9 +90,11 @@ def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: 
         batch: A real batch.
         setting: The setting to try, with its micro-batch size.
     """
-    if DeviceKind.of(trainer.strategy.root_device).is_host and can_fork():
+    if DeviceKind.of(trainer.strategy.root_device).is_host:
         try:
             return run(partial(_probed, trainer, module, batch, setting))
+        except NoProcessError:
+            pass
         except LostError:  # the system has ended it
             return ProbeResult(False, None)
         except RefusedError as error:
@@ -256,7 +258,7 @@ class MemFit(pl.Callback):
             planned = _on_first_rank(trainer, lambda: self._planned(trainer, pl_module, target, division), ranks)
         finally:
             ranks.close()
-        if isinstance(planned, str):
+        if isinstance(planned, Exception):
             self.plan = None
             self._put_on_measured(trainer, planned)
             return
@@ -279,20 +281,22 @@ class MemFit(pl.Callback):
 
     def _planned(
         self, trainer: pl.Trainer, module: pl.LightningModule, target: Target, division: Division | None
-    ) -> tuple[Plan, int] | str:
+    ) -> tuple[Plan, int] | Exception:
         """A plan, and the samples of a batch of the loader; or why there can be none."""
+        name = type(module).__name__
         for hook in ("split_batch", "num_samples"):
             if own_method(module, hook) is not None:
-                return f"`{type(module).__name__}.{hook}` says what a batch is, and plans can't ask it for other sizes"
+                return ValueError(f"`{name}.{hook}` says what a batch is, and plans can't ask it for other sizes")
         try:
             batch = first_batch(trainer)
         except ValueError as error:
-            return f"a plan needs a batch, but {error}"
+            return ValueError(f"a plan needs a batch, but {error}")
         try:
-            workload = self._workload(trainer, module, batch, target, division)
-            return self._proved(trainer, module, batch, workload), batch_size(batch)
+            with somewhere(name, module, batch, *_fixed_techniques(trainer)) as elsewhere:
+                workload = self._workload(trainer, batch, target, division, elsewhere)
+                return self._proved(trainer, workload, elsewhere), batch_size(batch)
         except (TraceError, ValueError) as error:
-            return str(error)
+            return error
 
     def _check(self, trainer: pl.Trainer) -> Division | None:
         """Refuse what no plan can be made for; return how the strategy divides the run, if it isn't on one device."""
@@ -317,7 +321,7 @@ class MemFit(pl.Callback):
         return division
 
     def _workload(
-        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, target: Target, division: Division | None
+        self, trainer: pl.Trainer, batch: Any, target: Target, division: Division | None, elsewhere: Elsewhere
     ) -> Workload:
         options = StepOptions(
             trainer.precision,  # type: ignore[arg-type]
@@ -325,26 +329,18 @@ class MemFit(pl.Callback):
             trainer.gradient_clip_val,
             trainer.gradient_clip_algorithm,
         )
-        known = technique_classes()
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        fixed = tuple(
-            callback
-            for callback in callbacks
-            if isinstance(callback, TechniqueCallback)
-            and f"{type(callback).__module__}.{type(callback).__name__}" not in known
-        )
         host = self.host_bytes if self.host_bytes is not None else probe_host().available_bytes
         return Workload(
-            module=module,
+            module=trainer.lightning_module,
             batch=batch,
             options=options,
             samples_per_step=batch_size(batch) * trainer.accumulate_grad_batches * trainer.world_size,
             target=target,
             rates=calibrated(rates_of(target)),
-            facts=facts_of(module, target, options),
+            facts=elsewhere.run(partial(facts_of, trainer.lightning_module, target, options)),
             limits=Limits(host_bytes=host if target.device_kind.has_own_memory else None),
             allow=self.allow,
-            fixed=fixed,
+            fixed=_fixed_techniques(trainer),
             loader_batch=batch_size(batch),
             own_micro_batch=batch_size(batch),
             devices=Devices(trainer.num_devices, trainer.num_nodes),
@@ -352,7 +348,7 @@ class MemFit(pl.Callback):
             tolerance=self.tolerance,
         )
 
-    def _proved(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, workload: Workload) -> Plan:
+    def _proved(self, trainer: pl.Trainer, workload: Workload, elsewhere: Elsewhere) -> Plan:
         """Return the first plan whose probe fits.
 
         Raises:
@@ -362,12 +358,12 @@ class MemFit(pl.Callback):
         self.attempts, withheld = [], 0
         usable = workload.target.usable_bytes or 0
         for _ in range(_MAX_PLANS):
-            plan = make_plan(workload, ProfileCache(), withheld_bytes=withheld)
+            plan = elsewhere.run(partial(make_plan, workload, ProfileCache(), withheld_bytes=withheld))
             if plan.setting is None:
                 raise MisconfigurationException(f"`MemFit`: {plan.summary()} {' '.join(plan.advice[1:])}".rstrip())
             if not self.probe or workload.division is not None:
                 return plan
-            found = probe(trainer, module, batch, plan.setting)
+            found = probe(trainer, trainer.lightning_module, workload.batch, plan.setting)
             # The probe's batch is one micro-batch; in the run, the other micro-batches are on the device as well.
             predicted = plan.peak_bytes - workload.waiting_bytes(plan.setting)
             beyond = max(0, (found.peak_bytes or 0) - predicted)
@@ -410,18 +406,20 @@ class MemFit(pl.Callback):
 
         self._undo = undo
 
-    def _put_on_measured(self, trainer: pl.Trainer, reason: str) -> None:
+    def _put_on_measured(self, trainer: pl.Trainer, error: Exception) -> None:
         """Let `MicroBatching` find the micro-batch of a run that can't be planned."""
         refused = MICRO_BATCHING.unsupported(Setting().run(read_facts(trainer.lightning_module)), {})
         if refused is not None:
             raise MisconfigurationException(
-                f"`MemFit` can neither plan this run ({reason}) nor find its micro-batch by measured steps: {refused}"
+                f"`MemFit` can neither plan this run ({error}) nor find its micro-batch by measured steps: {refused}"
             )
         rank_zero_warn(
-            f"MemFit: this run can't be planned: {reason.rstrip('.')}. Precision, optimizer and checkpointing stay as "
-            "they are, and the micro-batch is found by measured steps."
+            f"MemFit: this run can't be planned: {str(error).rstrip('.')}. Precision, optimizer and checkpointing stay "
+            "as they are, and the micro-batch is found by measured steps."
         )
-        self._undo = self._insert(trainer, [MicroBatching(last_resort=self._last_resort(trainer))])
+        measured = MicroBatching(last_resort=self._last_resort(trainer))
+        measured.may_trace = getattr(error, "cause", "") != "process"
+        self._undo = self._insert(trainer, [measured])
 
     def _last_resort(self, trainer: pl.Trainer) -> LastResort:
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -445,6 +443,12 @@ class MemFit(pl.Callback):
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
+
+
+def _fixed_techniques(trainer: pl.Trainer) -> tuple[TechniqueCallback, ...]:
+    """The Trainer's technique callbacks that plans know nothing of, and leave as they are."""
+    callbacks = [c for c in trainer.callbacks if isinstance(c, TechniqueCallback)]  # type: ignore[attr-defined]
+    return tuple(c for c in callbacks if f"{type(c).__module__}.{type(c).__name__}" not in technique_classes())
 
 
 def _measured(found: ProbeResult) -> str:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, get_args
 
 from lightning_memfit.estimate.division import Division
@@ -359,7 +360,12 @@ def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str =
     check_trainable(module)
     capability = target.capability if target.device_kind.has_compute_capability else None
     clipping = (options.gradient_clip_val, options.gradient_clip_algorithm)
-    return of_built(module, lambda built: read_facts(built, target.kind, capability, optimizer, *clipping))
+    read = partial(_facts_of, (target.kind, capability, optimizer, *clipping))
+    return of_built(module, read)
+
+
+def _facts_of(settings: tuple[Any, ...], module: Any) -> Facts:
+    return read_facts(module, *settings)
 
 
 def check_trainable(module: Any) -> None:

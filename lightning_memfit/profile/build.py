@@ -24,7 +24,7 @@ from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.integers import AssumedValues
-from lightning_memfit.profile.process import NoProcessError, RefusedError, beside
+from lightning_memfit.profile.process import RefusedError, beside
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
@@ -74,7 +74,8 @@ def profile_module(
 
     def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
         task = partial(_traced, module, batch, options, emulation, callbacks, make_optimizer, *settings)
-        return somewhere(task, (module, batch, *callbacks), type(module).__name__)
+        with somewhere(type(module).__name__, module, batch, *callbacks) as elsewhere:
+            return elsewhere.run(task)
 
     return _with_others(callbacks, module, make_optimizer, profile)
 
@@ -362,10 +363,11 @@ def measure_step(
 
     def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
         workload = Workload(module, batch, options, callbacks, make_optimizer, limits)
-        try:
-            found = _measured_elsewhere(workload)
-        except StartError:
-            found = _measured_elsewhere(replace(workload, start_hooks=False))
+        with somewhere(workload.name, module, batch, *callbacks, with_values=True) as elsewhere:
+            try:
+                found = elsewhere.run(partial(_measured_elsewhere, workload))
+            except StartError:
+                found = elsewhere.run(partial(_measured_elsewhere, replace(workload, start_hooks=False)))
         return found.after(workload.length.batches or 0)
 
     found = _with_others(callbacks, module, make_optimizer, profile)
@@ -377,8 +379,9 @@ def measure_step(
 
 def _measured_elsewhere(workload: Workload) -> ModelProfile:
     try:
-        return isolated(workload, partial(_measured, workload), "measured", ", or measure a smaller configuration.")
-    except (RefusedError, EndedError, NoProcessError) as error:
+        way_out = ", or measure a smaller configuration."
+        return isolated(workload, partial(_measured, workload), "measured", way_out, with_values=True)
+    except (RefusedError, EndedError) as error:
         raise TraceError(f"The training step of {workload.name} can't be measured: {error}.") from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_memfit.profile.culprit import is_of_this_package
-from lightning_memfit.profile.process import RefusedError
+from lightning_memfit.profile.process import RefusedError, is_closed
 
 START_HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
 
@@ -114,11 +114,14 @@ def _guarded(
     callback: Any, hook: Callable[..., Any], watched: Callable[[], AbstractContextManager[object]]
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        before = is_closed.set(True)
         try:
             with watched():
                 return hook(*args, **kwargs)
         except (Exception, RefusedError) as error:
             raise CallbackError.of(callback, error) from error
+        finally:
+            is_closed.reset(before)
 
     return call
 

@@ -5,9 +5,13 @@ to write anywhere but in its own temporary folder and in caches, to start progra
 Landlock, native code is held to the same folders. Memory that is shared with other processes (`share_memory_()`,
 `/dev/shm`) and devices are not isolated.
 
-A copy is a fork. Of a process that has run a backward pass on a build for an accelerator none can be had, as torch
-refuses backward passes there (`_is_usable`); of one that uses CUDA, none is made until a device has shown that it holds
-(`benchmarks.gpu.fork`). A new process is spawned then, which gets the function as a pickle.
+A copy is a fork. For traces none can be had of a process that has run a backward pass on a build for an accelerator, as
+torch refuses backward passes there (`_is_usable`); of one that uses CUDA, none is made until a device has shown that it
+holds (`benchmarks.gpu.fork`). `Elsewhere` spawns a new process then, which gets functions as pickles. Reading data
+takes no backward pass, and forks beside CUDA as the workers of a DataLoader do.
+
+Where the system has no forks (Windows), spawned processes and commands, which end after their traces, run functions
+themselves, on copies of what these hold (`_run_here`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import gc
 import io
 import logging
@@ -33,6 +36,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -47,7 +52,11 @@ from lightning_memfit.profile.files import note_opened, read_so_far, take_read
 T = TypeVar("T")
 
 FORKS_BESIDE_CUDA = False
-"""Whether a process that uses CUDA is forked: not until `make gpu` has passed the step that tries it."""
+"""Whether a process that uses CUDA is forked for traces: not until `make gpu` has passed the step that tries it.
+
+A fork can read neither the device's memory nor pinned memory, whose pages it doesn't inherit. Whoever sets this must
+bring the tensors of modules and batches to plain host memory before the fork, and keep what lies on the device alive.
+"""
 
 _TRIES, _READY_S, _STACK_S = 5, 3.0, 0.3
 """A fork that doesn't come up in this time is made anew: another thread may have held a lock, which nobody frees."""
@@ -65,20 +74,30 @@ class RefusedError(BaseException):
     """Code would have done something outside of its process; no `except Exception` goes on after it."""
 
 
-def run(function: Callable[[], T], seconds: float | None = None) -> T:
+def run(function: Callable[[], T], seconds: float | None = None, backward: bool = True, with_values: bool = False) -> T:
     """Run a function in a process that is thrown away, and return its result, which travels as a pickle.
 
     Args:
         function: What to run, with one thread.
         seconds: When to end the process, less what it waited for a core that other programs used (Linux).
+        backward: Whether it may run a backward pass. One that doesn't runs beside CUDA, too, without a device.
+        with_values: Whether it needs the values of tensors, where it runs on copies.
 
     Raises:
         LostError: If the process was ended or ended itself.
         NoProcessError: If there can be none.
         Exception: What the function raised.
     """
-    found: T = _Child(function, seconds).result()
+    if _ends_after_traces and not _has_forks():
+        return _run_here(function, with_values)
+    found: T = _Child(function, seconds, backward).result()
     return found
+
+
+def end_after_traces() -> None:
+    """Say that this process ends when its traces are made, so that they may run in it where there are no forks."""
+    global _ends_after_traces
+    _ends_after_traces = True
 
 
 def beside(function: Callable[[], T]) -> Callable[[], T]:
@@ -89,7 +108,7 @@ def beside(function: Callable[[], T]) -> Callable[[], T]:
     if _is_thrown_away or not can_fork() or len(os.sched_getaffinity(0)) < 2:
         return function
     try:
-        return _Child(function, None, is_thrown_away=False).result
+        return _Child(function, None, backward=True, is_thrown_away=False).result
     except NoProcessError:
         return function
 
@@ -107,14 +126,27 @@ def bring_home(collect: Callable[[], Any], take: Callable[[Any], object]) -> Non
 _BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(read_so_far, take_read)]
 
 
-def can_fork() -> bool:
-    """Whether this process may be forked, as far as that can be told before."""
-    on_cuda = torch.cuda.is_initialized() and not FORKS_BESIDE_CUDA
-    return sys.platform == "linux" and hasattr(os, "fork") and not on_cuda
+def can_fork(backward: bool = True) -> bool:
+    """Whether this process may be forked, as far as that can be told before.
 
+    Args:
+        backward: Whether the fork may run a backward pass.
+    """
+    on_cuda = backward and torch.cuda.is_initialized() and not FORKS_BESIDE_CUDA
+    return _has_forks() and not on_cuda
+
+
+def _has_forks() -> bool:
+    return sys.platform == "linux" and hasattr(os, "fork")
+
+
+is_closed: ContextVar[bool] = ContextVar("is_closed", default=False)
+"""Whether no process may be made: by a callback that traces in `setup`, and is part of what is traced."""
 
 _is_thrown_away = False
 """Whether this process is one that `run` has made."""
+
+_ends_after_traces = False
 
 _is_parent = False
 """Whether it is this module that makes and ends processes, which nobody else may where that is refused."""
@@ -139,22 +171,26 @@ class _Child:
     Args:
         function: What to run.
         seconds: When to end it.
+        backward: Whether the function may run a backward pass.
         is_thrown_away: Whether its function may change it.
     """
 
-    def __init__(self, function: Callable[[], Any], seconds: float | None, is_thrown_away: bool = True) -> None:
+    def __init__(
+        self, function: Callable[[], Any], seconds: float | None, backward: bool, is_thrown_away: bool = True
+    ) -> None:
         self._seconds, self._started = seconds, time.monotonic()
         self._is_thrown_away = is_thrown_away
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115  (the child's stack, if it has to be ended)
         self._folder = tempfile.mkdtemp(prefix="memfit-")
         try:
-            self._pid, self._reading = _fork(self._be_child, function, self._stack.fileno())
+            self._pid, self._reading = _fork(self._be_child, function, self._stack.fileno(), backward)
         except BaseException:
             self._clean()
             raise
 
     def _be_child(self, writing: int, function: Callable[[], Any]) -> None:
         global _is_thrown_away
+        tempfile.tempdir = os.environ["TMPDIR"] = self._folder  # the folders of its own processes included
         if not self._is_thrown_away:
             _write(writing, _answer(function))
             return
@@ -162,7 +198,6 @@ class _Child:
         # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in a
         # fork of a process that uses it, as pytest does.
         faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=False)
-        tempfile.tempdir = os.environ["TMPDIR"] = self._folder
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder  # which is made when it is first asked for
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
@@ -232,28 +267,32 @@ class _Child:
             self._clean()
 
 
-def _end(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a process of this module's."""
+def _end(pid: int, number: int = 9) -> None:
+    """Send a signal, SIGKILL by default, to a process of this module's."""
     with _as_parent(), contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-def _fork(be_child: Callable[[int, Any], None], argument: Any, kept: int) -> tuple[int, int]:
+def _fork(be_child: Callable[[int, Any], None], argument: Any, kept: int, backward: bool = True) -> tuple[int, int]:
     """Fork until a child says that it is ready.
 
     Args:
         be_child: What it does then, given where to write to and the argument.
         argument: See above.
         kept: A descriptor that both have.
+        backward: Whether it may run a backward pass.
 
     Returns:
         Its number, and where to read what it writes.
 
     Raises:
-        NoProcessError: If there is none that can run a backward pass.
+        NoProcessError: If there is none.
     """
-    if not can_fork():
-        raise NoProcessError("this process can't be forked")
+    if is_closed.get():
+        _refuse("start a process")
+    if not can_fork(backward):
+        on_cuda = " for a trace, as it uses CUDA" if can_fork(backward=False) else ""
+        raise NoProcessError(f"this process can't be forked{on_cuda}")
     sys.stdout.flush()
     sys.stderr.flush()
     for _ in range(_TRIES):
@@ -265,7 +304,7 @@ def _fork(be_child: Callable[[int, Any], None], argument: Any, kept: int) -> tup
         if pid == 0:
             try:
                 _become_copy({writing, kept})
-                os.write(writing, b"r" if _is_usable() else b"a")
+                os.write(writing, b"r" if _is_usable(backward) else b"a")
                 os.close(reading)
                 be_child(writing, argument)
             finally:
@@ -305,7 +344,7 @@ def _answer(function: Callable[[], Any]) -> bytes:
 
 def _taken(answer: bytes) -> Any:
     pickled, told, brought = pickle.loads(answer)  # nosec B301  # from a copy of this process
-    for (_, take), found in zip(_BROUGHT, brought, strict=True):
+    for (_, take), found in zip(_BROUGHT, brought, strict=False):
         take(found)
     if told is not None:
         error, cause = pickle.loads(told)  # nosec B301
@@ -366,6 +405,8 @@ def _cut_off(kept: set[int]) -> None:
 
     A fork shares them: what it flushes would be written into the parent's log, and what it reads be skipped there.
     """
+    import fcntl  # which Windows lacks
+
     nowhere = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
@@ -398,14 +439,16 @@ _left: list[Any] = []
 """What must not be freed in a copy."""
 
 
-def _is_usable() -> bool:
-    """Whether a backward pass runs here. Doesn't return if a lock that a step needs was held at the fork.
+def _is_usable(backward: bool) -> bool:
+    """Whether a backward pass runs here, if one may. Doesn't return if a lock that a step needs was held at the fork.
 
     A build of torch for an accelerator starts threads for devices at the first backward pass, with or without a device,
     and refuses every other one in processes that are forked from then on. Only these know.
     """
     torch.get_rng_state()
     logging.getLogger(__name__).debug("")
+    if not backward:
+        return True
     with torch.inference_mode(False), torch.enable_grad():
         try:
             torch.ones((), requires_grad=True).backward()
@@ -536,19 +579,20 @@ class Worker:
 
     Args:
         shared: Objects that functions hold without their being copied: the worker's are as they were.
+        with_values: Whether a process that is spawned needs the values of tensors.
 
     Raises:
         NoProcessError: If there can be none, or what is shared can't be pickled where it must.
     """
 
-    def __init__(self, *shared: object) -> None:
+    def __init__(self, *shared: object, with_values: bool = False) -> None:
         self._shared, self._pid = shared, 0
         self._connection, theirs = multiprocessing.get_context("spawn").Pipe()
         try:
             try:
                 self._pid, self._reading = _fork(self._serve_fork, theirs, theirs.fileno())
             except NoProcessError as error:
-                self._process = _spawn(theirs, shared, str(error))
+                self._process = _spawn(theirs, shared, with_values, str(error))
         except BaseException:
             self._connection.close()
             raise
@@ -560,7 +604,7 @@ class Worker:
 
         Raises:
             LostError: If the worker has ended.
-            NoProcessError: If the function can't be pickled.
+            NoProcessError: If the function can't be pickled, or a new process can't read what is shared.
             Exception: What the function raised.
         """
         buffer = io.BytesIO()
@@ -609,7 +653,51 @@ def _serve(connection: Connection, shared: tuple[object, ...]) -> None:
 # --- where this process can't be forked -------------------------------------------------------------------------------
 
 
-def _spawn(theirs: Connection, shared: tuple[object, ...], reason: str) -> Any:
+class Elsewhere:
+    """Runs tasks that make processes of their own: here, or where this process can't be forked in a new one.
+
+    A task within a task is left to the outer one, so that one new process serves all of them.
+
+    Args:
+        shared: The objects that tasks hold, as they are when the first one is run.
+        with_values: Whether tasks need the values of tensors.
+    """
+
+    def __init__(self, *shared: object, with_values: bool = False) -> None:
+        self._shared, self._with_values = shared, with_values
+        self._worker: Worker | None = None
+        self.is_inner = _is_in_task.get()
+
+    def run(self, task: Callable[[], T]) -> T:
+        """Run a task, such as a `functools.partial` of what a module of Python holds, and return its result.
+
+        Raises:
+            LostError: If the new process has ended.
+            NoProcessError: If there can be no process that runs it.
+            Exception: What the task raised.
+        """
+        if self._worker is None:
+            before = _is_in_task.set(True)
+            try:
+                return task()
+            except NoProcessError:
+                if self.is_inner:
+                    raise
+            finally:
+                _is_in_task.reset(before)
+            self._worker = Worker(*self._shared, with_values=self._with_values)
+        return self._worker.run(task)
+
+    def close(self) -> None:
+        """End the new process, if there is one."""
+        if self._worker is not None:
+            self._worker.close()
+
+
+_is_in_task: ContextVar[bool] = ContextVar("_is_in_task", default=False)
+
+
+def _spawn(theirs: Connection, shared: tuple[object, ...], with_values: bool, reason: str) -> Any:
     """Start a new process that serves.
 
     Raises:
@@ -619,20 +707,35 @@ def _spawn(theirs: Connection, shared: tuple[object, ...], reason: str) -> Any:
         raise NoProcessError(reason)
     buffer = io.BytesIO()
     try:
-        _ShapePickler(buffer).dump(shared)
+        _ShapePickler(buffer, with_values).dump(shared)
     except Exception as error:  # objects raise what they like when they are asked for their state
         raise NoProcessError(f"{reason}, and it can't be sent to a new one: {error}") from error
     process = multiprocessing.get_context("spawn").Process(
-        target=_serve_spawned, args=(theirs, buffer.getvalue()), daemon=True
+        target=_serve_spawned, args=(theirs, buffer.getvalue(), reason), daemon=True
     )
     with _main_imported_if_guarded():
         process.start()
     return process
 
 
-def _serve_spawned(connection: Connection, pickled: bytes) -> None:
+def _serve_spawned(connection: Connection, pickled: bytes, reason: str) -> None:
     sys.modules["__main__"].__memfit_spawned__ = True  # type: ignore[attr-defined]
-    _serve(connection, pickle.loads(pickled))  # nosec B301  # from the process that spawned this one
+    end_after_traces()
+    try:
+        shared = pickle.loads(pickled)  # nosec B301  # from the process that spawned this one
+    except Exception as error:
+        refusal = NoProcessError(f"{reason}, and a new one can't read what it got: {error}{_ADVICE}")
+        while True:
+            connection.recv_bytes()
+            connection.send_bytes(_answer(partial(_raise, refusal)))
+    _serve(connection, shared)
+
+
+_ADVICE = ". Import a script's classes from another file, or start its run under `if __name__ == '__main__':`"
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 @contextlib.contextmanager
@@ -655,15 +758,31 @@ def _main_imported_if_guarded() -> Iterator[None]:
 
 
 class _ShapePickler(pickle.Pickler):
-    """Writes tensors without their values, but for single numbers and integers, and Trainers as None."""
+    """Writes tensors without their values, but for single numbers and integers, and Trainers as None.
+
+    Args:
+        file: Where to write.
+        with_values: Whether to write all values.
+    """
+
+    def __init__(self, file: io.BytesIO, with_values: bool) -> None:
+        super().__init__(file)
+        self._with_values = with_values
+        self._copies: dict[int, torch.Tensor] = {}
+        """What is written as torch does it, by `id`."""
 
     @override
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+            if id(value) in self._copies:
+                return NotImplemented
+            kind = type(value) is torch.nn.Parameter, value.requires_grad and value.is_leaf, dict(vars(value))
             is_large = value.numel() > 1 and (value.is_floating_point() or value.nbytes > _MOST_BYTES)
-            known = None if is_large or value.is_meta else value.detach().cpu().numpy().tolist()
-            kind = isinstance(value, torch.nn.Parameter), value.requires_grad and value.is_leaf
-            return _made_of_shape, (tuple(value.shape), value.stride(), value.dtype, known, *kind)
+            if value.is_meta or (is_large and not self._with_values):
+                return _made_of_shape, (tuple(value.shape), value.stride(), value.dtype, *kind)
+            copy = value.detach().cpu().clone()
+            self._copies[id(copy)] = copy
+            return _made, (copy, *kind)
         if type(value).__name__ == "Trainer" and hasattr(value, "fit_loop"):
             return type(None), ()
         return NotImplemented
@@ -672,12 +791,32 @@ class _ShapePickler(pickle.Pickler):
 _MOST_BYTES = 1 << 24
 
 
-def _made_of_shape(shape: Any, stride: Any, dtype: Any, known: Any, is_parameter: bool, is_trained: bool) -> Any:
-    device = "meta" if known is None else "cpu"
-    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if known is not None:
-        made.copy_(torch.tensor(known, dtype=dtype))
-    return torch.nn.Parameter(made, is_trained) if is_parameter else made.requires_grad_(is_trained)
+def _made_of_shape(shape: Any, stride: Any, dtype: Any, *kind: Any) -> Any:
+    return _made(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), *kind)
+
+
+def _made(tensor: torch.Tensor, is_parameter: bool, is_trained: bool, attributes: dict[str, Any]) -> Any:
+    made = torch.nn.Parameter(tensor, is_trained) if is_parameter else tensor.requires_grad_(is_trained)
+    vars(made).update(attributes)
+    return made
+
+
+def _run_here(function: Callable[[], T], with_values: bool) -> T:
+    """Run a function on a copy of what it holds, in this process.
+
+    Raises:
+        NoProcessError: If that can't be copied.
+        Exception: What the function raised.
+    """
+    buffer = io.BytesIO()
+    try:
+        _ShapePickler(buffer, with_values).dump(function)
+        copy: Callable[[], T] = pickle.loads(buffer.getvalue())  # nosec B301
+    except Exception as error:  # objects raise what they like when they are asked for their state
+        raise NoProcessError(f"this system has no forks, and what is traced can't be copied: {error}") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy()
 
 
 class _SharingPickler(pickle.Pickler):

@@ -84,9 +84,10 @@ def is_alone_under_ddp(module: Any) -> bool:
     strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
     if strategy is None:
         return False
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-    return isinstance(strategy, DDPStrategy) and strategy.num_processes * strategy.num_nodes == 1
+    is_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)  # one by inheritance
+    return is_ddp and strategy.num_processes * strategy.num_nodes == 1
 
 
 def _environment(ranks: Ranks, per_machine: int) -> Any:

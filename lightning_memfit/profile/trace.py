@@ -61,7 +61,7 @@ from lightning_memfit.profile.patches import (
     readable_fakes,
     refuse_fused_recurrence,
 )
-from lightning_memfit.profile.process import LostError, NoProcessError, RefusedError, Worker, run
+from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, run
 from lightning_memfit.profile.quiet import loggers_at
 from lightning_memfit.profile.ranks import Ranks, process_group_of
 from lightning_memfit.profile.record import Growth
@@ -107,7 +107,7 @@ _TOLERANCE = 0.005
 _WORKING = [CATEGORIES.index(Category.ACTIVATION), CATEGORIES.index(Category.TEMPORARY)]
 
 
-TraceErrorCause = Literal["", "unknown", "endless", "limit", "start"]
+TraceErrorCause = Literal["", "unknown", "endless", "limit", "start", "process"]
 
 
 class TraceError(RuntimeError):
@@ -119,7 +119,7 @@ class TraceError(RuntimeError):
         took_distinct: Whether unknown elements were taken to differ up to then.
         in_build: Whether the module's `configure_model` raised it by itself, as it would in training.
         cause: What stopped it: a value that can't be assumed, a loop that goes on for ever, a limit of the trace, or
-            the module's own hooks at the start of training.
+            the module's own hooks at the start of training; or that no process can be had for it here.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class TraceError(RuntimeError):
         self.cause = cause
 
 
-def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out: str) -> T:
+def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out: str, with_values: bool = False) -> T:
     """Run a function on a workload in a process that is thrown away; what is learned there of kernels is kept.
 
     Args:
@@ -145,13 +145,14 @@ def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out:
         function: What to run, with the workload or a part of it.
         doing: What it does, for messages: `traced` or `measured`.
         way_out: What to do instead of giving more room where it takes too long.
+        with_values: Whether it needs the values of tensors.
 
     Raises:
         TraceError: If its process ended without an answer, or came to its limits.
         Exception: What the function raised.
     """
     try:
-        return run(partial(_with_gradients, function), workload.limits.seconds)
+        return run(partial(_with_gradients, function), workload.limits.seconds, with_values=with_values)
     except LimitReached as limit:
         raise not_known(workload.name, limit, way_out) from None
     except LostError as error:
@@ -160,33 +161,31 @@ def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out:
         raise TraceError(f"The training step of {workload.name} can't be {doing}: {error}.") from error
 
 
-def somewhere(task: Callable[[], T], shared: tuple[object, ...], name: str) -> T:
-    """Run a task that makes processes of its own: here, or where this process can't be forked in a new one.
+@contextlib.contextmanager
+def somewhere(name: str, *shared: object, with_values: bool = False) -> Iterator[Elsewhere]:
+    """Lend what runs tasks with traces: here, or where this process can't be forked in a new one.
 
     Args:
-        task: A `functools.partial` of what a module of Python holds.
-        shared: The objects that it holds.
         name: Class of the module that is trained, for messages.
+        shared: The objects that tasks hold.
+        with_values: Whether tasks need the values of tensors.
 
     Raises:
-        TraceError: If there can be no process that runs it.
-        Exception: What the task raised.
+        TraceError: If there can be no process that runs a task.
     """
+    elsewhere = Elsewhere(*shared, with_values=with_values)
     try:
-        try:
-            return task()
-        except NoProcessError:
-            worker = Worker(*shared)
-        try:
-            return worker.run(task)
-        finally:
-            worker.close()
+        yield elsewhere
     except (LostError, NoProcessError) as error:
+        if elsewhere.is_inner:
+            raise
         raise TraceError(
-            f"The training step of {name} can't be run here: {error}. Use `memfit estimate`, or do so before the first "
-            "backward pass of the process.",
-            cause="limit",
+            f"The training step of {name} can't be run here: {str(error).rstrip('.')}. Use `memfit estimate`, or do so "
+            "before the first backward pass of the process, and before it uses CUDA.",
+            cause="process",
         ) from error
+    finally:
+        elsewhere.close()
 
 
 def _with_gradients(function: Callable[[], T]) -> T:
@@ -642,7 +641,9 @@ def of_built(module: torch.nn.Module, read: Callable[[torch.nn.Module], T]) -> T
     """
     if not _builds_itself(module):
         return read(module)
-    return isolated(Workload(module, None), partial(_build_and_read, module, read), "built", ".")
+    task = partial(isolated, Workload(module, None), partial(_build_and_read, module, read), "built", ".")
+    with somewhere(type(module).__name__, module) as elsewhere:
+        return elsewhere.run(task)
 
 
 def _build_and_read(module: torch.nn.Module, read: Callable[[torch.nn.Module], T]) -> T:

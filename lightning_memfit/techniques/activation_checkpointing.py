@@ -35,8 +35,8 @@ class ActivationCheckpointing(TechniqueCallback):
 
     With a budget, each block gets its own choice, so that the step stays within the budget at the least extra time.
     The plan is made when `fit` begins, from traces of the step on one real batch, and saved in checkpoints: a run that
-    is resumed with the same budget follows the same plan.
-
+    is resumed with the same budget follows the same plan. Where no process can be had for these traces, every block is
+    recomputed, and a warning says so.
 
     Args:
         mode: `full` (keep only each block's inputs), `every` (one block in `every`), `selective` (keep also the outputs
@@ -52,7 +52,7 @@ class ActivationCheckpointing(TechniqueCallback):
             left (on the CPU, up to the limit of a `MemoryLimit`).
 
     Attributes:
-        resolved: The plan made for the budget of the current or last run.
+        resolved: The plan made for the budget of the current or last run, if there is one.
 
     Raises:
         ValueError: If the arguments do not fit together.

@@ -4,11 +4,13 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
 from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
@@ -24,7 +26,7 @@ from lightning_memfit.memory.kind import CPU, CUDA, compute_capability, index_of
 from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import AUTOCAST_DTYPES, TRUE_DTYPES, StepOptions
-from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError, somewhere, trace_step
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.first_batch import first_batch
 
@@ -114,7 +116,7 @@ def resolve_budget(
     module: pl.LightningModule,
     checkpointing: type[TechniqueCallback],
     blocks: str | Sequence[str] | None = None,
-) -> ResolvedBudget:
+) -> ResolvedBudget | None:
     """Make a plan for the run that a Trainer is about to begin; every rank gets the plan of the first.
 
     Args:
@@ -123,6 +125,9 @@ def resolve_budget(
         module: The module that it trains.
         checkpointing: The class `ActivationCheckpointing`.
         blocks: Which blocks, as that class takes them.
+
+    Returns:
+        None, after a warning, where this process can't be forked, and the module can't be sent to a new one.
 
     Raises:
         ValueError: If there is no such plan, or none can be made; the message says why and what to do.
@@ -139,6 +144,11 @@ def resolve_budget(
         outcome = trainer.strategy.broadcast(outcome)
     if isinstance(outcome, BudgetError):
         raise outcome
+    if isinstance(outcome, TraceError) and outcome.cause == "process":
+        rank_zero_warn(
+            f"ActivationCheckpointing: every block is recomputed, as `budget={budget!r}` can't be planned: {outcome}"
+        )
+        return None
     if isinstance(outcome, Exception):
         raise ValueError(
             f"`budget={budget!r}` can't be planned for: {outcome} Or choose `mode` or `choices` instead."
@@ -171,39 +181,49 @@ def _resolve(
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     techniques = [c for c in callbacks if isinstance(c, TechniqueCallback)]
     others = tuple(c for c in techniques if not isinstance(c, checkpointing))
+    runtime = runtime_memory(emulation.capability) if cuda else None
+    limit, workspace, measure = _limit_of(budget, trainer, runtime)
     with ExitStack() as stack:
         for technique in reversed(techniques):  # exited in reverse, and so applied again in their own order
             stack.enter_context(technique.taken_off(trainer, module))
         # A MemoryLimit rounds on the CPU as CUDA's allocator does.
         rounding = CUDA_ROUNDING if cuda or budget == "auto" else 1
         batch = first_batch(trainer)
-        planner = make_planner(module, batch, options, emulation, rate, checkpointing, others, rounding, blocks=blocks)
-        runtime = runtime_memory(emulation.capability) if cuda else None
-        return _plan(budget, planner, trainer, runtime)
+        make = partial(make_planner, module, batch, options, emulation, rate, checkpointing, others, rounding, blocks)
+        elsewhere = stack.enter_context(somewhere(type(module).__name__, module, batch, *others))
+        return elsewhere.run(partial(_plan, make, limit, workspace, measure))
 
 
-def _plan(budget: str, planner: BudgetPlanner, trainer: pl.Trainer, runtime: RuntimeMemory | None) -> ResolvedBudget:
+_Measure = Callable[[EventList], int]
+
+
+def _plan(
+    make: Callable[[], BudgetPlanner], limit: int | float, workspace: int, measure: _Measure | None
+) -> ResolvedBudget:
+    """Trace and plan for a limit in bytes, or as a share of the activations (`float`)."""
+    planner = make()
+    limit_bytes = planner.share_bytes(limit) + workspace if isinstance(limit, float) else limit
+    plan, _ = planner.plan(limit_bytes, workspace, measure)
+    return ResolvedBudget(limit_bytes, plan, planner.plain_seconds)
+
+
+def _limit_of(
+    budget: str, trainer: pl.Trainer, runtime: RuntimeMemory | None
+) -> tuple[int | float, int, _Measure | None]:
+    """What a budget means for `_plan`."""
     workspace = runtime.allocated_bytes if runtime is not None else 0
-    measure: Callable[[EventList], int] | None = None
     if budget == "auto":
         limit, counts_reserved = _available_bytes(trainer, runtime)
         workspace += runtime.context_bytes if runtime is not None else 0
-        measure = _total_bytes(runtime) if counts_reserved else None
-    elif budget.endswith("%"):
-        limit = planner.share_bytes(float(budget[:-1]) / 100) + workspace
-    else:
-        limit = parse_bytes(budget, "budget")
-    plan, _ = planner.plan(limit, workspace, measure)
-    return ResolvedBudget(limit, plan, planner.plain_seconds)
+        return limit, workspace, partial(_total_bytes, runtime) if counts_reserved else None
+    if budget.endswith("%"):
+        return float(budget[:-1]) / 100, workspace, None
+    return parse_bytes(budget, "budget"), workspace, None
 
 
-def _total_bytes(runtime: RuntimeMemory | None) -> Callable[[EventList], int]:
+def _total_bytes(runtime: RuntimeMemory | None, events: EventList) -> int:
     """Bytes that a device with a caching allocator must have: reserved memory and the context."""
-
-    def measure(events: EventList) -> int:
-        return predict_total_bytes(ModelProfile("", events, 1, ()), 1, runtime)
-
-    return measure
+    return predict_total_bytes(ModelProfile("", events, 1, ()), 1, runtime)
 
 
 def _available_bytes(trainer: pl.Trainer, runtime: RuntimeMemory | None) -> tuple[int, bool]:

@@ -102,23 +102,23 @@ def on_the_cpu(module: Any, batch: Any) -> Any:
 
 def endless(profile: Callable[..., Any], make: Callable[[], Any]) -> str:
     """Whether a run that doesn't end is refused, under lower limits than usual."""
-    from lightning_memfit.profile.budget import TraceLimits
+    from lightning_memfit.profile.course import TraceLimits
 
-    limits = TraceLimits(batches=40, operators=3000)
+    limits = TraceLimits(seconds=5, batches=40)
     return outcome(lambda: profile(make(), batch(), limits=limits), "traced")
 
 
 def of_profiles() -> Iterator[Trial]:
     for tried, profile in PROFILES.items():
-        seal, outside, course = (f"tests/nightly/profile/test_{name}.py" for name in ("seal", "outside", "course"))
+        isolated, course = (f"tests/truth/profile/test_{name}.py" for name in ("process", "course"))
         for acts, wanted in ((side_effects.HARMFUL, "unchanged"), (side_effects.ALLOWED, "traced, unchanged")):
             for name, act in acts.items():
                 run = partial(profiled, profile, partial(side_effects.Doing, act))
-                yield Trial(name, "side effects", tried, wanted, seal, run)
+                yield Trial(name, "side effects", tried, wanted, isolated, run)
         more = [surroundings.set_threads] if profile is profile_module else []
         for act in [*surroundings.ALL_CHANGES, *more]:
             run = partial(profiled, profile, partial(surroundings.Doing, act))
-            yield Trial(act.__name__, "surroundings", tried, "traced, unchanged", outside, run)
+            yield Trial(act.__name__, "surroundings", tried, "traced, unchanged", isolated, run)
         for kind, batches in schedules.PEAKS.items():
             run = partial(peak, on_the_cpu if profile is profile_module else profile, kind, batches)
             wanted = "peak or refused" if (kind, tried) == (schedules.Quasi, "profile_module") else "peak"

@@ -144,6 +144,7 @@ class MicroBatching(KeepsRandomNumbers):
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
         self._predictor = predictor
+        self.may_trace = True  # to predict sizes; `MemFit` says so where it found that there can be no traces
         self._is_divided = False
         hide_idle_hooks(self)
 
@@ -185,7 +186,7 @@ class MicroBatching(KeepsRandomNumbers):
             self._lent = lend_batch_size(trainer, pl_module, local_batch_size_for(trainer, self.global_batch_size))
         self._predictor = self.options.predictor
         self._is_divided = is_divided(trainer)
-        if self._predictor is None and self._searches(trainer):
+        if self._predictor is None and self.may_trace and self._searches(trainer):
             self._predictor = predict_sizes(trainer, pl_module)
         self._whole_steps.setup(trainer, pl_module, stage)
         self.follow_random_numbers(trainer, stage)

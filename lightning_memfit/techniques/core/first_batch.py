@@ -1,7 +1,8 @@
 """Read one real batch before training begins, without affecting the run that follows.
 
 It is read in a process that is thrown away (`profile.process`), as reading may count, or use up a stream; where it
-would write a file or ask another process, it is refused.
+would write a file or ask another process, it is refused. That process has no device, as workers of a DataLoader have
+none: data on one can't be read.
 
 This reads `trainer.fit_loop._data_source` (Lightning 2.6), which has no public name:
 `tests/contract/techniques/test_first_batch.py` fails if it moves.
@@ -29,10 +30,16 @@ def first_batch(trainer: Trainer) -> Any:
             must not depend on it.
     """
     try:
-        found: list[Any] = run(partial(_read, trainer), _SECONDS)
+        found: list[Any] = run(partial(_read, trainer), _SECONDS, backward=False)
     except (LostError, NoProcessError, RefusedError) as error:
         raise ValueError(
             f"a batch can't be read before the run without changing what training gets: {str(error).rstrip('.')}."
+        ) from error
+    except RuntimeError as error:
+        if not torch.cuda.is_initialized():
+            raise
+        raise ValueError(
+            f"a batch can't be read before the run, in a process without a device: {str(error).rstrip('.')}."
         ) from error
     if not found:
         raise ValueError("the training data is empty.")
@@ -42,7 +49,7 @@ def first_batch(trainer: Trainer) -> Any:
 def batches_per_epoch(trainer: Trainer) -> int | None:
     """Batches of an epoch as far as loader and Trainer tell before training begins; None if they don't."""
     try:
-        length: float = run(partial(_length, trainer), _SECONDS)
+        length: float = run(partial(_length, trainer), _SECONDS, backward=False)
     except (Exception, RefusedError):  # a loader without a length, or a `train_dataloader` that can't be called yet
         length = float("inf")
     limit = trainer.limit_train_batches

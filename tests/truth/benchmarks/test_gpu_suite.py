@@ -244,8 +244,8 @@ def test_what_took_longer_than_its_peer_is_named() -> None:
 
 
 def test_a_fork_that_said_nothing_is_told() -> None:
-    text = pages.fork({"before_backward": {"answered": False}, "largest_difference": 0.0, **RECORD})
-    assert "| before backward | no | not reached | not reached | not reached |" in text
+    text = pages.fork({"before_backward": {}, "largest_difference": 0.0, **RECORD})
+    assert "| before backward | not reached | not reached | not reached | not reached |" in text
 
 
 RECORD = {"hardware": {"device": "H200"}, "versions": {"torch": "2.11.0"}}

@@ -27,6 +27,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -36,6 +37,7 @@ from lightning_memfit.profile import process
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.process import LostError, NoProcessError, RefusedError, Worker, beside, run
 from lightning_memfit.profile.trace import Emulation, TraceError
+from tests.helpers.trainers import fit
 from tests.truth.profile.modules import Classifier, batch
 
 
@@ -88,15 +90,30 @@ def test_a_process_beside_this_one_runs_its_own() -> None:
     beside(turn_for_ever)  # nobody asks for the result
 
 
+class Profiles(pl.Callback):
+    """Profiles in `setup`, which is also called in what it profiles."""
+
+    profile: Any = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.profile = profile_module(pl_module, batch(), any_micro_batch=False)
+
+
+def test_a_callback_that_profiles_is_left_out_of_its_own_profile() -> None:
+    callback = Profiles()
+    fit(Classifier(), callback, loader=torch.utils.data.DataLoader([batch()], batch_size=None), max_steps=1)
+    assert any("Profiles acts in a step" in remark for remark in callback.profile.remarks)
+
+
 def test_a_held_lock_costs_a_fork_and_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_READY_S", 0.3)
     forks: list[int] = []
     usable = process._is_usable
 
-    def hang_once() -> bool:
+    def hang_once(backward: bool) -> bool:
         if len(forks) == 1:
             time.sleep(60)
-        return usable()
+        return usable(backward)
 
     fork = os.fork
     monkeypatch.setattr(process, "_is_usable", hang_once)
@@ -108,13 +125,29 @@ def test_a_held_lock_costs_a_fork_and_not_the_answer(monkeypatch: pytest.MonkeyP
 def test_where_a_fork_runs_no_backward_pass_a_new_process_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: Any = {"emulation": Emulation("cpu"), "any_micro_batch": False}
     forked = profile_module(Classifier(), batch(), **settings)
-    monkeypatch.setattr(process, "_is_usable", lambda: False)
+    monkeypatch.setattr(process, "_is_usable", lambda backward: not backward)
     with pytest.raises(NoProcessError, match="backward pass"):
         run(lambda: 7)
     spawned = profile_module(Classifier(), batch(), **settings)
     assert spawned.events.live_bytes().max() == forked.events.live_bytes().max()
     with pytest.raises(TraceError, match="can't be sent.*memfit estimate"):  # a function of a test can't be pickled
         profile_module(Doing(lambda: None), batch(), **settings)
+
+
+@pytest.mark.parametrize("profile", [partial(profile_module, emulation=Emulation("cpu")), measure_step])
+def test_without_forks_a_process_that_ends_after_its_traces_runs_them_on_copies(
+    profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Classifier()
+    forked = profile(module, batch())
+    weights = [weight.clone() for weight in module.parameters()]
+    monkeypatch.setattr(process, "_ends_after_traces", True)
+    monkeypatch.setattr(process, "_has_forks", lambda: False)
+    copied = profile(module, batch())
+    assert (copied.events.sizes == forked.events.sizes).all()
+    assert all(torch.equal(weight, before) for weight, before in zip(module.parameters(), weights, strict=True))
+    with pytest.raises(TraceError, match="can't be forked"):
+        profile(Doing(lambda: None), batch())
 
 
 def test_a_process_on_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
