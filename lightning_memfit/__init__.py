@@ -7,6 +7,8 @@ below instead, and so know every argument.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_memfit import one_lightning
+
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
     from lightning_memfit.techniques.tf32 import TF32 as TF32
     from lightning_memfit.techniques.torch_compile import TorchCompile as TorchCompile
     from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep as ZeroGradAfterStep
+
+one_lightning.unite()
 
 # Name and the module it is imported from: what the imports above say, which a test compares.
 _PUBLIC = {

@@ -253,13 +253,13 @@ class Comparison:
         found.draws_otherwise = noise.is_other
         return found
 
-    def writes_once(self, names: Collection[str]) -> bool:
-        """Whether a part writes the same to weights in training when it is run again from what it has left there."""
+    def change_again(self, names: Collection[str]) -> list[str]:
+        """Weights in training to which a part writes something else when it is run again from what it left there."""
         parameters = dict(self._loop.module.named_parameters())
         self.part(0)
         left = [parameters[name].detach().clone() for name in names]
         self._run(self.parts[0], SlicedNoise(self._noise, 0, self.cut.first, self.cut.count), self._divisor, False)
-        return all(bool(one.equal(parameters[name])) for name, one in zip(names, left, strict=True))
+        return [name for name, one in zip(names, left, strict=True) if not one.equal(parameters[name])]
 
     def _try(self, batch: Any, size: int, noise: RecordedNoise, divisor: float) -> Pass:
         try:
