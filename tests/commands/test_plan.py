@@ -275,6 +275,7 @@ def test_a_recipe_on_auto_plans_tries_and_trains(
     assert "predicted" in tried[-1][1]
 
 
+@pytest.mark.nightly
 def test_nothing_fits_a_device_of_one_mebibyte_and_a_lock_remembers_it(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,7 +318,7 @@ def test_a_plan_for_a_model_of_another_size_is_refused(
     assert "Plan again" in error
 
 
-@pytest.mark.nightly_cases("Sized")
+@pytest.mark.nightly_cases("Later", "Sized")
 def test_a_plan_is_made_anew_where_a_file_or_variable_that_it_rests_on_is_another(
     sized: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ def averaged(late: bool, *callbacks: pl.Callback) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in module.parameters()]
 
 
-@pytest.mark.nightly_cases("budget-built in configure_model")
+@pytest.mark.nightly_cases("budget-built", "budget-built in configure_model")
 @pytest.mark.parametrize("late", [False, True], ids=["built at once", "built in configure_model"])
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_averages_are_those_of_the_plain_run(name: str, late: bool) -> None:

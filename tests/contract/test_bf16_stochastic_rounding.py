@@ -83,6 +83,7 @@ def test_wrong_arguments():
         StochasticRounding(chunk_elements=8)
 
 
+@pytest.mark.nightly
 def test_a_prediction_before_the_run_keeps_the_order_of_conversions():
     module = fit([Optimizer8bit(), StochasticRounding(), MemoryPrediction()], precision="bf16-true")
     optimizer = module.seen["trainer"].optimizers[0]

@@ -62,7 +62,7 @@ def test_every_technique_has_cases_and_every_case_a_technique():
 
 
 @pytest.mark.nightly_cases(
-    "adafactor-1",
+    "adafactor",
     "bf16_kahan_summation-1",
     "bf16_stochastic_rounding-1",
     "gradient_release-1",
@@ -153,7 +153,7 @@ def global_switches() -> tuple:
     )
 
 
-@pytest.mark.nightly_cases("torchao_adamw_8bit-0", "torchao_adamw_4bit-0")
+@pytest.mark.nightly_cases("torchao_adamw_fp8", "torchao_adamw_8bit-0", "torchao_adamw_4bit-0")
 def test_resume_is_bitwise(case, tmp_path):
     def run(**options):
         return ours(case, max_steps=-1, limit_train_batches=2, **options)

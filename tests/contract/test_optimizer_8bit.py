@@ -128,6 +128,7 @@ def test_bitsandbytes_is_asked_for_when_it_is_needed(monkeypatch):
         Optimizer8bit()
 
 
+@pytest.mark.nightly
 def test_first_import_under_fake_tensors_makes_no_fake_maps():
     program = """
 import sys, torch

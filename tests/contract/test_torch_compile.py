@@ -19,7 +19,7 @@ def plain():
     return fit(module=module)
 
 
-@pytest.mark.nightly_cases("selective")
+@pytest.mark.nightly_cases("full", "selective")
 @pytest.mark.parametrize(
     "checkpointing", [{}, {"mode": "selective", "keep": ["matmul", "attention"]}], ids=["full", "selective"]
 )

@@ -159,7 +159,7 @@ def test_exact_techniques_give_the_plain_runs_weights() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.nightly_cases("1GiB-recompute")
+@pytest.mark.nightly_cases("None-offload", "1GiB-recompute")
 @pytest.mark.parametrize(("host_memory", "expected"), [(None, "offload"), ("1GiB", "recompute")])
 def test_late_errors_use_host_memory_unless_it_is_limited(host_memory: str | None, expected: str) -> None:
     class Notes(pl.Callback):
@@ -228,6 +228,7 @@ def test_precision_is_the_plans_during_the_run_and_the_users_afterwards(monkeypa
     assert ours.precision == "32-true"
 
 
+@pytest.mark.nightly_cases("callback0")
 @pytest.mark.parametrize(
     ("callback", "message"), [(MemoryLimit("600KiB"), "Nothing fits"), (GradientRelease(), "GradientRelease already")]
 )

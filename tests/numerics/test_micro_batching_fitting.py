@@ -200,7 +200,7 @@ def test_any_loader_passed_to_fit(kind: str) -> None:
     assert difference(module, reference) < 1e-6
 
 
-@pytest.mark.nightly_cases("options1", "options2")
+@pytest.mark.nightly_cases("options0", "options1", "options2")
 @pytest.mark.parametrize(
     "options", [{"fast_dev_run": True}, {"max_steps": 1, "max_epochs": -1}, {"limit_train_batches": 2}]
 )
@@ -401,6 +401,7 @@ class _TopK(torch.autograd.Function):
         return torch.zeros(ctx.shape, dtype=gradient.dtype).scatter(-1, index, gradient.gather(-1, index)), None
 
 
+@pytest.mark.nightly
 def test_where_the_optimizer_step_is_the_peak_every_size_fits() -> None:
     def fitted(limit_bytes: int, size: Any = "auto") -> tuple[MicroBatching, MemoryLimit]:
         limit, callback = MemoryLimit(limit_bytes), MicroBatching(micro_batch_size=size)
@@ -437,6 +438,7 @@ class Table(pl.LightningModule):
         return DataLoader(TensorDataset(torch.randn(768, 8)), batch_size=256)
 
 
+@pytest.mark.nightly_cases("True")
 @pytest.mark.parametrize("predicts", [True, False])
 def test_sizes_that_the_module_cannot_run_are_left_out(predicts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not predicts:

@@ -294,6 +294,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backoff, "STEPS_BEFORE_GROWTH", 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("impatient")
 def test_rungs_are_given_up_one_by_one_when_the_shortage_has_passed() -> None:
     ours = ladder()
@@ -316,6 +317,7 @@ class Present(torch.optim.AdamW):
         return super().step(lambda: loss)
 
 
+@pytest.mark.nightly
 def test_states_that_leave_in_the_midst_of_a_step_are_there_when_it_needs_them(monkeypatch: Any) -> None:
     module = Failing(RUNGS[3])
     monkeypatch.setattr(module, "configure_optimizers", lambda: Present(module.parameters(), lr=1e-3))
@@ -329,6 +331,7 @@ class SeesNoRung(pl.Callback):
         assert not absent_bytes(trainer.optimizers[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("impatient")
 def test_all_ranks_give_rungs_up_together(tmp_path: Path) -> None:
     module = Failing(lambda module: module.trainer.global_step == 1 and RUNGS[3](module), rank=1, num_batches=9)

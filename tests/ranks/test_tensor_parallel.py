@@ -267,6 +267,7 @@ def test_two_by_two_ranks_resume(on_four, name):
     assert evaluate_whole(str(folder / name / "half.ckpt"), ranks=2) == close(found[f"{name}/save"]["val_loss"])
 
 
+@pytest.mark.nightly
 def test_uneven_parts_are_saved_and_loaded(on_four):
     found, folder = on_four
     assert found["llama/validate"]["val_loss"] == close(found["llama/save"]["val_loss"])

@@ -103,6 +103,7 @@ def special_cases(folder):
     return UNGUARDED | refused | {"pretrained": {"strategy": "memfit_zero_3", "module": module}}
 
 
+@pytest.mark.nightly_cases("stage_1-2")
 @pytest.mark.parametrize("ranks", CASES)
 @pytest.mark.parametrize("name", CASES[1])
 def test_losses_are_those_of_plain_torch(results, ranks, name):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 _WITHOUT_POSIX = """
@@ -79,6 +81,7 @@ def test_everything_imports_estimates_and_trains_without_what_posix_has(tmp_path
     assert "Fits" in done.stdout
 
 
+@pytest.mark.nightly
 def test_training_from_disk_is_refused_by_name(tmp_path: Path) -> None:
     done = run(_DISK, tmp_path)
     assert (

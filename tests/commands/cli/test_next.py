@@ -99,6 +99,7 @@ def test_an_estimate_ends_with_a_plan(capsys):
     assert next_of(capsys.readouterr().out) == ["recipes"]
 
 
+@pytest.mark.nightly
 def test_an_estimate_of_a_recipe_ends_with_a_plan(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = ["--config", "quickstart", "--data.max_files=2"]

@@ -101,6 +101,7 @@ def test_clean_commands_leave_stderr_empty(tmp_path):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.nightly
 def test_weights_show_no_bar_where_nobody_looks(tmp_path):
     """In a process of their own: transformers decides about its bars as it is imported."""
     program = (

@@ -132,6 +132,7 @@ def searched(name: str, monkeypatch: pytest.MonkeyPatch, steps: int = 4) -> dict
     return row
 
 
+@pytest.mark.nightly_cases("distances", "padded")
 @pytest.mark.parametrize(
     "name",
     [

@@ -62,6 +62,7 @@ def test_lr_find_and_the_run_after_it(tmp_path: Path) -> None:
     assert difference(plain, split) < 1e-9
 
 
+@pytest.mark.nightly
 def test_the_size_found_for_the_finder_serves_training(tmp_path: Path) -> None:
     callback = MicroBatching(limit_bytes=40_000)
     trainer_in(tmp_path, callback, finder()).fit(Tuned())

@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-@pytest.mark.nightly_cases("after some time-Lightning's", "at a validation-")
+@pytest.mark.nightly_cases("after some time-MicroBatching", "after some time-Lightning's", "at a validation-")
 @pytest.mark.parametrize("more", [[WholeSteps], [MicroBatching]], ids=["Lightning's windows", "MicroBatching"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_checkpoint_goes_on_exactly(case, more, tmp_path):

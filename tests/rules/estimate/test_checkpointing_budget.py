@@ -142,6 +142,7 @@ def test_out_of_reach_names_the_least(small):
         small.plan(small.plain_peak_bytes, measure=lambda events: 2 * small.plain_peak_bytes)
 
 
+@pytest.mark.nightly
 def test_blocks_that_run_twice_follow_one_choice():
     class Twice(LanguageModel):
         def training_step(self, batch, batch_idx):

@@ -94,6 +94,7 @@ def test_the_peak_of_ddp_is_that_measured(monkeypatch: pytest.MonkeyPatch) -> No
     profile_of.cache_clear()
 
 
+@pytest.mark.nightly_cases("zero_1")
 @pytest.mark.parametrize("name", [name for name in BETWEEN_STEPS["rows"] if name not in ("ddp", "fsdp2")])
 def test_bytes_between_steps_are_those_measured(name: str) -> None:
     profile = profile_of(json.dumps(BETWEEN_STEPS["config"]), "bf16-true")
@@ -105,7 +106,16 @@ def test_bytes_between_steps_are_those_measured(name: str) -> None:
     assert on_disk == pytest.approx(BETWEEN_STEPS["rows"][name]["disk_bytes"], rel=0.01)
 
 
-@pytest.mark.nightly_cases("zero_2-124M-1", "zero_2-42M-1_0", "zero_2-42M-1_1", "zero_2-8M-1", "zero_3-124M-1")
+@pytest.mark.nightly_cases(
+    "disk_both-326M",
+    "zero_3-42M",
+    "disk_both-42M",
+    "zero_2-124M-1",
+    "zero_2-42M-1_0",
+    "zero_2-42M-1_1",
+    "zero_2-8M-1",
+    "zero_3-124M-1",
+)
 @pytest.mark.parametrize("row", HOST_MEMORY, ids=lambda row: f"{row['kind']}-{row['size']}-{row['ranks']}")
 def test_the_host_memory_of_a_rank_is_that_measured(row: dict[str, Any]) -> None:
     half = row["precision"].startswith("bf16")
@@ -216,6 +226,7 @@ def test_what_is_not_modelled_is_refused(strategy: Any, reason: str) -> None:
         division_of(strategy, "x", 2, 2)
 
 
+@pytest.mark.nightly
 def test_eight_bit_states_stay_so_and_others_are_wide() -> None:
     profile = stage_profile("bf16-true")
     assert division("zero_2").run_of(profile).state_bytes == pytest.approx(8, rel=1e-3)  # bf16 in the trace

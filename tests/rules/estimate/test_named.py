@@ -150,6 +150,7 @@ def test_arithmetic_needs_no_torch():
     assert run_python(code).returncode == 0
 
 
+@pytest.mark.nightly
 def test_cache_is_keyed_by_the_run_and_the_configuration(folder, tmp_path):
     cache = ProfileCache(tmp_path / "cache")
     run = NamedRun(str(folder), 2)

@@ -64,7 +64,7 @@ def test_a_plan_covers_encoder_and_decoder_as_a_run_does(search: Search, mode: s
     assert solution.peak_bytes == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.nightly_cases("none", "full")
+@pytest.mark.nightly_cases("selective", "none", "full")
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_that_run_twice_follow_one_choice(of_twice: Search, mode: str) -> None:
     setting = Setting(micro_batch_size=SIZE, accumulate_grad_batches=2)

@@ -83,7 +83,7 @@ def search(request: pytest.FixtureRequest) -> Search:
     return Search(TraceStore(Workload(module, batch, options, SIZE, target, rates_of(target), facts)))
 
 
-@pytest.mark.nightly_cases("gpt2--None", "gpt2-fused_adamw-full", "llama-")
+@pytest.mark.nightly_cases("gpt2-optimizer_8bit", "gpt2--None", "gpt2-fused_adamw-full", "llama-")
 @pytest.mark.parametrize(
     ("optimizer", "mode"),
     [

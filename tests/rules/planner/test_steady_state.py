@@ -109,6 +109,7 @@ def test_adapters_of_blocks_by_number_are_traced_with_all_blocks(
     assert traces.stepping(setting, 512) == SteadyState.of(traces._stepping(setting, None), 512)
 
 
+@pytest.mark.nightly
 def test_where_the_first_blocks_do_not_step_alone_all_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_store, "_LARGEST_CHUNK", 1)
     traces, profile = store(), trace_store.profile_module

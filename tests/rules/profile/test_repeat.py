@@ -63,7 +63,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermedia
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}  # fmt: skip
 
 
-@pytest.mark.nightly_cases("lora_8bit", "qlora")
+@pytest.mark.nightly_cases("lora-bf16-mixed-False-llama", "lora_8bit", "qlora")
 @pytest.mark.parametrize(
     ("technique", "precision", "checkpointed", "model"),
     [("lora", "bf16-mixed", False, "llama"), ("qlora", "bf16-mixed", True, "llama"),

@@ -49,6 +49,7 @@ def test_make_has_the_target(line: str) -> None:
     assert re.search(rf"^{shlex.split(line)[1]}:", (ROOT / "Makefile").read_text(), re.M)
 
 
+@pytest.mark.nightly_cases("memfit estimate --config recipes/gpt2xl.yaml")
 @pytest.mark.parametrize("line", of("memfit estimate"))
 def test_an_estimate_is_a_table_with_a_verdict(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(shlex.split(line)[1:])

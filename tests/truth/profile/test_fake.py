@@ -183,6 +183,7 @@ def test_pretrained_weights_are_not_read(tmp_path):
         assert isinstance(GPT2LMHeadModel.from_pretrained(tmp_path), GPT2LMHeadModel)
 
 
+@pytest.mark.nightly
 def test_pretrained_weights_of_diffusers_are_not_read(tmp_path, monkeypatch):
     diffusers = pytest.importorskip("diffusers")
     sizes = {"block_out_channels": (8, 8), "norm_num_groups": 4, "layers_per_block": 1, "sample_size": 8}

@@ -77,7 +77,7 @@ def largest(found: Trace, category: Category) -> int:
     return found.events.breakdown_at(int(live.argmax())).get(category)
 
 
-@pytest.mark.nightly_cases("11-", "8-gathered", "9-")
+@pytest.mark.nightly_cases("8-hybrid", "11-", "8-gathered", "9-")
 @pytest.mark.parametrize(
     ("depth", "make", "size", "rank", "device", "callbacks"),
     [
@@ -112,6 +112,7 @@ def test_no_value_is_assumed_to_judge_the_optimizer_by() -> None:
     assert trace(5, Ranks(FullyShardedStrategy, 2)).assumptions == ()
 
 
+@pytest.mark.nightly
 def test_the_last_rank_of_an_uneven_division_has_less() -> None:
     first, last = (trace(5, Ranks(FullyShardedStrategy, 3, rank)) for rank in (0, 2))
     assert largest(last, Category.PARAMETER) <= largest(first, Category.PARAMETER)
@@ -146,6 +147,7 @@ class BuiltOnTheDevice(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.nightly
 def test_it_is_said_if_most_is_needed_before_the_division() -> None:
     few, many = (
         trace_step(
@@ -157,6 +159,7 @@ def test_it_is_said_if_most_is_needed_before_the_division() -> None:
     assert "every rank builds the whole module" in many.remarks[0]
 
 
+@pytest.mark.nightly
 def test_traces_of_one_process_do_not_share_groups() -> None:
     ids = torch.randint(3, 32, (2, 16), generator=torch.Generator().manual_seed(0))
 
