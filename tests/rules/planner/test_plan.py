@@ -22,7 +22,7 @@ def plan() -> Plan:
     from lightning_memfit.planner import make
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "TraceStore", lambda workload, cache, overlap: MadeTraceStore(workload))
+        patch.setattr(make, "TraceStore", lambda workload, cache: MadeTraceStore(workload))
         return make.make_plan(made_workload(1000))
 
 
@@ -30,7 +30,7 @@ def refused() -> Plan:
     from lightning_memfit.planner import make
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "TraceStore", lambda workload, cache, overlap: MadeTraceStore(workload))
+        patch.setattr(make, "TraceStore", lambda workload, cache: MadeTraceStore(workload))
         return make.make_plan(made_workload(250, allow=frozenset({"exact"})))
 
 
@@ -58,7 +58,7 @@ def test_plan_that_its_own_trace_refutes_is_made_again() -> None:
             return replace(profile, events=replace(profile.events, sizes=sizes))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "TraceStore", lambda workload, cache, overlap: Refuting(workload))
+        patch.setattr(make, "TraceStore", lambda workload, cache: Refuting(workload))
         plan = make.make_plan(made_workload(200_000, allow=frozenset({"exact"})), verify=True)
     assert plan.fits
     assert plan.usable_bytes < 0.97 * 200_000 * MIB - 1
