@@ -38,6 +38,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -123,7 +124,26 @@ def bring_home(collect: Callable[[], Any], take: Callable[[Any], object]) -> Non
     _BROUGHT.append((collect, take))
 
 
-_BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(read_so_far, take_read)]
+def _imported() -> list[str]:
+    """Modules of libraries that this copy has imported, in their order."""
+    new = [(name, getattr(module, "__file__", None)) for name, module in sys.modules.items() if name not in _modules]
+    return [name for name, file in new if file and owner_of(file) != "user"]
+
+
+def _import_too(names: list[str]) -> None:
+    """Import in a command what a copy did, which the next one needs not do again."""
+    for name in names if _ends_after_traces else ():
+        with contextlib.suppress(Exception):
+            import_module(name)
+
+
+_modules: frozenset[str] = frozenset()
+"""What was imported when this copy was made."""
+
+_BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (read_so_far, take_read),
+    (_imported, _import_too),
+]
 
 
 def can_fork(backward: bool = True) -> bool:
@@ -390,6 +410,8 @@ def _hung_at(stack: str) -> str:
 
 def _become_copy(kept: set[int]) -> None:
     """Leave everything alone that a fork shares with its parent, and end with it."""
+    global _modules
+    _modules = frozenset(sys.modules)
     gc.disable()  # a collection writes to the header of every object, and so copies the parent's memory
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -20,6 +20,7 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.callbacks import START_HOOKS, do_nothing, guard_hooks, is_own
 from lightning_memfit.profile.course import Course, RunLength, TraceLimits
+from lightning_memfit.profile.culprit import is_of_this_package
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.ranks import Ranks
@@ -269,8 +270,11 @@ class StartError(RuntimeError):
 
 
 def _has_start_hooks(module: Any) -> bool:
+    """Whether a module has hooks at the start that a step may do without; those of this package's say what is wrong."""
     import lightning.pytorch as pl
 
+    if is_of_this_package(type(module)):
+        return False
     return any(getattr(type(module), name) is not getattr(pl.LightningModule, name) for name in START_HOOKS)
 
 
