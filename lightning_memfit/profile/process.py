@@ -323,7 +323,7 @@ def _fork(be_child: Callable[[int, Any], None], argument: Any, kept: int, backwa
                 pid = os.fork()
         if pid == 0:
             try:
-                _become_copy({writing, kept})
+                _become_copy({writing, kept}, backward)
                 os.write(writing, b"r" if _is_usable(backward) else b"a")
                 os.close(reading)
                 be_child(writing, argument)
@@ -408,8 +408,11 @@ def _hung_at(stack: str) -> str:
 # --- a copy of this process -------------------------------------------------------------------------------------------
 
 
-def _become_copy(kept: set[int]) -> None:
-    """Leave everything alone that a fork shares with its parent, and end with it."""
+def _become_copy(kept: set[int], backward: bool) -> None:
+    """Leave everything alone that a fork shares with its parent, and end with it.
+
+    What only reads data keeps the process groups, of which samplers ask their rank.
+    """
     global _modules
     _modules = frozenset(sys.modules)
     gc.disable()  # a collection writes to the header of every object, and so copies the parent's memory
@@ -417,7 +420,8 @@ def _become_copy(kept: set[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     _cut_off(kept)
-    _leave_groups()
+    if backward:
+        _leave_groups()
     torch.set_num_threads(1)  # threads of parallel operators are not in a fork, which would wait for them for ever
     torch.autograd.set_multithreading_enabled(False)
 
