@@ -110,10 +110,11 @@ def fork(record: dict[str, Any] | None) -> str:
     """What forks of a process that trains could do, before its first backward pass and after."""
     if record is None:
         return _NOT_YET
-    rows = [
+    before, after = (
         [moment.replace("_", " "), *(_cell(record.get(moment, {}).get(part)) for part in PARTS)]
         for moment in ("before_backward", "after_backward")
-    ]
+    )
+    rows = [before, [*after[:-1], "not asked"]]  # a worker is made once, and asked again at the end
     parent = [
         f"{name.replace('_', ' ')}: {_cell(record.get(name))}"
         for name in ("all_reduce_before", "all_reduce_after", "all_reduce_at_the_end")

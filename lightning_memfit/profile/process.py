@@ -354,9 +354,9 @@ def _answer(function: Callable[[], Any]) -> bytes:
         is_program = type(error).__module__ == "builtins" and not isinstance(error, Exception)
         lost = LostError(f"{'it ended the program (' * is_program}{type(error).__name__}: {error}{')' * is_program}")
         told = pickle.dumps((lost, None))
-        if not is_program:
+        for cause in () if is_program else (None, _without_traceback(error.__cause__)):
             with contextlib.suppress(Exception):  # a constructor may take other arguments than it holds
-                pickled = pickle.dumps((error, _without_traceback(error.__cause__)))
+                pickled = pickle.dumps((error, cause))
                 pickle.loads(pickled)  # nosec B301
                 told = pickled
     return pickle.dumps((value, told, [collect() for collect, _ in _BROUGHT]))
