@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
-from typing_extensions import override
 
 from lightning_memfit.checkpointing.policies import WatchedWrites, selective_contexts
 from lightning_memfit.checkpointing.recompute import (
@@ -42,12 +41,7 @@ class InexactRecomputationError(RuntimeError):
     """Recomputing a block would not give what its first run gave; the message says why, and the way out."""
 
     def __init__(self, block: str, found: str) -> None:
-        super().__init__(block, found)  # by which a pickle makes it again
-
-    @override
-    def __str__(self) -> str:
-        block, found = self.args
-        return (
+        super().__init__(
             f"Activation checkpointing of {block} would not be exact: {found} Leave the block as it is: name the "
             "others in `blocks`, or give it 'none' or 'offload' in `choices`."
         )

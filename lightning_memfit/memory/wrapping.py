@@ -1,6 +1,5 @@
 """Wrap a method of one object in layers that can be removed in any order."""
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,19 +50,6 @@ def code_below(owner: Any, name: str) -> Any:
     """Return the code of a method without the layers that `wrap_method` has put around it; None if it has none."""
     found = own_attribute(owner, name)
     return getattr(found.original if isinstance(found, Layered) else getattr(owner, name), "__code__", None)
-
-
-def attributes_of(value: Any) -> Any:
-    """Return the dictionary of an object's own attributes, or None, and run no code of its class to find it.
-
-    `getattr` would call a `__getattr__` that raises what it likes where there is none, or that answers for another.
-    """
-    if isinstance(value, threading.local):  # this thread's
-        return value.__dict__
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except Exception:  # a class may have a property of that name
-        return None
 
 
 class Layered:

@@ -25,8 +25,6 @@ from lightning_memfit.nvme.watermark import free_bytes
 MIN_DAYS_OF_ENDURANCE = 30
 """A drive with a lower endurance wears out within a few runs; consumer drives can be this low."""
 
-_SECONDS_PER_DAY = 86400
-
 
 def must_be_ok(finding: Finding) -> Finding:
     """Turn a warning into a failure: the doctor only notes it, but a run with offloading can't do without it."""

@@ -535,25 +535,20 @@ class ExactnessCheck:
         for run in (whole, one, two):
             self._slots.update((name, slot) for name, (slot, _, _) in run.written.items())
         after_one = runs.part(1, after=one, carried=changed)
-        weights_written = [name for name in changed if name in runs.trained]
+        written = [name for name in changed if name in runs.trained]
         # Masks and limits give the same weights whatever the batch is, and however often they are applied.
-        unlike = [
-            name
-            for name in weights_written
-            if any(not alike(whole.after.get(name), run.after.get(name), 0.0) for run in (one, two))
-        ]
-        if weights_written and not unlike:
-            unlike = weights_written if self._consensus.meets_inside else runs.change_again(weights_written)
+        unlike = [n for n in written if not all(alike(whole.after.get(n), run.after.get(n), 0.0) for run in (one, two))]
+        if written and not unlike:
+            unlike = written if self._consensus.meets_inside else runs.change_again(written)
         if unlike:
             raise MisconfigurationException(_state_reason(unlike[0], batch_statistics(self._loop.module)))
-        for name in weights_written:
-            self._classes[name] = ["carried"]
-            self._unread.add(name)
-            self._to_see.discard(name)
-            self._to_judge.discard(name)
+        self._classes.update((name, ["carried"]) for name in written)
+        self._unread.update(written)
+        self._to_see.difference_update(written)
+        self._to_judge.difference_update(written)
         odd: list[str] = []
         for name in changed:
-            if name in weights_written:
+            if name in written:
                 continue
             found = _ways(name, whole, one, two, after_one, runs.cut.sizes, weights, tolerance.state)
             self._note_work(name, found, one, two, after_one, tolerance.state)

@@ -34,7 +34,6 @@ from lightning_memfit.fitting.upstream.torch import num_writes
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine
 
-LIGHTNING_VERSION = "2.6"
 REMEDY_FOR_HOOKS = "Let hooks and clipping use less memory, or leave more of it free: `MicroBatching(limit_bytes=...)`."
 _OWN_BACKWARD = (
     "`{}.backward` does more than `loss.backward()`, and the batch is split: it would run once per micro-batch, on "

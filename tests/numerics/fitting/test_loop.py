@@ -14,7 +14,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.step.loop import LIGHTNING_VERSION, MicroBatchLoop
+from lightning_memfit.fitting.step.loop import MicroBatchLoop
 from tests.helpers.fitting import Tagger
 from tests.helpers.trainers import difference, fit, quiet_trainer
 
@@ -24,7 +24,7 @@ def parameters(function: object) -> list[str]:
 
 
 def test_upstream_is_where_it_was() -> None:
-    assert lightning.__version__.startswith(LIGHTNING_VERSION), "read `fitting/step/loop.py` against the new version"
+    assert lightning.__version__.startswith("2.6"), "read `fitting/step/loop.py` against the new version"
     assert parameters(_AutomaticOptimization.run) == ["self", "optimizer", "batch_idx", "kwargs"]
     assert parameters(_AutomaticOptimization._make_closure) == ["self", "kwargs", "optimizer", "batch_idx"]
     assert parameters(_AutomaticOptimization._make_zero_grad_fn) == ["self", "batch_idx", "optimizer"]
