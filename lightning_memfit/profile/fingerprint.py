@@ -12,9 +12,10 @@ import os
 import pickle
 import platform
 import sys
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from typing_extensions import override
@@ -31,7 +32,10 @@ _MAX_BYTES = 1 << 24
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
-_WITHOUT_CONTENTS = {"_thread.lock", "_thread.RLock", "torch._C.Generator", "logging.Logger", "logging.RootLogger"}
+_WITHOUT_CONTENTS = {
+    *("_thread.lock", "_thread.RLock", "torch._C.Generator", "logging.Logger", "logging.RootLogger"),
+    "transformers.generation.configuration_utils.GenerationConfig",  # it keeps a `hash`, another one in every process
+}
 """Classes whose objects have no part in how much memory a step needs."""
 
 _COVERED_BY_VERSION = {"builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"} | {
@@ -109,6 +113,7 @@ class _Description(pickle.Pickler):
         self._seen: dict[int, tuple[int, Any]] = {}  # with the objects, whose ids must not be given to others meanwhile
         self._storages: dict[int, int] = {}
         self._modules: set[str] = set()
+        self._names: set[str] = set()
         self._num_items = 0
 
     def code(self) -> object:
@@ -119,13 +124,33 @@ class _Description(pickle.Pickler):
         sources = {str(module.__file__) for module in users.values()}
         asked = [variables_in(_source(path)) for path in sources]
         names = {name for one in asked for name in one or ()}
+        read = self._names_read(users.values())
         plain = [
-            (name, sorted((key, repr(value)) for key, value in vars(module).items() if _is_setting(key, value)))
+            (
+                name,
+                [
+                    (key, repr(value))
+                    for key, value in sorted(vars(module).items())
+                    if key in read and _is_setting(key, value)
+                ],
+            )
             for name, module in sorted(users.items())
         ]
         started_with = sys.argv if "__main__" in users else []
         variables = [(name, os.environ.get(name)) for name in sorted(names)]
         return installed, sorted(map(_source_hash, sources)), variables, plain, started_with
+
+    def _names_read(self, modules: Collection[ModuleType]) -> set[str]:
+        """What functions name that were described, and those of the user's that they name in turn."""
+        found: set[str] = set()
+        waiting = set(self._names)
+        while waiting:
+            found |= waiting
+            named = [vars(module).get(name) for module in modules for name in waiting]
+            waiting = {
+                name for one in named if isinstance(one, FunctionType) for name in _names_in(one.__code__)
+            } - found
+        return found
 
     @override
     def persistent_id(self, value: Any) -> object:
@@ -189,6 +214,7 @@ class _Description(pickle.Pickler):
 
     def _of_function(self, function: FunctionType) -> object:
         self._modules.add(str(function.__module__))
+        self._names |= _names_in(function.__code__)
         held = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
         place = function.__qualname__, function.__code__.co_firstlineno
         return function.__module__, place, held, function.__defaults__, function.__kwdefaults__, vars(function)
@@ -199,8 +225,8 @@ class _Description(pickle.Pickler):
             return kind.__module__, kind.__qualname__
         made_with = [
             (name, value)
-            for name, value in vars(kind).items()
-            if _is_setting(name, value) or isinstance(value, FunctionType)
+            for name, held in vars(kind).items()
+            if _is_setting(name, value := _function_of(held)) or isinstance(value, FunctionType)
         ]
         return kind.__module__, kind.__qualname__, kind.__bases__, made_with
 
@@ -212,6 +238,16 @@ def _describe_text(text: str) -> object:
         if os.path.isfile(config):  # which `Path.is_file` refuses to say of a name that is too long
             return text.encode(), _source_hash(config).encode()
     return text.encode(errors="surrogatepass")
+
+
+def _function_of(value: object) -> object:
+    """The function of a static or class method or of a property; any other value as it is."""
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def _is_setting(name: str, value: object) -> bool:
