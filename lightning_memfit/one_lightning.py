@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -42,7 +42,7 @@ class _OtherName(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         real = self._real(fullname)
-        found = None if real is None else find_spec(real)
+        found = None if real is None else _find(real)
         if found is None:
             return None
         spec = ModuleSpec(fullname, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
@@ -60,6 +60,17 @@ class _OtherName(MetaPathFinder, Loader):
         """Give a module its own specification back, which an import by another name has replaced."""
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """A module's specification, without importing the packages that it is in, as `find_spec` would."""
+    path, found, parts = None, None, name.split(".")
+    for end in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:end]), path)
+        if found is None:
+            return None
+        path = found.submodule_search_locations
+    return found
 
 
 def unite() -> None:

@@ -43,6 +43,11 @@ def test_what_neither_has_is_not_found(packages):
     assert importlib.util.find_spec("otherwise") is None
 
 
+def test_to_ask_for_a_module_imports_no_package(packages):
+    assert importlib.util.find_spec("other.one").origin == importlib.util.find_spec("real_one").origin
+    assert "real_one" not in sys.modules
+
+
 def run(*arguments):
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
