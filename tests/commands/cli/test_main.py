@@ -75,7 +75,7 @@ def test_causes_are_looked_at(capsys):
 def test_ctrl_c_before_anything_has_begun_is_one_line(tmp_path):
     """Here while modules are imported."""
     program = "import os, signal, sys; sys.meta_path.insert(0, type('Stops', (), {'find_spec': staticmethod("
-    program += "lambda name, *_: os.kill(os.getpid(), signal.SIGINT) if name == 'lightning' else None)})); "
+    program += "lambda name, *_: os.kill(os.getpid(), signal.SIGINT) if name == 'lightning.pytorch' else None)})); "
     program += "signal.signal(signal.SIGINT, signal.default_int_handler); from cli.main import main; "
     program += "sys.exit(main(['fit', '--config', 'quickstart']))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
