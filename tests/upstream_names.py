@@ -95,7 +95,6 @@ NAMES: dict[str, str] = {
     "_config_initialized": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_cuda_clearCublasWorkspaces": "torch._C",
     "_cuda_isHistoryEnabled": "torch._C",
-    "_current_frames": "sys",
     "_current_fx_name": "lightning.pytorch.LightningModule",
     "_count_flops": "torch.utils.flop_counter.FlopCounterMode",
     "_current_graph_task_id": "torch._C",
