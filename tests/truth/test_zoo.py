@@ -17,6 +17,7 @@ from tests.zoo.trials import all_trials
 SAMPLE = {
     "MicroBatching: token_labels",
     "MicroBatching: Contrastive",
+    "MicroBatching: PaddedWithAToken",
     "profile_module: a new file",
     "measure_step: rebind",
     "profile_module: EveryFourth",
