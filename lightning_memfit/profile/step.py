@@ -122,16 +122,16 @@ def run_step(recorder: EventRecorder, workload: Workload) -> Course:
         recorder.track(tensor, Category.INPUT, "batch")
     for parameter in workload.module.parameters():
         parameter.grad = None  # of a run before
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.set_stance("force_eager")  # fakes have nothing to compile for, and a recorder sees operators
+    is_compiling = "torch._dynamo" in sys.modules  # fakes have nothing to compile for, and a recorder sees operators
     try:
-        if workload.make_optimizer is None:
-            _run_lightning(course, workload)
-        else:
-            recorder.track_module(workload.module)
-            with recorder, recorder.following_resizes(), counted_random_states(recorder), _going_on():
-                _run_loop(course, workload.module, workload.batch, workload.make_optimizer, options)
-        course.conclude()
+        with torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext():
+            if workload.make_optimizer is None:
+                _run_lightning(course, workload)
+            else:
+                recorder.track_module(workload.module)
+                with recorder, recorder.following_resizes(), counted_random_states(recorder), _going_on():
+                    _run_loop(course, workload.module, workload.batch, workload.make_optimizer, options)
+            course.conclude()
     finally:
         recorder.close()
     return course

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lightning_memfit.profile.reads import variables_in
 
 from lightning_memfit.memory.cache_files import sealed
 from lightning_memfit.planner import lock as lock_module
@@ -20,6 +19,7 @@ from lightning_memfit.planner.lock import (
     plan_key,
     source_of,
 )
+from lightning_memfit.profile.environment import variables_in
 
 
 @pytest.fixture
