@@ -73,6 +73,7 @@ CALLBACKS = {
 }
 
 
+@pytest.mark.nightly_cases("MemFit", "MicroBatching", "budget")
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_a_new_process_finds_what_a_fork_finds(name: str, no_fork: None, tmp_path: Path) -> None:
     spawned = CALLBACKS[name]()
@@ -92,6 +93,7 @@ def test_what_can_not_be_sent_is_trained_without_traces(name: str, no_fork: None
     assert "can't be sent to a new one" in warning
 
 
+@pytest.mark.nightly_cases("measure_step")
 @pytest.mark.parametrize("profile", [profile_module, measure_step])
 def test_a_profile_comes_from_a_new_process_or_is_refused(profile: Any, no_fork: None) -> None:
     batch = next(iter(samples()))
@@ -161,6 +163,7 @@ class Net(pl.LightningModule):
 """
 
 
+@pytest.mark.nightly_cases("if __name__")
 @pytest.mark.parametrize(("guard", "starts"), [("if True:", 1), ("if __name__ == '__main__':", 2)])
 def test_a_script_runs_once(guard: str, starts: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
