@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.memory.cache_files import default_cache_folder, is_own, tell_once, write_file
-from lightning_memfit.profile.fingerprint import describe, describe_settings
+from lightning_memfit.profile.fingerprint import describe, settings_of
 from lightning_memfit.profile.record import ModelProfile, OtherFormatError
 
 _log = logging.getLogger(__name__)
@@ -96,8 +96,8 @@ def profile_key(module: Any, batch: Any, *settings: Any) -> str | None:
     """
     try:
         data = getattr(getattr(module, "_trainer", None), "datamodule", None)
-        parts = [describe(module), describe(batch), None if data is None else describe_settings(data)]
-        return text_key(*parts, _switches(), *(describe(value) for value in settings))
+        asked = None if data is None else (type(data), settings_of(data))
+        return text_key(describe((module, batch, asked, settings)), _switches())
     except Exception as error:  # a user's module, batch or callback may raise anything
         _log.info("The profile is not kept between runs, as the module or batch can't be described: %r", error)
         return None

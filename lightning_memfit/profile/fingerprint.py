@@ -66,13 +66,12 @@ def describe(value: Any) -> str:
     return hashlib.sha256(repr((description.digest.hexdigest(), description.code())).encode()).hexdigest()
 
 
-def describe_settings(value: Any) -> str:
-    """Digest of the class and simple attributes of an object that a training step may ask, such as a data module.
+def settings_of(value: Any) -> dict[str, object]:
+    """Simple attributes of an object that a training step may ask, such as a data module, by name.
 
     The rest of what it holds reaches the step in the batch.
     """
-    simple = {name: item for name, item in sorted(vars(value).items()) if isinstance(item, _PLAIN)}
-    return describe((type(value), simple))
+    return {name: item for name, item in sorted(vars(value).items()) if isinstance(item, _PLAIN)}
 
 
 def describe_processor(device: str) -> object:
