@@ -125,14 +125,16 @@ def bring_home(collect: Callable[[], Any], take: Callable[[Any], object]) -> Non
 
 
 def _imported() -> list[str]:
-    """Modules of libraries that this copy has imported, in their order."""
+    """Modules of libraries that this copy of a command has imported, in their order."""
+    if not _ends_after_traces:
+        return []
     new = [(name, getattr(module, "__file__", None)) for name, module in sys.modules.items() if name not in _modules]
     return [name for name, file in new if file and owner_of(file) != "user"]
 
 
 def _import_too(names: list[str]) -> None:
     """Import in a command what a copy did, which the next one needs not do again."""
-    for name in names if _ends_after_traces else ():
+    for name in names:
         with contextlib.suppress(Exception):
             import_module(name)
 
