@@ -121,8 +121,7 @@ class _Description(pickle.Pickler):
         installed = [_stamps(path) for path in sorted(packages) if owner_of(path) != "user"]
         users = {name: module for name, module in list(sys.modules.items()) if _is_users(module)}
         sources = {str(module.__file__) for module in users.values()}
-        asked = [variables_in(_source(path)) for path in sources]
-        names = {name for one in asked for name in one or ()}
+        names = {name for path in sources for name in variables_in(_source(path)) or ()}
         read = self._names_read(users.values())
         plain = [
             (
