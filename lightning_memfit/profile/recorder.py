@@ -124,6 +124,7 @@ class EventRecorder(Uncompiled, StorageLedger):
         self._traffic: dict[tuple[int, int], int] = {}
         self.on_operator: Callable[[], None] | None = None
         """Called for every operator; may end the run by an exception."""
+        self._in_host_memory = False
 
     # --- phases, modules and blocks ---------------------------------------------------------------------------------
 
@@ -241,6 +242,15 @@ class EventRecorder(Uncompiled, StorageLedger):
         self._between = [index for index in self._between if index < at.num_events]
 
     # --- host memory ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_host_memory(self) -> Iterator[None]:
+        """Leave out what is made meanwhile; `track_module` enters parameters and buffers when the module is moved."""
+        self._in_host_memory = True
+        try:
+            yield
+        finally:
+            self._in_host_memory = False
 
     @override
     def move_to_host(self, tensor: torch.Tensor, category: Category, serves: torch.Tensor | None) -> None:
@@ -460,7 +470,7 @@ class EventRecorder(Uncompiled, StorageLedger):
     @override
     def _enter(self, storage: torch.UntypedStorage, category: Category, name: str) -> None:
         """Enter a storage, unless techniques make it after the last step to undo themselves."""
-        if not self._phases or self._phases[-1][1] != "end":
+        if not self._in_host_memory and (not self._phases or self._phases[-1][1] != "end"):
             super()._enter(storage, category, name)
 
     @override

@@ -211,6 +211,8 @@ def _run_lightning(course: Course, workload: Workload) -> None:
         if isinstance(child, pl.LightningModule):
             child._trainer = None
     leave_out_hooks(module, () if workload.start_hooks else START_HOOKS)
+    if type(module).setup is not pl.LightningModule.setup:
+        wrap_method(module, "setup", partial(_before_moving, recorder), innermost=True)
     for callback in workload.callbacks:
         for name in ("log", "log_dict"):  # which a running Trainer binds
             vars(callback).pop(name, None)
@@ -379,6 +381,12 @@ def _with_number(number: int, inner: Any, *arguments: Any, **keywords: Any) -> A
     places = [place for place, value in enumerate(arguments) if type(value) is int]
     changed = [number if places[:1] == [place] else value for place, value in enumerate(arguments)]
     return inner(*changed, **keywords)
+
+
+def _before_moving(recorder: EventRecorder, inner: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Run a module's `setup`, which Lightning calls before it moves the module to its device."""
+    with recorder.in_host_memory():
+        return inner(*arguments, **keywords)
 
 
 def _count_step(course: Course, inner: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
