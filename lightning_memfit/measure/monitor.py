@@ -131,7 +131,8 @@ class MemoryMonitor(Callback):
       `throughput/seconds_per_step`.
     - The progress bar shows one figure, `mem_gib`: on CUDA the peak of allocated memory, on the CPU the peak of live
       tensors under a `MemoryLimit`, and otherwise the resident set.
-    - At the end of fit the first process prints a table.
+    - At the end of fit the first process prints a table. What validation needs beyond training is a row of its own, as
+      predictions are of training.
 
     Speed is measured after the tracked steps; it includes waiting for data and leaves out validation.
 
@@ -191,6 +192,9 @@ class MemoryMonitor(Callback):
         self._limit_bytes: int | None = None
         self._held_bytes = 0
         self._exact_bytes: int | None = None
+        self._highest = {"live": 0, "allocated": 0}
+        self._allocated_bytes = 0
+        self._validation_bytes: int | None = None
         self._num_steps = 0
         self._global_step = 0
         self._is_automatic = False
@@ -203,10 +207,35 @@ class MemoryMonitor(Callback):
 
     def reset_peak(self) -> None:
         """Forget the peak so far, after steps that were not part of training."""
-        if self._ledger is not None:
-            self._ledger.reset_peak()
+        if self._followed is not None:
+            self._followed.reset_peak()
         if DeviceKind.of(self._device).has_caching_allocator:
             torch.cuda.reset_peak_memory_stats(self._device)
+        self._highest = dict.fromkeys(self._highest, 0)
+
+    def _end_phase(self, in_validation: bool) -> None:
+        """Note the peaks of training or of a validation that ends, where they are higher than all before."""
+        ledger = self._followed
+        if ledger is not None and ledger.peak_bytes > self._highest["live"]:
+            self._highest["live"] = ledger.peak_bytes
+            if in_validation:
+                self._validation_bytes = ledger.peak_bytes
+            else:
+                self._measured = MemoryBreakdown.device(ledger.peak_by_category)
+        if not DeviceKind.of(self._device).has_caching_allocator:
+            return
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        if peak_bytes > self._highest["allocated"]:
+            self._highest["allocated"] = peak_bytes
+            if in_validation:
+                self._validation_bytes = peak_bytes
+            else:
+                self._allocated_bytes = peak_bytes
+
+    @property
+    def _followed(self) -> StorageLedger | None:
+        """What follows live tensors at present."""
+        return self._ledger or (self._attachment.ledger if self._attachment is not None else None)
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
@@ -236,9 +265,10 @@ class MemoryMonitor(Callback):
         if limit is not None:
             self._ledger = limit.ledger
             self._limit_bytes = limit.limit_bytes
-        elif self.tracked_steps:
+        self.reset_peak()  # of the sanity check
+        if limit is None and self.tracked_steps:
             self._follow(trainer, pl_module)
-        ledger = self._ledger or (self._attachment.ledger if self._attachment is not None else None)
+        ledger = self._followed
         if self._reads_events and ledger is not None:
             self._held_bytes = ledger.live_bytes + untracked_bytes((pl_module, *self._others_of(trainer)), ledger)
             self._reader.start()
@@ -268,7 +298,7 @@ class MemoryMonitor(Callback):
         warmed_up = not self._is_warm and self._num_steps >= (self.tracked_steps or 1) and self._warms_up()
         if not warmed_up and self._num_steps % self._every:
             return
-        ledger = self._ledger or (self._attachment.ledger if self._attachment is not None else None)
+        ledger = self._followed
         if warmed_up:
             self._stop_following()
         self._sample(trainer, ledger)
@@ -290,24 +320,27 @@ class MemoryMonitor(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
+        """Stop the clock, and note the peak of training so far."""
         self._throughput.pause()
+        if not trainer.sanity_checking:
+            self._end_phase(in_validation=False)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the clock run again and keep the loss."""
+        """Let the clock run again, and keep the loss and the peak."""
         self._throughput.resume()
         if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._end_phase(in_validation=True)
             self._keep_loss(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the last figures before the strategy is torn down."""
         self._throughput.stop()
+        self._end_phase(in_validation=False)
         self._stop_following()
         self._usage.read_driver()
         if self._ledger is not None:
-            self._measured = MemoryBreakdown.device(self._ledger.peak_by_category)
             self._measured_over = "the whole run"
 
     @override
@@ -367,11 +400,10 @@ class MemoryMonitor(Callback):
             self._exact_bytes = self._held_bytes + max(0, peak)
         if self._attachment is None:
             return
-        ledger = self._attachment.ledger
+        self._end_phase(in_validation=False)
         self._attachment.detach()
+        self._attachment.ledger.close()
         self._attachment = None
-        ledger.close()
-        self._measured = MemoryBreakdown.device(ledger.peak_by_category)
         self._measured_over = f"the first {self._num_steps} optimizer steps"
 
     # --- figures ----------------------------------------------------------------------------------------------------
@@ -418,7 +450,8 @@ class MemoryMonitor(Callback):
             exact_peak_bytes=self._exact_bytes,
             is_host=DeviceKind.of(self._device).is_host,
             limit_bytes=self._limit_bytes,
-            peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if counted else None,
+            validation_peak_bytes=self._validation_bytes,
+            peak_allocated_bytes=self._allocated_bytes if counted else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if counted else None,
             process_bytes=self._usage.largest.get("process"),
             card_bytes=self._usage.largest.get("card"),

@@ -36,8 +36,10 @@ class RunReport:
     """Whether the run trained on the CPU, where tracked tensors don't show what kernels take while they run."""
     limit_bytes: int | None = None
     """Memory limit that the run had to keep."""
+    validation_peak_bytes: int | None = None
+    """Peak of live tensors in validation (CUDA: allocated), if it is above that of training up to then."""
     peak_allocated_bytes: int | None = None
-    """CUDA: `torch.cuda.max_memory_allocated`."""
+    """CUDA: `torch.cuda.max_memory_allocated` in training."""
     peak_reserved_bytes: int | None = None
     """CUDA: `torch.cuda.max_memory_reserved`."""
     process_bytes: int | None = None
@@ -159,6 +161,7 @@ class RunReport:
             reserved = self.predicted.total() - self.predicted.get(Category.RUNTIME_CONTEXT)
         rows = [
             ("peak with memory inside kernels", "", self.exact_peak_bytes),
+            ("peak in validation", "", self.validation_peak_bytes),
             ("memory limit", "", self.limit_bytes),
             ("peak allocated (CUDA)", "", self.peak_allocated_bytes),
             ("peak reserved (CUDA)", _bytes(reserved), self.peak_reserved_bytes),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 
 from lightning_memfit.memory.breakdown import Category
 from lightning_memfit.memory.kind import DeviceKind
@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 
 _DEVICE_WORK = ("training_step", "validation_step", "test_step", "predict_step", "backward", "optimizer_step")
 
+_EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
+"""Hooks in which modules join what their steps have kept."""
+
 
 class TrainerAttachment:
-    """Activate a ledger inside the strategy's steps, and count batches as `input` once they are moved to the device.
+    """Activate a ledger inside the strategy's steps and the module's hooks at the end of an epoch, and count batches.
+
+    A batch counts as `input` once it is moved to the device.
 
     Trainer hooks are called first in, first out, but dispatch modes must be left last in, first out: entering a mode in
     one hook and leaving it in another breaks as soon as two callbacks do so. Here every step enters and leaves on its
-    own, so that exceptions, other modes and other attachments do no harm. Allocations of callbacks and module hooks
-    between the steps are not seen.
+    own, so that exceptions, other modes and other attachments do no harm. Allocations of callbacks and of other hooks
+    of the module are not seen.
 
     On the CPU moving a batch copies nothing, and the loader's tensors represent host memory. The batch is copied
     there, and the copy counts as device memory.
@@ -47,6 +52,10 @@ class TrainerAttachment:
         self._inside = False
         self._undo = [wrap_method(strategy, name, self._activated) for name in _DEVICE_WORK]
         self._undo.append(wrap_method(strategy, "batch_to_device", self._counting_batches))
+        module = strategy.lightning_module
+        for name in _EPOCH_ENDS:
+            if getattr(type(module), name, None) is not getattr(LightningModule, name):
+                self._undo.append(wrap_method(module, name, self._activated))
 
     def detach(self) -> None:
         """Take the ledger off the strategy's methods."""

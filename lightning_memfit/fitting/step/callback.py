@@ -26,7 +26,7 @@ from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
-from lightning_memfit.fitting.size.prediction import SizePrediction, is_divided, predict_sizes
+from lightning_memfit.fitting.size.prediction import MemoryPrediction, SizePrediction, is_divided, predict_sizes
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
 from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
@@ -274,12 +274,15 @@ class MicroBatching(KeepsRandomNumbers):
         return isinstance(self._predictor, SizePrediction) and not self._is_divided
 
     def _searches(self, trainer: Trainer) -> bool:
-        """Whether there will be a search for a size that a prediction can help."""
+        """Whether a prediction can help a search for the size, or tell a `MemoryPrediction` what a given one takes."""
         _, split_batch, num_samples = self._hooks
         module = trainer.lightning_module
         hooks = (split_batch or own_method(module, "split_batch"), num_samples or own_method(module, "num_samples"))
-        has_limit = self.options.limit_bytes is not None or knows_limit(trainer)
-        return self.options.micro_batch_size == "auto" and has_limit and not any(hooks)
+        if any(hooks):
+            return False
+        if self.options.micro_batch_size != "auto":
+            return any(isinstance(callback, MemoryPrediction) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        return self.options.limit_bytes is not None or knows_limit(trainer)
 
     def _note(self, size: int, reason: str) -> None:
         assert self._loop is not None

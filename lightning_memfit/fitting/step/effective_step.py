@@ -373,7 +373,7 @@ class EffectiveStep:
 
     def _weigh(self, request: StepRequest, num_samples: int, size: int) -> LocalBatch:
         if self._weighs_whole or num_samples > size:
-            weighed = self._weights.read(request.batch, num_samples)
+            weighed = self._weights.read(request.batch, num_samples, with_rivals=self._check is not None)
             if weighed.weight or self._weighs_whole:
                 return weighed
         # Nothing to weigh by, or nothing to weigh: a batch whose labels are all masked is a step like any other.

@@ -30,6 +30,8 @@ from lightning_memfit.fitting.recovery.step_state import (
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge, merge_kept
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of, with_own_tensors
+from lightning_memfit.memory import format_bytes
+from lightning_memfit.memory.ledger import tensors_among
 from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.memory.state import is_random_source
 from lightning_memfit.memory.wrapping import wrap_method
@@ -130,9 +132,8 @@ class EvaluationSplitter:
             failed = min(self.sizes.get(name, count), count)
             if failed <= 1:
                 message = str(failure or "on another rank").split("\n")[0]
-                raise MemoryExhausted(
-                    f"One sample does not fit in `{name}`. Shorter samples or a smaller model would. {message}"
-                ) from failure
+                way_out = _kept_results(self._module, name) or "Shorter samples or a smaller model would."
+                raise MemoryExhausted(f"One sample does not fit in `{name}`. {way_out} {message}") from failure
             if failure is not None:
                 release(failure)
             del failure, run
@@ -453,6 +454,29 @@ def _lists_of(module: LightningModule) -> dict[_Place, list[Any]]:
         elif isinstance(value, dict) and name not in MODULE_INTERNALS:
             found |= {(name, str(key)): item for key, item in value.items() if type(item) is list}
     return found
+
+
+_MUCH_KEPT = 0.1
+"""Share of the weights' bytes from which on kept results are named as what fills the memory."""
+
+
+def _kept_results(module: LightningModule, name: str) -> str:
+    """Say which list of the module's keeps much of the device's memory; empty if none does.
+
+    Steps that keep results on the device until the epoch ends run out of memory late: Lightning's issues 5735 and 8453.
+    """
+    kept = {
+        place: sum(tensor.nbytes for tensor in tensors_among(held) if tensor.device == module.device)
+        for place, held in _lists_of(module).items()
+    }
+    place = max(kept, key=kept.__getitem__, default=("",))
+    if kept.get(place, 0) < _MUCH_KEPT * sum(parameter.nbytes for parameter in module.parameters()):
+        return ""
+    where = f"self.{place[0]}" + "".join(f"[{key!r}]" for key in place[1:])
+    return (
+        f"But `{where}` keeps {format_bytes(kept[place])} of earlier batches on the device: keep results in host memory "
+        f"(`.cpu()`), or what `{name}` needs of them at the end of the epoch (a torchmetrics metric)."
+    )
 
 
 def _lengths_of_lists(module: LightningModule) -> dict[_Place, int]:

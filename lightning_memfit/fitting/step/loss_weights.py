@@ -157,16 +157,18 @@ class LossWeights:
         """Whether the user's function decides."""
         return self._hook is not None
 
-    def read(self, batch: Any, num_samples: int) -> LocalBatch:
+    def read(self, batch: Any, num_samples: int, with_rivals: bool = True) -> LocalBatch:
         """Count and weigh the samples of a batch. Reading counts waits for the device once.
 
         Args:
             batch: The batch.
             num_samples: Its number of samples.
+            with_rivals: Whether to weigh them by all rules that nothing has refuted; else by the likeliest alone.
         """
         if self._hook is not None:
             return LocalBatch(num_samples, float(self._hook(batch)), loss_weight=self._hook)
-        rows, *rivals = self._rows(batch, num_samples, self.candidates(batch, num_samples))
+        rules = self.candidates(batch, num_samples)
+        rows, *rivals = self._rows(batch, num_samples, rules if with_rivals else rules[:1])
         return LocalBatch(num_samples, float(num_samples) if rows is None else float(sum(rows)), rows, rivals)
 
     def weights(self, batch: Any, num_samples: int) -> dict[Rule, list[float]]:
@@ -252,7 +254,11 @@ class LossWeights:
     def _rows(self, batch: Any, num_samples: int, rules: list[Rule]) -> list[list[float] | None]:
         """Return the weight of each sample under each rule; None where every sample weighs one."""
         leaves = dict(_weighable(batch, num_samples))
-        counted = [self._count(leaves[rule.path], rule) for rule in rules if rule.kind not in _OWN_ROWS]
+        counted = [
+            torch.cat([self._count(part, rule) for part in leaves[rule.path].split(_ROWS_AT_ONCE)])
+            for rule in rules
+            if rule.kind not in _OWN_ROWS
+        ]
         found = iter(torch.stack(counted).tolist() if counted else ())  # waits for the device once
         lengths = _lengths(batch, num_samples) if any(rule.kind == "entries" for rule in rules) else {}
         own = {rule: lengths[rule.path] if rule.kind == "entries" else None for rule in rules if rule.kind in _OWN_ROWS}
@@ -277,6 +283,10 @@ class LossWeights:
         else:
             counted = leaf
         return counted.reshape(len(leaf), -1).sum(1, dtype=torch.float64)
+
+
+_ROWS_AT_ONCE = 256
+"""Samples that are counted at once: counting must not take more memory than a micro-batch."""
 
 
 def _sums(rows: list[float], sizes: list[int]) -> list[float]:
@@ -329,7 +339,7 @@ def _lengths(value: Any, num_samples: int, path: Path = ()) -> dict[Path, list[f
 
 
 def _is_mask(leaf: Tensor) -> bool:
-    return leaf.ndim > 1 and bool(((leaf == 0) | (leaf == 1)).all())
+    return leaf.ndim > 1 and all(bool(((part == 0) | (part == 1)).all()) for part in leaf.split(_ROWS_AT_ONCE))
 
 
 def _ignored_indices(module: nn.Module | None) -> tuple[int, ...]:

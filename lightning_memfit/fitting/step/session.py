@@ -279,6 +279,7 @@ class FitSession:
         wanted, kept = self._options.micro_batch_size, self._kept
         if wanted != "auto":
             size = min(wanted, local_batch_size)
+            self._predict_for(request.batch, local_batch_size)
             return size, f"MicroBatching: micro-batch {size} of {local_batch_size} samples, as asked for."
         limit_bytes = self._options.limit_bytes or (self._memory.limit_bytes if self._memory is not None else None)
         if kept.get("micro_batch_size") and self._is_as_kept():

@@ -224,6 +224,21 @@ def test_one_sample_that_does_not_fit_ends_the_run_in_words() -> None:
         validated(Exact(), 0)
 
 
+def test_results_that_a_module_keeps_are_named_as_the_cause() -> None:
+    """As in Lightning's issues 8453, 5735 and 8215."""
+
+    class Keeps(Exact):
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            self.kept.append(torch.zeros(100_000))
+            if batch_idx == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    module = Keeps()
+    module.kept = []  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError, match=r"`self.kept` keeps 2\.29 MiB of earlier batches"):
+        validated(module, 16)
+
+
 def test_a_size_that_is_found_while_evaluating_is_no_warning() -> None:
     """A run under a memory limit, such as quickstart, goes as it should, and stderr stays empty."""
     with warnings.catch_warnings(record=True) as caught:

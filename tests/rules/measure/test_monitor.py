@@ -270,6 +270,38 @@ def test_a_prediction_is_compared(tmp_path, capsys):
     assert "not predicted" not in capsys.readouterr().out
 
 
+class Kept(Language):
+    """Keeps the outputs of a validation until its end and joins them, as in Lightning's issues 8453 and 5735."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def validation_step(self, batch, batch_idx):
+        self.kept.append(self.table(batch["input_ids"]).repeat(64, 1, 1))
+
+    def on_validation_epoch_end(self):
+        torch.cat(self.kept)
+        self.kept.clear()
+
+
+@pytest.mark.parametrize("sanity_steps", [0, 2])
+def test_peaks_of_training_and_validation_are_told_apart(tmp_path, capsys, sanity_steps):
+    alone, monitor = MemoryMonitor(), MemoryMonitor()
+    train(tmp_path, alone, MemoryLimit("64MiB"), limit_val_batches=0)
+    train(tmp_path, monitor, MemoryLimit("64MiB"), module=Kept(), num_sanity_val_steps=sanity_steps)
+    kept = 12 * 64 * 4 * 4 * 64 * 4
+    assert monitor.report.measured_peak_bytes == alone.report.measured_peak_bytes
+    assert monitor.report.validation_peak_bytes > 2 * kept, "with what the end of the epoch joins"
+    assert alone.report.validation_peak_bytes is None
+    assert "peak in validation" in capsys.readouterr().out
+
+
+def test_joining_kept_outputs_is_under_the_limit(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, MemoryLimit("4MiB"), module=Kept())
+
+
 def test_a_short_run_is_reported_without_speed(tmp_path, capsys):
     monitor = MemoryMonitor(tracked_steps=5)
     train(tmp_path, monitor, max_steps=2)
