@@ -17,7 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
 from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks, kind_of
-from lightning_memfit.profile.course import RunLength, TraceLimits
+from lightning_memfit.profile.course import TraceLimits
 from lightning_memfit.profile.culprit import runs_steps
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_sizes
 from lightning_memfit.profile.fake import tensors_in
@@ -29,7 +29,7 @@ from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import EndedError, OptimizerFactory, StartError, StepOptions, Workload, run_step
-from lightning_memfit.profile.trace import Emulation, Trace, TraceError, isolated, somewhere, trace_step
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError, TraceRequest, isolated, make_trace, somewhere
 
 
 def profile_module(
@@ -70,12 +70,12 @@ def profile_module(
     options, emulation, limits = options or StepOptions(), emulation or Emulation(), limits or TraceLimits()
     if ranks is None and make_optimizer is None:
         ranks = own_rank(module)
-    settings = (any_micro_batch, shorten, check_assumptions, cache, limits, ranks)
 
     def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
-        task = partial(_traced, module, batch, options, emulation, callbacks, make_optimizer, *settings)
-        with somewhere(type(module).__name__, module, batch, *callbacks) as elsewhere:
-            return elsewhere.run(task)
+        workload = Workload(module, batch, options, callbacks, make_optimizer, limits, ranks)
+        request = TraceRequest(workload, emulation, shorten, check_assumptions)
+        with somewhere(workload.name, module, batch, *callbacks) as elsewhere:
+            return elsewhere.run(partial(_traced, request, any_micro_batch, cache))
 
     return _with_others(callbacks, module, make_optimizer, profile)
 
@@ -100,57 +100,38 @@ def _with_others(
         return replace(found, remarks=(*found.remarks, *remarks)) if remarks else found
 
 
-def _traced(
-    module: torch.nn.Module,
-    batch: Any,
-    options: StepOptions,
-    emulation: Emulation,
-    callbacks: tuple[Any, ...],
-    make_optimizer: OptimizerFactory | None,
-    any_micro_batch: bool,
-    shorten: bool,
-    check_assumptions: bool,
-    cache: ProfileCache | None,
-    limits: TraceLimits,
-    ranks: Ranks | None,
-) -> ModelProfile:
+def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | None) -> ModelProfile:
     """See `profile_module`."""
+    workload, check = request.workload, request.check_assumptions
+    module, batch, name = workload.module, workload.batch, workload.name
     key = None
     if cache is not None:
+        ranks = None if workload.ranks is None else workload.ranks.settings()
         settings = (
-            options,
-            emulation,
-            callbacks,
-            make_optimizer,
-            any_micro_batch,
-            shorten,
-            limits,
-            RunLength.of(module),
-            ranks.settings() if ranks is not None else None,
-            describe_processor(emulation.device),
+            *(workload.options, request.emulation, workload.callbacks, workload.make_optimizer, any_micro_batch),
+            *(request.shorten, workload.limits, workload.length, ranks, describe_processor(request.emulation.device)),
         )
-        for checked in dict.fromkeys((check_assumptions, True)):  # a checked one answers who doesn't ask for that, too
+        for checked in dict.fromkeys((check, True)):  # a checked one answers who doesn't ask for that, too
             own = profile_key(module, batch, *settings, checked)
             known = None if own is None else cache.load(own)
             if known is not None:
                 return known
-            key = own if checked is check_assumptions else key
+            key = own if checked is check else key
     started = time.perf_counter()
 
     def traced(more: int, check: bool) -> Trace:
-        step = (options, emulation, callbacks, make_optimizer, shorten, check)
         value = _grown(batch, more) if more else batch
-        return trace_step(module, value, *step, limits=limits, ranks=ranks)
+        return make_trace(replace(request, workload=replace(workload, batch=value), check_assumptions=check))
 
     ahead: list[Callable[[], Trace]] = []
     if any_micro_batch:
         # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
         ahead = [beside(partial(traced, more, False)) for more in ((1, 2) if batch_size(batch) == 1 else (1,))]
     with files_read(here=False) as read:
-        first = traced(0, check_assumptions)
+        first = traced(0, check)
         sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
-    profile = _profile(type(module).__name__, first, sizes, batch, options, emulation, time.perf_counter() - started)
-    profile = profile.after(RunLength.of(module).batches or 0)
+    profile = _profile(name, first, sizes, batch, workload.options, request.emulation, time.perf_counter() - started)
+    profile = profile.after(workload.length.batches or 0)
     if cache is not None and key is not None and not read:  # no key knows what files hold that only a trace reads
         cache.save(key, profile)
     return profile

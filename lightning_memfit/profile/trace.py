@@ -406,6 +406,18 @@ class Trace:
     """What the figures don't cover, or are the largest of."""
 
 
+@dataclass(frozen=True)
+class TraceRequest:
+    """A trace to make; `trace_step` describes its parts."""
+
+    workload: Workload
+    emulation: Emulation = Emulation()
+    shorten: bool = True
+    check_assumptions: bool = True
+    find_groups: GroupFinder | None = None
+    assumed: AssumedValues = field(default_factory=AssumedValues)
+
+
 _MOST_CONDITIONS = 3
 """Branches on values of the batch that are named."""
 
@@ -448,9 +460,15 @@ def trace_step(
         CallbackError: If one of the callbacks that are no technique can't run.
     """
     workload = Workload(module, batch, options, callbacks, make_optimizer, limits or TraceLimits(), ranks)
-    request = _Request(workload, emulation or Emulation(), find_groups)
+    request = TraceRequest(workload, emulation or Emulation(), shorten, check_assumptions, find_groups)
+    return make_trace(request)
 
-    def trace(request: _Request) -> Trace:
+
+def make_trace(request: TraceRequest) -> Trace:
+    """Make a trace; see `trace_step`."""
+    name, callbacks = request.workload.name, request.workload.callbacks
+
+    def trace(request: TraceRequest) -> Trace:
         def once(assumed: AssumedValues) -> Trace:
             try:
                 return _attempt(replace(request, assumed=assumed))
@@ -460,10 +478,10 @@ def trace_step(
                 # as metrics refuse more values than classes
                 return _attempt(replace(request, assumed=replace(assumed, all_distinct=False)))
 
-        found = over_draws(over_assumptions(workload.name, once, check_assumptions), once)
-        return over_routings(workload.name, found, once) if check_assumptions else found
+        found = over_draws(over_assumptions(name, once, request.check_assumptions), once)
+        return over_routings(name, found, once) if request.check_assumptions else found
 
-    def over_hooks(request: _Request) -> Trace:
+    def over_hooks(request: TraceRequest) -> Trace:
         try:
             return trace(request)
         except TraceError as error:
@@ -476,7 +494,7 @@ def trace_step(
             except TraceError:
                 raise error from None
 
-    if shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
+    if request.shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
         # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
         try:
             return over_hooks(request)
@@ -488,23 +506,12 @@ def trace_step(
     return over_hooks(replace(request, shorten=False))
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A trace to make."""
-
-    workload: Workload
-    emulation: Emulation
-    find_groups: GroupFinder | None
-    shorten: bool = True
-    assumed: AssumedValues = field(default_factory=AssumedValues)
-
-
-def _attempt(request: _Request) -> Trace:
+def _attempt(request: TraceRequest) -> Trace:
     return isolated(request.workload, partial(_trace, request), "traced", " if the step is only long. " + WAY_OUT)
 
 
 @runs_steps
-def _trace(request: _Request) -> Trace:
+def _trace(request: TraceRequest) -> Trace:
     """Trace a module itself, whose tensors become fakes: this is for a process that is thrown away."""
     workload, emulation, find_groups = request.workload, request.emulation, request.find_groups
     module, options, ranks = workload.module, workload.options, workload.ranks
