@@ -19,9 +19,8 @@ from pydantic import BaseModel, ConfigDict
 from lightning_memfit.device.runtime import WORKSPACE_VARIABLES
 from lightning_memfit.memory.cache_files import opened, sealed
 from lightning_memfit.profile.culprit import owner_of
-from lightning_memfit.profile.environment import variables_in
 from lightning_memfit.profile.files import digest_of, file_digest, stamp_of
-from lightning_memfit.profile.fingerprint import PROCESSOR_VARIABLES
+from lightning_memfit.profile.fingerprint import PROCESSOR_VARIABLES, variables_in
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "deepspeed", "peft", "torchao", "lightning-memfit")
 _OWN = Path(__file__).resolve().parents[1]
@@ -195,12 +194,6 @@ def _device_memory_is_alike(plan: Mapping[str, Any], then: Sequence[int] | None,
 _VARIABLES = (*WORKSPACE_VARIABLES, *PROCESSOR_VARIABLES)
 """Environment variables that this package asks for while it plans, beside those that are options of the command."""
 
-_ENVIRONMENT = "the environment"
-"""Stands for all variables."""
-
-_PASSING = frozenset({"_", "SHLVL", "OLDPWD", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
-"""Variables that shells set for each command, and Lightning where a recipe's seed is set."""
-
 
 @dataclass(frozen=True)
 class Sources:
@@ -211,7 +204,7 @@ class Sources:
     files: Mapping[str, str | None] = field(default_factory=dict)
     """Files and folders as the recipe writes them; relative ones are looked up in the working directory."""
     variables: Mapping[str, str | None] = field(default_factory=dict)
-    """Environment variables that the user's modules or this package ask for; `_ENVIRONMENT` where any may be."""
+    """Environment variables that the user's modules or this package may ask for."""
 
     @classmethod
     def now(cls, named: Iterable[str] = (), environment: Mapping[str, str] = os.environ) -> Sources:
@@ -239,28 +232,20 @@ class Sources:
         return [
             *(name for name, digest in self.modules.items() if file_digest(source_of(name)) != digest),
             *(name for name, stamp in self.files.items() if stamp_of(name) != stamp),
-            *(
-                name if name == _ENVIRONMENT else f"${name}"
-                for name, digest in self.variables.items()
-                if _variable(name, os.environ) != digest
-            ),
+            *(f"${name}" for name, digest in self.variables.items() if _variable(name, os.environ) != digest),
         ]
 
 
 def _variables_of(path: Path) -> frozenset[str]:
-    """Variables that a file of Python asks for."""
+    """Variables that a file of Python may ask for."""
     try:
-        found = variables_in(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        found = None
-    return frozenset({_ENVIRONMENT}) if found is None else found
+        return variables_in(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return frozenset()
 
 
 def _variable(name: str, environment: Mapping[str, str]) -> str | None:
-    """Digest of what a variable says, or all do; None if it isn't set."""
-    if name == _ENVIRONMENT:
-        values = sorted((key, value) for key, value in environment.items() if key not in _PASSING)
-        return digest_of([json.dumps(values).encode()])
+    """Digest of what a variable says; None if it isn't set."""
     value = environment.get(name)
     return None if value is None else digest_of([value.encode(errors="surrogateescape")])
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import pickle
 import platform
+import re
 import sys
 from collections.abc import Collection
 from functools import cache
@@ -21,7 +22,6 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_memfit.profile.culprit import owner_of
-from lightning_memfit.profile.environment import variables_in
 
 _MAX_ITEMS = 1_000_000
 
@@ -64,6 +64,17 @@ def describe(value: Any) -> str:
     description = _Description()
     description.dump(value)
     return hashlib.sha256(repr((description.digest.hexdigest(), description.code())).encode()).hexdigest()
+
+
+_VARIABLE = re.compile(r"""["']([A-Z][A-Z0-9_]*)["']""")
+
+
+def variables_in(source: str) -> frozenset[str]:
+    """Names of environment variables that a module may ask for: texts in capitals, if it speaks of the environment.
+
+    A name that is put together from others is not seen.
+    """
+    return frozenset(_VARIABLE.findall(source)) if "environ" in source or "getenv" in source else frozenset()
 
 
 def settings_of(value: Any) -> dict[str, object]:
@@ -121,7 +132,7 @@ class _Description(pickle.Pickler):
         installed = [_stamps(path) for path in sorted(packages) if owner_of(path) != "user"]
         users = {name: module for name, module in list(sys.modules.items()) if _is_users(module)}
         sources = {str(module.__file__) for module in users.values()}
-        names = {name for path in sources for name in variables_in(_source(path)) or ()}
+        names = {name for path in sources for name in variables_in(_source(path))}
         read = self._names_read(users.values())
         plain = [
             (

@@ -474,8 +474,8 @@ def _kept_results(module: LightningModule, name: str) -> str:
         return ""
     where = f"self.{place[0]}" + "".join(f"[{key!r}]" for key in place[1:])
     return (
-        f"But `{where}` keeps {format_bytes(kept[place])} of earlier batches on the device: keep results in host memory "
-        f"(`.cpu()`), or what `{name}` needs of them at the end of the epoch (a torchmetrics metric)."
+        f"But `{where}` keeps {format_bytes(kept[place])} of earlier batches on the device: keep results in host "
+        f"memory (`.cpu()`), or what `{name}` needs of them at the end of the epoch (a torchmetrics metric)."
     )
 
 

@@ -25,8 +25,8 @@ def count_traces(monkeypatch):
         calls.append(1)
         return original(*args, **kwargs)
 
-    original = build.trace_step
-    monkeypatch.setattr(build, "trace_step", counted)
+    original = build.make_trace
+    monkeypatch.setattr(build, "make_trace", counted)
     return calls
 
 
