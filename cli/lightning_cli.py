@@ -1,5 +1,6 @@
 """`MemFitCLI`: Lightning's command line with our recipes and errors."""
 
+import enum
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,9 @@ class MemFitParser(LightningArgumentParser):
             super().error(message, ex)
         sys.stderr.write(f"memfit: error: {explain(message, getattr(ex, 'subcommand_parser', None) or self)}\n")
         self.exit(2)
+
+# Lightning's `Timer` has an enum as the default of a text, which jsonargparse then can't write (Lightning 2.6).
+yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 class MemFitCLI(LightningCLI):
