@@ -18,7 +18,6 @@ from lightning_memfit.profile.integers import RealIntegers
 from lightning_memfit.profile.patches import (
     FakeKernels,
     UnknownKernelError,
-    UnreadableError,
     foreach_defaults,
     readable_fakes,
     refuse_fused_recurrence,
@@ -219,7 +218,7 @@ READ = {
     "string": lambda module, x: ctypes.string_at(x.data_ptr(), 4),
     "array": lambda module, x: (ctypes.c_float * 4).from_address(x.data_ptr())[0],
     "weight": lambda module, x: ctypes.string_at(module.head.weight.untyped_storage().data_ptr(), 4),
-    "dlpack": lambda module, x: torch.utils.dlpack.to_dlpack(x.detach()),
+    "dlpack": lambda module, x: torch.from_dlpack(x.detach()),
     "apply_": lambda module, x: x.detach().apply_(lambda value: value),
 }
 
@@ -241,12 +240,11 @@ def test_reading_memory_is_refused_and_the_process_goes_on(how, tmp_path):
 def test_addresses_tell_which_tensors_share_memory(fakes):
     x = torch.randn(4, 8)
     assert x.data_ptr() == x.view(-1).data_ptr() == x.untyped_storage().data_ptr()
-    assert x[1].data_ptr() - x.data_ptr() == 32
-    assert x[1].data_ptr() == x.data_ptr() + 32 > x.data_ptr()
-    assert x.data_ptr() % 16 == 0
+    assert x[1].data_ptr() > x.data_ptr()
+    assert (x.data_ptr() % 16, x[1].data_ptr() % 64) == (0, 32)
     assert len({value.data_ptr() for value in (x, x[0], x.clone())}) == 2
-    for read in (int, hex, lambda address: address - x.clone().data_ptr()):
-        with pytest.raises(UnreadableError):
+    for read in (int, hex, ctypes.c_void_p):
+        with pytest.raises(TypeError):
             read(x.data_ptr())
 
 
