@@ -8,7 +8,7 @@ kernels return (`CUDA_RESULTS`). The rules are those of torch 2.11-2.13: `aten/s
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -185,7 +185,7 @@ class CudaDispatch:
         self._stack = ExitStack()
 
     def __enter__(self) -> "CudaDispatch":
-        kernels: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+        kernels: _Kernels = {
             # The second key is asked in inference mode, where there is no autograd, and the third under `torch.vmap`.
             "scaled_dot_product_attention": (self._attention, ("AutogradCPU", "Python", "FuncTorchVmapMode")),
             "dropout": (_fused_dropout, ("AutogradCPU",)),
@@ -288,8 +288,12 @@ def _is_real(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
+_Kernels = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
+"""Kernels by the operators that run them, and the dispatch keys for which these do."""
+
+
 @contextmanager
-def _in_dispatcher(kernels: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> Iterator[None]:
+def _in_dispatcher(kernels: _Kernels) -> Iterator[None]:
     """Let operators run other kernels for some dispatch keys, in C++ as in Python; removed on exit."""
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -312,86 +316,42 @@ def _fused_dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     return torch.native_dropout(input, p, True)[0]
 
 
-_FP32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-]
+_FP32 = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),
+    *("tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "renorm", "logsumexp"),
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
+    *("cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "kl_div", "l1_loss"),
+    *("hinge_embedding_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "soft_margin_loss"),
+    *("multilabel_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"),
+    *("dist", "pdist", "cdist"),
+)
+"""Operators that compute in fp32."""
 
-_FP32_UNLESS_DTYPE = [
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "sum",
+_FP32_UNLESS_DTYPE = (
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "sum"),
     "sum.dim_IntList",
-]
+)
+"""Operators that do so unless they are told another type."""
 
 
 @contextmanager
 def cuda_autocast_lists() -> Iterator[None]:
     """Give CPU autocast the fp32 operators of CUDA autocast; removed on exit."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name in (*_FP32, *_FP32_UNLESS_DTYPE):
-                _register(library, name, name in _FP32_UNLESS_DTYPE)
+    kernels: _Kernels = {
+        name: (_in_fp32(name), ("AutocastCPU",)) for name in (*_FP32, *_FP32_UNLESS_DTYPE) if _operator(name)
+    }
+    with _in_dispatcher(kernels):
         yield
-    finally:
-        library._destroy()
 
 
-def _register(library: Any, name: str, unless_dtype: bool) -> None:
+def _operator(name: str) -> Any:
+    """An operator by its name and overload; None if torch has none."""
     base, _, overload = name.partition(".")
-    packet = getattr(aten, base, None)
-    operator = getattr(packet, overload or "default", None)
-    if operator is None:
-        return
+    return getattr(getattr(aten, base, None), overload or "default", None)
+
+
+def _in_fp32(name: str) -> Callable[..., Any]:
+    operator, unless_dtype = _operator(name), name in _FP32_UNLESS_DTYPE
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -402,7 +362,7 @@ def _register(library: Any, name: str, unless_dtype: bool) -> None:
                 kwargs = {**kwargs, "dtype": torch.float32}
             return operator(*args, **kwargs)
 
-    library.impl(name, run, "AutocastCPU", allow_override=True)
+    return run
 
 
 def _to_fp32(value: Any) -> Any:
