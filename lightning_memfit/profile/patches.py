@@ -3,8 +3,7 @@
 - Recurrent layers keep memory for backward that torch's fake kernels take to be empty. On the CPU `nn.LSTM` runs
   oneDNN's layer, whose workspace is found by running the layer once on zeros. On CUDA cuDNN decides by a rule that is
   not published, so that recurrent layers that are trained are refused there.
-- Grouped products, which mixtures of experts use, have a fake kernel for one dtype only. What only writes values has
-  slow ones.
+- Grouped products, which mixtures of experts use, have a fake kernel for one dtype only.
 - Optimizers choose `_foreach_` kernels as they would on CUDA.
 - Python code can read fake tensors as numbers, and compare their addresses but not follow them.
 
@@ -12,9 +11,8 @@ Written for torch 2.11-2.13; each part names the private API that it patches, an
 fails when that moves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -98,14 +96,11 @@ class OneDnnWorkspaces(TorchDispatchMode):
 
 
 class FakeKernels(Uncompiled, TorchDispatchMode):
-    """Give fake results where torch's own fake kernels refuse, or take long for nothing.
+    """Give fake results where torch's own fake kernels refuse.
 
     torch's fake kernel of `torch.nn.functional.grouped_mm`, of mixtures of experts, refuses all dtypes but bfloat16;
     this one takes those that real kernels do. Its shape rule is that of `torch._meta_registrations`; rows are padded to
     16 bytes on CUDA (`create_grouped_gemm_output_tensor` in torch's `GroupedMMUtils.h`).
-
-    What only writes values makes nothing, and fakes have no values: `_foreach_` operators in place, which optimizers
-    call with hundreds of tensors that torch's fakes look at one by one, and initializations.
 
     Args:
         fake_mode: Mode of the fakes; must be active below this one.
@@ -120,10 +115,6 @@ class FakeKernels(Uncompiled, TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FILLS and _is_valueless(args[0]):
-            return args[0]
-        if _writes_lists(func) and not kwargs and _fit_together(args):
-            return None
         if func is not aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
             return func(*args, **kwargs)
         left, right, *rest = args
@@ -140,41 +131,6 @@ class FakeKernels(Uncompiled, TorchDispatchMode):
         with self.fake_mode:
             dtype = (rest[2] if len(rest) > 2 else kwargs.get("out_dtype")) or left.dtype
             return torch.empty(padded, dtype=dtype, device="cpu")[..., : shape[-1]]
-
-
-_FILLS = {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar}
-
-
-def _is_valueless(tensor: Any) -> bool:
-    """Whether a tensor is a fake of floats of which the fake mode knows no values (`FakeTensor.constant`)."""
-    return type(tensor) is FakeTensor and tensor.constant is None and tensor.is_floating_point()
-
-
-@cache
-def _writes_lists(func: Any) -> bool:
-    """Whether an operator writes to lists of tensors and does nothing else."""
-    schema = func._schema
-    return bool(schema.name.startswith("aten::_foreach_") and schema.is_mutable and not schema.returns)
-
-
-def _fit_together(args: Sequence[Any]) -> bool:
-    """Whether lists of fakes have the same shapes, and all one dtype of floats and one device: no kernel refuses."""
-    first, *others = args
-    if not first or not all(map(_is_valueless, first)):
-        return False
-    shapes, dtype, device = [tensor.shape for tensor in first], first[0].dtype, first[0].device
-    for other in (first, *others):
-        if isinstance(other, (int, float)):
-            continue
-        if not isinstance(other, (list, tuple)) or len(other) != len(first):
-            return False
-        if all(isinstance(one, (int, float)) for one in other):
-            continue
-        if not all(type(one) is FakeTensor and one.dtype is dtype and one.device == device for one in other):
-            return False
-        if [one.shape for one in other] != shapes:
-            return False
-    return True
 
 
 def grouped_product_shape(left: Any, right: Any, groups: int | None) -> tuple[int, ...]:
