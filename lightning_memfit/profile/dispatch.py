@@ -29,9 +29,6 @@ _CUDNN_LAST: tuple[AttentionBackend, ...] = ("flash", "efficient", "math", "cudn
 _CUDNN_FIRST: tuple[AttentionBackend, ...] = ("cudnn", "flash", "efficient", "math")
 """The two orders in which torch asks by itself."""
 
-_NUMBERS: dict[int, AttentionBackend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-"""Of `at::SDPBackend`."""
-
 
 def is_deterministic() -> bool:
     """Whether torch must not run kernels that aren't deterministic, more than warn of them."""
@@ -57,7 +54,8 @@ def choose_attention(
         RuntimeError: If there is none, as torch does.
     """
     call = _Call(query, key, value, mask, dropout, capability, grouped)
-    on = [kernel for kernel in _order(capability) if _IS_ON[kernel]()]
+    order = _CUDNN_FIRST if capability in _PREFERS_CUDNN else _CUDNN_LAST
+    on = [kernel for kernel in order if _IS_ON[kernel]()]
     for kernel in on:
         if _TAKES[kernel](call):
             return kernel
@@ -135,16 +133,6 @@ _IS_ON: dict[AttentionBackend, Callable[[], bool]] = {
 }
 
 
-def _order(capability: tuple[int, int]) -> tuple[AttentionBackend, ...]:
-    """The order in which a device asks the kernels, which `sdpa_kernel(..., set_priority=True)` changes."""
-    read = getattr(torch._C, "_get_sdp_priority_order", None)  # torch 2.6
-    order = _CUDNN_LAST if read is None else tuple(_NUMBERS[number] for number in read() if number in _NUMBERS)
-    # On its first call torch sets the order of the card that is here, which needn't be the emulated one.
-    if order == _CUDNN_LAST or (order == _CUDNN_FIRST and torch.cuda.is_available()):
-        return _CUDNN_FIRST if capability in _PREFERS_CUDNN else _CUDNN_LAST
-    return order
-
-
 @dataclass(frozen=True)
 class CudaResults:
     """How the results of an operator's CUDA kernel differ from those of its fake one."""
@@ -208,11 +196,6 @@ class CudaDispatch:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if _is_real(query):
-            real: torch.Tensor = aten.scaled_dot_product_attention.default.decompose(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            return real
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -279,13 +262,6 @@ def _masked(
             0
         ]
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, statistics, dropout, causal, scale=scale)[0]
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is neither fake nor made of fakes: one of another thread's."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 _Kernels = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
