@@ -202,7 +202,6 @@ NAMES: dict[str, str] = {
     "_results": "lightning.pytorch.Trainer",
     "_run_exitfuncs": "atexit",
     "_safe_softmax": "torch.ops.aten",
-    "_get_sdp_priority_order": "torch._C",
     "_scaled_dot_product_attention_math": "torch.ops.aten",
     "_scaled_dot_product_cudnn_attention": "torch.ops.aten",
     "_scaled_dot_product_cudnn_attention_backward": "torch.ops.aten",

@@ -7,6 +7,7 @@ named (`CallbackError`).
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -16,13 +17,10 @@ from lightning_memfit.profile.process import RefusedError, is_closed
 
 START_HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
 
-_STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
+_HOOKS = (
+    *START_HOOKS,
+    *("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_before_zero_grad"),
 )
 
 _IDLE = (
@@ -39,7 +37,7 @@ class CallbackError(BaseException):
 
     Args:
         message: Which callback, and why.
-        kind: Its class, by which it is told from others.
+        kind: Its class (`kind_of`), by which it is told from others.
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -49,16 +47,6 @@ class CallbackError(BaseException):
     @override
     def __str__(self) -> str:
         return str(self.args[0])
-
-    @classmethod
-    def of(cls, callback: Any, error: BaseException) -> "CallbackError":
-        """The error for what a callback raised."""
-        what = str(error) if isinstance(error, RefusedError) else f"it ends in {type(error).__name__}: {error}"
-        name = type(callback).__name__
-        return cls(
-            f"{name} acts in a step, but is not in the figures, as it can't run in a trial step: {what}",
-            kind_of(callback),
-        )
 
 
 def kind_of(callback: Any) -> str:
@@ -81,9 +69,8 @@ def acts_in_step(callback: Any) -> bool:
     """Whether a callback may do something in a step that needs memory: it has a hook of one, and isn't known not to."""
     from lightning.pytorch import callbacks
 
-    if isinstance(callback, tuple(getattr(callbacks, name) for name in _IDLE if hasattr(callbacks, name))):
-        return False
-    return any(_defines(callback, name) for name in (*START_HOOKS, *_STEP_HOOKS))
+    is_idle = isinstance(callback, tuple(getattr(callbacks, name) for name in _IDLE))
+    return not is_idle and any(_defines(callback, name) for name in _HOOKS)
 
 
 def _defines(callback: Any, name: str) -> bool:
@@ -103,27 +90,23 @@ def guard_hooks(callback: Any, watched: Callable[[], AbstractContextManager[obje
     """
     from lightning.pytorch import Callback
 
-    for name in (name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown"))):
-        if name not in (*START_HOOKS, *_STEP_HOOKS):
-            object.__setattr__(callback, name, do_nothing)
-        elif _defines(callback, name):
-            object.__setattr__(callback, name, _guarded(callback, getattr(callback, name), watched))
-
-
-def _guarded(
-    callback: Any, hook: Callable[..., Any], watched: Callable[[], AbstractContextManager[object]]
-) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = is_closed.set(True)
         try:
             with watched():
                 return hook(*args, **kwargs)
         except (Exception, RefusedError) as error:
-            raise CallbackError.of(callback, error) from error
+            what = str(error) if isinstance(error, RefusedError) else f"it ends in {type(error).__name__}: {error}"
+            words = "acts in a step, but is not in the figures, as it can't run in a trial step"
+            raise CallbackError(f"{type(callback).__name__} {words}: {what}", kind_of(callback)) from error
         finally:
             is_closed.reset(before)
 
-    return call
+    for name in (name for name in vars(Callback) if name.startswith(("on_", "setup", "teardown"))):
+        if name not in _HOOKS:
+            object.__setattr__(callback, name, do_nothing)
+        elif _defines(callback, name):
+            object.__setattr__(callback, name, partial(call, getattr(callback, name)))
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:

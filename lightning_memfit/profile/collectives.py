@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 from lightning_memfit.memory.ledger import tensors_among
-from lightning_memfit.profile.upstream.distributed import chunk_cat
 
 _GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
 _SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor")
 _NAMESPACES = ("c10d", "_c10d_functional", "fsdp")
+_COMPOSED: dict[str, Callable[..., Any]] = {
+    "chunk_cat": torch._chunk_cat,  # the n-th chunks of all tensors, for every n, before gradients are scattered
+    "split_with_sizes_copy": torch.split_with_sizes_copy,
+}
 
 
 @functools.cache
@@ -66,11 +69,10 @@ def buffers(operator: Any, args: Any, kwargs: Any, result: Any) -> Iterator[torc
 def composed_of(operator: Any) -> Callable[..., Any] | None:
     """What FSDP2's own operator runs on the CPU, in operators whose kernels are known; None for every other one."""
     namespace, name = _named(operator)
-    if namespace != "fsdp":
+    if namespace != "fsdp" or name not in _COMPOSED:
         return None
-    known: dict[str, Callable[..., Any]] = {"chunk_cat": chunk_cat, "split_with_sizes_copy": _split_with_sizes_copy}
-    return known.get(name)
 
+    def run(*args: Any, **kwargs: Any) -> None:
+        _COMPOSED[name](*args, **kwargs)
 
-def _split_with_sizes_copy(whole: torch.Tensor, sizes: list[int], dim: int = 0, *, out: list[torch.Tensor]) -> None:
-    torch.split_with_sizes_copy(whole, sizes, dim=dim, out=out)
+    return run

@@ -8,7 +8,7 @@ kernels return (`CUDA_RESULTS`). The rules are those of torch 2.11-2.13: `aten/s
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,9 +28,6 @@ _PREFERS_CUDNN = ((9, 0), (10, 0))
 _CUDNN_LAST: tuple[AttentionBackend, ...] = ("flash", "efficient", "math", "cudnn")
 _CUDNN_FIRST: tuple[AttentionBackend, ...] = ("cudnn", "flash", "efficient", "math")
 """The two orders in which torch asks by itself."""
-
-_NUMBERS: dict[int, AttentionBackend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-"""Of `at::SDPBackend`."""
 
 
 def is_deterministic() -> bool:
@@ -57,7 +54,8 @@ def choose_attention(
         RuntimeError: If there is none, as torch does.
     """
     call = _Call(query, key, value, mask, dropout, capability, grouped)
-    on = [kernel for kernel in _order(capability) if _IS_ON[kernel]()]
+    order = _CUDNN_FIRST if capability in _PREFERS_CUDNN else _CUDNN_LAST
+    on = [kernel for kernel in order if _IS_ON[kernel]()]
     for kernel in on:
         if _TAKES[kernel](call):
             return kernel
@@ -135,16 +133,6 @@ _IS_ON: dict[AttentionBackend, Callable[[], bool]] = {
 }
 
 
-def _order(capability: tuple[int, int]) -> tuple[AttentionBackend, ...]:
-    """The order in which a device asks the kernels, which `sdpa_kernel(..., set_priority=True)` changes."""
-    read = getattr(torch._C, "_get_sdp_priority_order", None)  # torch 2.6
-    order = _CUDNN_LAST if read is None else tuple(_NUMBERS[number] for number in read() if number in _NUMBERS)
-    # On its first call torch sets the order of the card that is here, which needn't be the emulated one.
-    if order == _CUDNN_LAST or (order == _CUDNN_FIRST and torch.cuda.is_available()):
-        return _CUDNN_FIRST if capability in _PREFERS_CUDNN else _CUDNN_LAST
-    return order
-
-
 @dataclass(frozen=True)
 class CudaResults:
     """How the results of an operator's CUDA kernel differ from those of its fake one."""
@@ -185,7 +173,7 @@ class CudaDispatch:
         self._stack = ExitStack()
 
     def __enter__(self) -> "CudaDispatch":
-        kernels: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+        kernels: _Kernels = {
             # The second key is asked in inference mode, where there is no autograd, and the third under `torch.vmap`.
             "scaled_dot_product_attention": (self._attention, ("AutogradCPU", "Python", "FuncTorchVmapMode")),
             "dropout": (_fused_dropout, ("AutogradCPU",)),
@@ -208,11 +196,6 @@ class CudaDispatch:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if _is_real(query):
-            real: torch.Tensor = aten.scaled_dot_product_attention.default.decompose(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            return real
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -281,15 +264,12 @@ def _masked(
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, statistics, dropout, causal, scale=scale)[0]
 
 
-def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is neither fake nor made of fakes: one of another thread's."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+_Kernels = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
+"""Kernels by the operators that run them, and the dispatch keys for which these do."""
 
 
 @contextmanager
-def _in_dispatcher(kernels: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> Iterator[None]:
+def _in_dispatcher(kernels: _Kernels) -> Iterator[None]:
     """Let operators run other kernels for some dispatch keys, in C++ as in Python; removed on exit."""
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -312,86 +292,42 @@ def _fused_dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     return torch.native_dropout(input, p, True)[0]
 
 
-_FP32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-]
+_FP32 = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),
+    *("tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "renorm", "logsumexp"),
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
+    *("cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "kl_div", "l1_loss"),
+    *("hinge_embedding_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "soft_margin_loss"),
+    *("multilabel_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"),
+    *("dist", "pdist", "cdist"),
+)
+"""Operators that compute in fp32."""
 
-_FP32_UNLESS_DTYPE = [
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "sum",
+_FP32_UNLESS_DTYPE = (
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "sum"),
     "sum.dim_IntList",
-]
+)
+"""Operators that do so unless they are told another type."""
 
 
 @contextmanager
 def cuda_autocast_lists() -> Iterator[None]:
     """Give CPU autocast the fp32 operators of CUDA autocast; removed on exit."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name in (*_FP32, *_FP32_UNLESS_DTYPE):
-                _register(library, name, name in _FP32_UNLESS_DTYPE)
+    kernels: _Kernels = {
+        name: (_in_fp32(name), ("AutocastCPU",)) for name in (*_FP32, *_FP32_UNLESS_DTYPE) if _operator(name)
+    }
+    with _in_dispatcher(kernels):
         yield
-    finally:
-        library._destroy()
 
 
-def _register(library: Any, name: str, unless_dtype: bool) -> None:
+def _operator(name: str) -> Any:
+    """An operator by its name and overload; None if torch has none."""
     base, _, overload = name.partition(".")
-    packet = getattr(aten, base, None)
-    operator = getattr(packet, overload or "default", None)
-    if operator is None:
-        return
+    return getattr(getattr(aten, base, None), overload or "default", None)
+
+
+def _in_fp32(name: str) -> Callable[..., Any]:
+    operator, unless_dtype = _operator(name), name in _FP32_UNLESS_DTYPE
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -402,7 +338,7 @@ def _register(library: Any, name: str, unless_dtype: bool) -> None:
                 kwargs = {**kwargs, "dtype": torch.float32}
             return operator(*args, **kwargs)
 
-    library.impl(name, run, "AutocastCPU", allow_override=True)
+    return run
 
 
 def _to_fp32(value: Any) -> Any:

@@ -2,18 +2,21 @@
 
 No formula holds for all: what a kernel takes depends on the processor, on oneDNN's choice and on torch's version. An
 operator that a trace meets is run on made-up tensors outside all modes, and what the allocator reports is remembered,
-in the process and on disk (`kernel_records`).
+in the process and on disk.
 
-Most operators take nothing but their results. That is learned from two small sizes, for all shapes of the same dtypes
-and layouts; only the others are run at the sizes of the trace, or, if that would take long, on few samples.
+Most operators take nothing but their results. That is learned from two small calls, to which those of most shapes come
+down; only the others are run at the sizes of the trace, or, if that would take long, on few samples.
 """
 
 import functools
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +26,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memfit.memory.allocations import allocation_events, profiler_runs
+from lightning_memfit.memory.cache_files import default_cache_folder, read_entry, sealed, write_file
+from lightning_memfit.memory.float32_products import precisions_on_host
 from lightning_memfit.memory.flops import flop_formula
 from lightning_memfit.memory.ledger import held_tensors, tensors_among
-from lightning_memfit.profile.kernel_records import Kernel, KernelRecords
+from lightning_memfit.profile.fingerprint import describe_processor
+from lightning_memfit.profile.process import bring_home
+from lightning_memfit.profile.quiet import collector_paused
 
 aten = torch.ops.aten
 
@@ -50,11 +57,37 @@ _SMALL_ELEMENTS = 1 << 14
 _TELLING_ELEMENTS = 256
 """Elements of an operand whose conversion, to a byte each, is more than scratch memory of scalars."""
 
+_MOST_SIZES = 8
+"""Different sizes of operands that a small call can have."""
+
 _SCALAR_BYTES = 64
 """Scratch memory of scalars, such as a number that is converted to the type of a tensor."""
 
 _NUM_PEAKS = 8
 """Number of local peaks that are told apart; kernels seen so far have up to six."""
+
+_NUM_NAMED = 3
+"""Operators that are named in a remark."""
+
+_BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+"""Number of the first operands that hold samples, where other operands may have the same sizes by chance."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What an operator's kernel takes from the allocator beyond its results."""
+
+    peaks: tuple[int, ...] = ()
+    """Bytes beyond the results at every local peak, in the order of time. Each grows by a constant per sample, while
+    the highest of them may be another one for large batches."""
+    extra: tuple[int, ...] = ()
+    """Bytes of each result's storage beyond those of its elements; empty if there are none."""
+    dtypes: tuple[str, ...] = ()
+    """Types of the results, where they are others than those of fake results; else empty."""
+    orders: tuple[tuple[int, ...], ...] = ()
+    """Dimensions of each result in memory, outermost first, where fake results lie otherwise; else empty."""
+    is_known: bool = True
+    """False if the operator could not be run; `peaks` is then an estimate, or empty."""
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -71,9 +104,10 @@ class KernelMemory:
         self.unknown: dict[str, int | None] = {}
         self.profiled = False
         """Whether operators were left out as a profiler ran."""
-        self._records = KernelRecords.of_settings()
-        self._calls = self._records.calls
-        self._free = self._records.free
+        self._settings = repr((describe_processor("cpu"), _switches()))
+        self._calls: dict[Any, Kernel | None] = {}
+        """By operator and arguments."""
+        _read_kept()
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
         """What an operator takes; None if nothing but its results, scalars left out.
@@ -84,16 +118,10 @@ class KernelMemory:
             kwargs: Its keywords.
             result: What it returned.
         """
-        number = id(func)  # torch's hash of an operator is written in Python; `_kind` keeps operators alive
-        kind = _kinds.get(number) or _kinds.setdefault(number, _kind(func))
-        if kind is _NOTHING:
-            return None
-        short = (number, _dtypes(args)) if kind is _POINTWISE and _is_uniform(args) else None
-        if short is not None and short in self._free:
+        if not _runs_kernel(func):
             return None
         try:
-            in_trace = _is_fake(result)
-            key = (number, in_trace, torch.is_grad_enabled(), _key(args), _key(kwargs.items()) if kwargs else ())
+            key = (func, _is_fake(result), torch.is_grad_enabled(), _key(args), _key(kwargs.items()))
             found = self._calls.get(key, _MISSING)
         except (TypeError, RuntimeError):  # not hashable, or a layout without strides
             return self._note(func, Kernel(is_known=False))
@@ -102,8 +130,6 @@ class KernelMemory:
                 self.profiled = True
                 return _estimated(func, args, result)
             found = self._calls[key] = self._learn(func, args, kwargs, result)
-            if found is None and short is not None and self._is_free(func, args, kwargs, result):
-                self._free.add(short)
         return found if found is None or found.is_known else self._note(func, found)
 
     def _note(self, func: Any, kernel: Kernel) -> Kernel:
@@ -124,49 +150,41 @@ class KernelMemory:
         more = f" and {len(named) - _NUM_NAMED} more operators" if len(named) > _NUM_NAMED else ""
         return [f"scratch memory of {', '.join(named[:_NUM_NAMED])}{more} is not known"]
 
-    # --- learning ---------------------------------------------------------------------------------------------------
-
     def _learn(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
         if not _may_run(func, args, kwargs):
             return _estimated(func, args, result)
-        call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs), in_trace=_is_fake(result))
-        text = repr(call)
-        if text in self._records:
-            return self._records[text]
-        flops, results_bytes = _flops(func, args, kwargs, result), _dense_bytes(result)
-        size_bytes = call.num_bytes + results_bytes
-        kernel: Kernel | None
-        if flops <= _AT_ONCE_FLOPS and size_bytes <= _AT_ONCE_BYTES:
-            kernel = _kernel(_run(call), result)
-        elif self._is_free(func, args, kwargs, result):
-            return None  # as all others of its pattern
-        elif flops <= _MOST_FLOPS and size_bytes <= _MOST_BYTES:
-            kernel = _kernel(_run(call), result)
+        call = _Call.of(func, args, kwargs, result)
+        flops = _flops(func, args, kwargs, result)
+        size_bytes = call.num_bytes + sum(tensor.nbytes for tensor in _strided(result))
+        is_small = flops <= _AT_ONCE_FLOPS and size_bytes <= _AT_ONCE_BYTES
+        if not is_small and self._is_free(call, result):
+            return None
+        if flops <= _MOST_FLOPS and size_bytes <= _MOST_BYTES:
+            kernel = self._remembered(call, result, functools.partial(_run, call))
         else:
-            kernel = _of_few_samples(call, result, flops, size_bytes)
-        if kernel is not None and not kernel.is_known:
-            kernel = _estimated(func, args, result) or kernel
-        self._records[text] = kernel
-        return kernel
+            few = functools.partial(_of_few_samples, call, flops, size_bytes)
+            kernel = self._remembered(call, result, few)
+        return kernel if kernel is None or kernel.is_known else _estimated(func, args, result)
 
-    def _is_free(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    def _is_free(self, call: "_Call", result: Any) -> bool:
         """Whether an operator on tensors of such types and layouts takes nothing, by two small sizes."""
-        call = _Call(func, tree_map(_operand, args), tree_map(_operand, kwargs), in_trace=_is_fake(result))
-        if not call.small_ones_tell():
+        if call.func in _BATCHED or not call.small_ones_tell() or call.has_sizes():
             return False
-        text = call.pattern()
-        if text not in self._records:
-            free = func not in _BATCHED and not call.has_sizes()
-            small = (call.small(1), call.small(_SMALL_ELEMENTS)) if free else ()
-            runs = (None if one is None else _run(one) for one in small)
-            free = free and all(run is not None and _kernel(run, result) is None for run in runs)
-            self._records[text] = None if free else Kernel()
-        return self._records[text] is None
+        small = [call.small(elements) for elements in (1, _SMALL_ELEMENTS)]
+        return all(
+            one is not None and self._remembered(one, result, functools.partial(_run, one)) is None for one in small
+        )
+
+    def _remembered(self, call: "_Call", result: Any, run: Callable[[], Kernel | None]) -> Kernel | None:
+        """What a call takes, run if that isn't known yet."""
+        text = f"{self._settings} {call}"
+        key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        if key not in _known:
+            _known[key] = _learned[key] = _beyond_result(run(), result)
+        return _known[key]
 
 
-_NUM_NAMED = 3
 _MISSING: Any = object()
-_NOTHING, _POINTWISE, _OTHER = "nothing", "pointwise", "other"
 
 _FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like",
               "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "arange",
@@ -177,40 +195,27 @@ _NO_KERNEL = {"_local_scalar_dense", "set_", "resize_", "record_stream", "is_sam
               "_unsafe_view", "_has_same_storage_numel", "_version", "is_pinned", "_linalg_check_errors"}  # fmt: skip
 """Operators that change or read what belongs to a tensor, or one element of it."""
 
-_LAYOUTS_MATTER = {"clone"}
-"""Pointwise operators that copy from one layout to another in tiles."""
-
-
-_kinds: dict[int, str] = {}
-
 
 @functools.cache
-def _kind(func: Any) -> str:
-    """What can be said of an operator by its name, tags and schema alone."""
+def _runs_kernel(func: Any) -> bool:
+    """Whether an operator may take more than its results, by its name and schema alone."""
     if not isinstance(func, OpOverload):
-        return _OTHER
+        return True
     arguments = (*func._schema.arguments, *func._schema.returns)
     if not any("Tensor" in str(argument.type) for argument in arguments) or func.is_view:
-        return _NOTHING
-    if func.namespace in ("prim", "profiler"):
-        return _NOTHING
-    if func.namespace == "aten" and func._opname in _FACTORIES | _NO_KERNEL:
-        return _NOTHING
-    is_pointwise = torch.Tag.pointwise in func.tags and func._opname not in _LAYOUTS_MATTER
-    return _POINTWISE if is_pointwise else _OTHER
+        return False
+    if func.namespace == "aten":
+        return func._opname not in _FACTORIES | _NO_KERNEL
+    return func.namespace not in ("prim", "profiler")
 
 
 def _is_fake(result: Any) -> bool:
     return isinstance(next(tensors_among((result,)), None), FakeTensor)
 
 
-def _dtypes(values: Any) -> tuple[Any, ...]:
-    return tuple([value.dtype if isinstance(value, torch.Tensor) else type(value) for value in values])
-
-
 def _is_uniform(values: Any) -> bool:
     """Whether no operand has to be converted to the type of another, which takes memory of the operand's size."""
-    dtypes = {value.dtype for value in values if isinstance(value, (torch.Tensor, _Operand))}
+    dtypes = {value.dtype for value in values if isinstance(value, _Operand)}
     if len(dtypes) > 1:
         return False
     numbers = {type(value) for value in values} & {float, complex}
@@ -247,9 +252,78 @@ def _may_run(func: Any, args: Any, kwargs: Any) -> bool:
     """
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
-    tensors = list(tensors_among((*args, *kwargs.values())))
     return all(
-        type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu" for tensor in tensors
+        type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        for tensor in tensors_among((*args, *kwargs.values()))
+    )
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+_FORMAT = 6
+"""Number of the rules by which kernels are learned; with another one, everything is learned anew."""
+
+_known: dict[str, Kernel | None] = {}
+"""What calls take, by a digest of the call and of what decides which kernels run."""
+
+_learned: dict[str, Kernel | None] = {}
+"""The part of it that was learned in this process and those that it made."""
+
+_files_read: set[Path] = set()
+
+
+def _kept() -> Path:
+    return default_cache_folder() / "kernels" / f"{_FORMAT}-{torch.__version__}.json"
+
+
+def _read_kept() -> None:
+    """Read what other processes have learned, once."""
+    path = _kept()
+    if path in _files_read:
+        return
+    _files_read.add(path)
+    for key, value in (read_entry(path) or {}).items():
+        _known.setdefault(key, None if value is None else Kernel(*_as_tuples(value)))
+
+
+def _as_tuples(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(_as_tuples(value) if isinstance(value, list) else value for value in values)
+
+
+def keep_learned() -> None:
+    """Add what was learned to what is on disk. Of processes that write at the same time one may lose its part."""
+    if not _learned:
+        return
+    before = read_entry(_kept()) or {}
+    content = before | {
+        key: None if kernel is None else [kernel.peaks, kernel.extra, kernel.dtypes, kernel.orders]
+        for key, kernel in _learned.items()
+        if kernel is None or kernel.is_known
+    }
+    if len(content) > len(before):
+        write_file(_kept(), lambda file: file.write(json.dumps(sealed(content)).encode()))
+
+
+def forget_learned() -> None:
+    """Forget everything that this process knows, but nothing that is on disk."""
+    for values in (_known, _learned, _files_read):
+        values.clear()
+
+
+def _take_learned(learned: dict[str, Kernel | None]) -> None:
+    _known.update(learned)
+    _learned.update(learned)
+
+
+bring_home(lambda: _learned, _take_learned)
+
+
+def _switches() -> tuple[object, ...]:
+    """Settings of torch that decide which kernels run, beside the processor and its variables."""
+    return (
+        torch.backends.mkldnn.enabled,
+        precisions_on_host(),
+        torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -271,11 +345,6 @@ class _Operand:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
-    @property
-    def order(self) -> list[int]:
-        """Dimensions by stride, innermost first."""
-        return sorted(range(len(self.shape)), key=lambda dim: (self.strides[dim], -dim))
-
     def resized(self, sizes: dict[int, int]) -> "_Operand":
         """An operand of the same layout with other sizes.
 
@@ -285,21 +354,12 @@ class _Operand:
         shape = tuple(sizes.get(size, size) for size in self.shape)
         strides = list(self.strides)
         dense = dense_before = 1
-        for dim in self.order:
+        for dim in sorted(range(len(shape)), key=lambda dim: (self.strides[dim], -dim)):
             if self.strides[dim]:
                 strides[dim] = dense * max(1, self.strides[dim] // dense_before)
                 dense_before = max(dense_before, self.strides[dim] * self.shape[dim])
                 dense = max(dense, strides[dim] * shape[dim])
         return replace(self, shape=shape, strides=tuple(strides))
-
-    def layout(self) -> tuple[Any, ...]:
-        """What is the same for all sizes: order of dimensions, those of size one, expanded ones and gaps."""
-        dense, gaps = 1, []
-        for dim in self.order:
-            gaps.append(self.strides[dim] != dense and self.shape[dim] > 1)
-            dense = self.strides[dim] * self.shape[dim]
-        ones = [size == 1 for size in self.shape]
-        return tuple(self.order), tuple(gaps), tuple(ones), 0 in self.strides, self.dtype
 
     def made(self, unit: bool) -> torch.Tensor:
         """A real tensor like it: ones, with which divisions and logarithms are defined; zeros where it holds indices.
@@ -333,26 +393,31 @@ class _Call:
     func: Any
     args: Any
     kwargs: Any
-    grad: bool = field(default_factory=torch.is_grad_enabled)
+    grad: bool
     """Whether gradients are enabled: recurrent layers then keep what backward needs."""
-    in_trace: bool = False
+    in_trace: bool
     """Whether what a run shows is compared with fake results, which may be of other types and layouts."""
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> "_Call":
+        """The call that returned a result."""
+        described = tree_map(_operand, tuple(args)), tree_map(_operand, dict(kwargs))
+        return cls(func, *described, torch.is_grad_enabled(), _is_fake(result))
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Tensors, numbers and what else is among the arguments, in their order."""
+        return tree_leaves((self.args, self.kwargs))
 
     @property
     def operands(self) -> list[_Operand]:
         """All tensors in the order of arguments."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Operand)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, _Operand)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the operands."""
         return sum(operand.span * operand.dtype.itemsize for operand in self.operands)
-
-    def pattern(self) -> str:
-        """What is the same for all shapes of a layout."""
-        leaves, shape = _flattened((self.args, self.kwargs))
-        described = [leaf.layout() if isinstance(leaf, _Operand) else leaf for leaf in leaves]
-        return repr((self.func, self.grad, self.in_trace, described, shape))
 
     def small_ones_tell(self) -> bool:
         """Whether what small sizes take shows what others take.
@@ -362,18 +427,17 @@ class _Call:
         spans = {operand.span for operand in self.operands if operand.span > 1}
         if max(spans, default=0) < _TELLING_ELEMENTS:
             return False
-        return len(spans) == 1 or _is_uniform(tree_leaves((self.args, self.kwargs)))
+        return len(spans) == 1 or _is_uniform(self.leaves)
 
     def has_sizes(self) -> bool:
         """Whether other arguments may tell sizes, so that those of tensors can't be changed alone."""
         most = max((len(operand.shape) for operand in self.operands), default=0)
-        numbers = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if type(leaf) is int]
-        named = {argument.name for argument in self.func._schema.arguments if "SymInt" in str(argument.real_type)}
-        given = {
-            argument.name: value for argument, value in zip(self.func._schema.arguments, self.args, strict=False)
-        } | self.kwargs
-        sized = any(abs(leaf) > 1 for name in named for leaf in tree_leaves(given.get(name)) if type(leaf) is int)
-        return sized or any(abs(number) > most for number in numbers)
+        if any(type(leaf) is int and abs(leaf) > most for leaf in self.leaves):
+            return True
+        arguments = self.func._schema.arguments
+        given = {argument.name: value for argument, value in zip(arguments, self.args, strict=False)} | self.kwargs
+        sizes = [given.get(argument.name) for argument in arguments if _is_size(argument)]
+        return any(type(leaf) is int and abs(leaf) > 1 for leaf in tree_leaves(sizes))
 
     def small(self, elements: int) -> "_Call | None":
         """The call with each size made a small power of two; larger sizes stay larger and multiples of others.
@@ -399,20 +463,21 @@ class _Call:
         def resize(leaf: Any) -> Any:
             return leaf.resized(sizes) if isinstance(leaf, _Operand) else leaf
 
-        return _Call(self.func, tree_map(resize, self.args), tree_map(resize, self.kwargs))
+        return replace(self, args=tree_map(resize, self.args), kwargs=tree_map(resize, self.kwargs))
 
     def of_samples(self, samples: int, count: int) -> "_Call":
         """The call with another number of samples, which every tensor and argument of that size has."""
         if self.func in _BATCHED:
             batched = _BATCHED[self.func]
             resized = (replace(operand, shape=(count, *operand.shape[1:])) for operand in self.args[:batched])
-            return _Call(self.func, (*resized, *self.args[batched:]), self.kwargs)
-        arguments = self.func._schema.arguments
-        args = tuple(
-            _resized_sizes(value, samples, count) if "SymInt" in str(argument.real_type) else value
-            for argument, value in zip(arguments, self.args, strict=False)
-        )
-        return _Call(self.func, args, self.kwargs).resized({samples: count})
+            return replace(self, args=(*resized, *self.args[batched:]))
+
+        def resize(leaf: Any) -> Any:
+            return count if type(leaf) is int and leaf == samples else leaf
+
+        pairs = zip(self.func._schema.arguments, self.args, strict=False)
+        args = tuple(tree_map(resize, value) if _is_size(argument) else value for argument, value in pairs)
+        return replace(self, args=args).resized({samples: count})
 
     def samples(self) -> int | None:
         """The first dimension that a few samples can stand for; None if there is none.
@@ -423,7 +488,7 @@ class _Call:
             return None
         if self.func in _BATCHED:
             return int(self.args[0].shape[0])
-        fixed = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if type(leaf) is int]
+        fixed = [leaf for leaf in self.leaves if type(leaf) is int]
         for size in self.operands[0].shape if self.operands else ():
             alone = all(operand.shape.count(size) <= 1 for operand in self.operands)
             multiple = any(number > size and number % size == 0 for number in fixed)
@@ -432,51 +497,107 @@ class _Call:
         return None
 
 
-_MOST_SIZES = 8
-
-_BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
-"""Number of the first operands that hold samples, where other operands may have the same sizes by chance."""
-
-
-def _resized_sizes(value: Any, samples: int, count: int) -> Any:
-    return tree_map(lambda leaf: count if type(leaf) is int and leaf == samples else leaf, value)
+def _is_size(argument: Any) -> bool:
+    """Whether an argument of a schema tells sizes."""
+    return "SymInt" in str(argument.real_type)
 
 
-def _flattened(value: Any) -> tuple[list[Any], str]:
-    leaves, shape = torch.utils._pytree.tree_flatten(value)
-    return leaves, str(shape)
+_FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
+"""Not implemented for that type, no memory for it, or made-up values that it doesn't take."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The allocations of an operator while it ran."""
-
-    changes: tuple[int, ...]
-    """Sizes in the order of time; those that were freed are negative."""
-    results: tuple[int, ...]
-    """Bytes of its results, each tensor's storage once; 0 for those that lie in an operand."""
-    extra: tuple[int, ...]
-    """Bytes of each result's storage beyond those of its elements."""
-    dtypes: tuple[str, ...]
-    """Types of the results."""
-    orders: tuple[tuple[int, ...], ...]
-    """Dimensions of each result in memory (`_order`); none for those that lie in an operand."""
+def _run(call: _Call) -> Kernel | None:
+    """Run an operator on made-up tensors; None if it fails."""
+    try:
+        return _observed(call)
+    except _FAILURES:
+        return None
 
 
-def _kernel(run: _Run | None, result: Any) -> Kernel | None:
+def _observed(call: _Call) -> Kernel:
+    """What a run shows: all local peaks, also those that are lower than the results, and all types and orders."""
+    unit = "linalg" in call.func._opname or "cholesky" in call.func._opname
+    with _outside_of_everything():
+        args, kwargs = tree_map(
+            lambda leaf: leaf.made(unit) if isinstance(leaf, _Operand) else leaf, (call.args, call.kwargs)
+        )
+        held = {tensor.untyped_storage()._cdata for tensor in _strided((args, kwargs))}
+        with allocation_events() as changes:
+            result = call.func(*args, **kwargs)
+        kept, extra, orders = 0, [], []
+        for tensor in _strided(result):
+            storage = tensor.untyped_storage()
+            is_new = storage._cdata not in held
+            held.add(storage._cdata)
+            kept += storage.nbytes() if is_new else 0
+            extra.append(max(0, storage.nbytes() - tensor.nbytes) if is_new else 0)
+            orders.append(_order(tensor) if is_new else ())
+    moments = zip(changes, accumulate(changes), (*changes, -1)[1:], strict=True)
+    peaks = tuple(size - kept for change, size, after in moments if change > 0 > after)
+    return Kernel(peaks, tuple(extra), _types(_strided(result)), tuple(orders))
+
+
+@contextmanager
+def _outside_of_everything() -> Iterator[None]:
+    """Run without modes and autocast, on one thread, and leave the generator of random numbers as it is.
+
+    With several threads scratch memory jumps with the number of samples, so that two sizes would tell nothing about
+    others; and a forked process has only one. What Python's collector finds would count as freed by the operator.
+    """
+    threads = torch.get_num_threads()
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False), collector_paused():
+        state = torch.default_generator.get_state()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.default_generator.set_state(state)
+
+
+def _of_few_samples(call: _Call, flops: float, size_bytes: int) -> Kernel | None:
+    """What a run would show of an operator that is too large for one, from runs on few samples."""
+    samples = call.samples()
+    if samples is None:
+        return None
+    counts = [(_FEW, _MORE)] if call.func in _BATCHED or samples <= _MANY else [(_SOME, _MANY), (_FEW, _MORE)]
+    for few, more in counts:
+        reduced = call.of_samples(samples, more)
+        share = more / max(more, samples)
+        if flops * share <= _MOST_FLOPS and max(reduced.num_bytes, size_bytes * share) <= _MOST_BYTES:
+            return _extrapolated(_run(call.of_samples(samples, few)), _run(reduced), few, more, samples)
+    return None
+
+
+def _extrapolated(low: Kernel | None, high: Kernel | None, few: int, more: int, samples: int) -> Kernel | None:
+    """What a run of that many samples would show, from two on fewer; None if they are not alike.
+
+    On one thread every single allocation, and so every local peak, grows by a constant per sample. The highest need
+    not, as it may be another of them.
+    """
+    if low is None or high is None or len(low.peaks) != len(high.peaks):
+        return None
+
+    def at_samples(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+        pairs = zip(first, second, strict=True)
+        return tuple(a + (b - a) * (samples - few) // (more - few) for a, b in pairs)
+
+    return replace(high, peaks=at_samples(low.peaks, high.peaks), extra=at_samples(low.extra, high.extra))
+
+
+# --- what a run shows beyond the result that is expected --------------------------------------------------------------
+
+
+def _beyond_result(run: Kernel | None, result: Any) -> Kernel | None:
     """What a run took beyond its results; None for nothing but scalars.
 
     Args:
-        run: The run.
+        run: All that the run showed; None if it failed.
         result: What the trace took the operator to return.
     """
     if run is None:
         return Kernel(is_known=False)
-    kept = sum(run.results)
-    live = accumulate(run.changes)
-    following = (*run.changes, -1)[1:]
-    moments = zip(run.changes, live, following, strict=True)
-    peaks = tuple(max(0, size - kept) for change, size, after in moments if change > 0 > after)
+    peaks = tuple(max(0, size) for size in run.peaks)
     peaks = (*peaks[: _NUM_PEAKS - 1], max(peaks[_NUM_PEAKS - 1 :])) if len(peaks) >= _NUM_PEAKS else peaks
     extra = run.extra if any(run.extra) else ()
     dtypes = run.dtypes if run.dtypes != _types(_strided(result)) else ()
@@ -484,6 +605,17 @@ def _kernel(run: _Run | None, result: Any) -> Kernel | None:
     if max(peaks, default=0) <= _SCALAR_BYTES and not extra and not dtypes and not orders:
         return None
     return Kernel(peaks, extra, dtypes, orders)
+
+
+def _strided(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold memory themselves, among results."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            yield from held_tensors(leaf)
+
+
+def _types(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -520,119 +652,7 @@ def laid_out(tensor: torch.Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _types(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
-    return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-
-
-def _of_few_samples(call: _Call, result: Any, flops: float, size_bytes: int) -> Kernel | None:
-    """What an operator takes that is too large to be run, from runs on few samples."""
-    samples = call.samples()
-    if samples is None:
-        return Kernel(is_known=False)
-    counts = [(_FEW, _MORE)] if call.func in _BATCHED or samples <= _MANY else [(_SOME, _MANY), (_FEW, _MORE)]
-    for few, more in counts:
-        reduced = call.of_samples(samples, more)
-        share = more / max(more, samples)
-        if flops * share <= _MOST_FLOPS and max(reduced.num_bytes, size_bytes * share) <= _MOST_BYTES:
-            runs = _run(call.of_samples(samples, few)), _run(reduced)
-            return _kernel(_extrapolated(*runs, few, more, samples), result)
-    return Kernel(is_known=False)
-
-
-def _extrapolated(low: _Run | None, high: _Run | None, few: int, more: int, samples: int) -> _Run | None:
-    """The run of that many samples, from two on fewer; None if they are not alike.
-
-    On one thread every single allocation grows by a constant per sample. The peak need not, as other allocations may
-    be alive at it.
-    """
-    if low is None or high is None or [size > 0 for size in low.changes] != [size > 0 for size in high.changes]:
-        return None
-
-    def at_samples(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
-        pairs = zip(first, second, strict=True)
-        return tuple(a + (b - a) * (samples - few) // (more - few) for a, b in pairs)
-
-    changes, results = at_samples(low.changes, high.changes), at_samples(low.results, high.results)
-    return _Run(changes, results, at_samples(low.extra, high.extra), high.dtypes, high.orders)
-
-
-_FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
-"""Not implemented for that type, no memory for it, or made-up values that it doesn't take."""
-
-
-def _run(call: _Call) -> _Run | None:
-    """Run an operator on made-up tensors; None if it fails."""
-    try:
-        return _observed(call)
-    except _FAILURES:
-        return None
-
-
-def _observed(call: _Call) -> _Run:
-    unit = "linalg" in call.func._opname or "cholesky" in call.func._opname
-    with _outside_of_everything(torch.Tag.nondeterministic_seeded in call.func.tags):
-        args, kwargs = tree_map(
-            lambda leaf: leaf.made(unit) if isinstance(leaf, _Operand) else leaf, (call.args, call.kwargs)
-        )
-        held = {tensor.untyped_storage()._cdata for tensor in _strided((args, kwargs))}
-        with allocation_events() as changes:
-            result = call.func(*args, **kwargs)
-        results, extra, orders = [], [], []
-        for tensor in _strided(result):
-            storage = tensor.untyped_storage()
-            is_new = storage._cdata not in held
-            held.add(storage._cdata)
-            results.append(storage.nbytes() if is_new else 0)
-            extra.append(max(0, storage.nbytes() - tensor.nbytes) if is_new else 0)
-            orders.append(_order(tensor) if is_new else ())
-    return _Run(tuple(_of_operator(changes)), tuple(results), tuple(extra), _types(_strided(result)), tuple(orders))
-
-
-def _of_operator(changes: list[int]) -> Iterator[int]:
-    """Allocations, and frees of what was allocated: others are those of tensors that Python's collector found."""
-    live: dict[int, int] = {}
-    for change in changes:
-        if change > 0 or live.get(-change):
-            live[abs(change)] = live.get(abs(change), 0) + (1 if change > 0 else -1)
-            yield change
-
-
-@contextmanager
-def _outside_of_everything(draws: bool) -> Iterator[None]:
-    """Run without modes and autocast, on one thread.
-
-    With several threads scratch memory jumps with the number of samples, so that two sizes would tell nothing about
-    others; and a forked process (`background.in_child`) has only one.
-
-    Args:
-        draws: Whether the operator draws random numbers; the generator's state is then kept.
-    """
-    threads = torch.get_num_threads()
-    with _disable_current_modes(), torch.autocast("cpu", enabled=False):
-        state = torch.default_generator.get_state() if draws else None
-        if threads > 1:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            if threads > 1:
-                torch.set_num_threads(threads)
-            if state is not None:
-                torch.default_generator.set_state(state)
-
-
 # --- operators that can't be run --------------------------------------------------------------------------------------
-
-
-def _dense_bytes(values: Any) -> int:
-    return sum(tensor.nbytes for tensor in _strided(values))
-
-
-def _strided(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors that hold memory themselves, among results."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.Tensor):
-            yield from held_tensors(leaf)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:

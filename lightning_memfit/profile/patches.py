@@ -3,8 +3,7 @@
 - Recurrent layers keep memory for backward that torch's fake kernels take to be empty. On the CPU `nn.LSTM` runs
   oneDNN's layer, whose workspace is found by running the layer once on zeros. On CUDA cuDNN decides by a rule that is
   not published, so that recurrent layers that are trained are refused there.
-- Grouped products, which mixtures of experts use, have a fake kernel for one dtype only. What only writes values has
-  slow ones.
+- Grouped products, which mixtures of experts use, have a fake kernel for one dtype only.
 - Optimizers choose `_foreach_` kernels as they would on CUDA.
 - Python code can read fake tensors as numbers, and compare their addresses but not follow them.
 
@@ -12,11 +11,9 @@ Written for torch 2.11-2.13; each part names the private API that it patches, an
 fails when that moves.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.optim.optimizer as optimizer
@@ -43,7 +40,6 @@ class UnknownKernelError(RuntimeError):
 @contextmanager
 def refuse_fused_recurrence() -> Iterator[None]:
     """Raise `UnknownKernelError` where a recurrent layer is called so that its backward will run."""
-    functions: Any = torch._VF
 
     def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,13 +53,10 @@ def refuse_fused_recurrence() -> Iterator[None]:
 
         return call
 
-    for name in _LAYERS:
-        setattr(functions, name, refusing(name, getattr(functions, name)))
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for name in _LAYERS:
-            delattr(functions, name)  # they are looked up in torch's C++ module again
+            stack.enter_context(replaced(torch._VF, name, refusing(name, getattr(torch._VF, name))))
+        yield
 
 
 class OneDnnWorkspaces(TorchDispatchMode):
@@ -103,14 +96,11 @@ class OneDnnWorkspaces(TorchDispatchMode):
 
 
 class FakeKernels(Uncompiled, TorchDispatchMode):
-    """Give fake results where torch's own fake kernels refuse, or take long for nothing.
+    """Give fake results where torch's own fake kernels refuse.
 
     torch's fake kernel of `torch.nn.functional.grouped_mm`, of mixtures of experts, refuses all dtypes but bfloat16;
     this one takes those that real kernels do. Its shape rule is that of `torch._meta_registrations`; rows are padded to
     16 bytes on CUDA (`create_grouped_gemm_output_tensor` in torch's `GroupedMMUtils.h`).
-
-    What only writes values makes nothing, and fakes have no values: `_foreach_` operators in place, which optimizers
-    call with hundreds of tensors that torch's fakes look at one by one, and initializations.
 
     Args:
         fake_mode: Mode of the fakes; must be active below this one.
@@ -125,10 +115,6 @@ class FakeKernels(Uncompiled, TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FILLS and _is_valueless(args[0]):
-            return args[0]
-        if _writes_lists(func) and not kwargs and _fit_together(args):
-            return None
         if func is not aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
             return func(*args, **kwargs)
         left, right, *rest = args
@@ -145,41 +131,6 @@ class FakeKernels(Uncompiled, TorchDispatchMode):
         with self.fake_mode:
             dtype = (rest[2] if len(rest) > 2 else kwargs.get("out_dtype")) or left.dtype
             return torch.empty(padded, dtype=dtype, device="cpu")[..., : shape[-1]]
-
-
-_FILLS = {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar}
-
-
-def _is_valueless(tensor: Any) -> bool:
-    """Whether a tensor is a fake of floats of which the fake mode knows no values (`FakeTensor.constant`)."""
-    return type(tensor) is FakeTensor and tensor.constant is None and tensor.is_floating_point()
-
-
-@cache
-def _writes_lists(func: Any) -> bool:
-    """Whether an operator writes to lists of tensors and does nothing else."""
-    schema = func._schema
-    return bool(schema.name.startswith("aten::_foreach_") and schema.is_mutable and not schema.returns)
-
-
-def _fit_together(args: Sequence[Any]) -> bool:
-    """Whether lists of fakes have the same shapes, and all one dtype of floats and one device: no kernel refuses."""
-    first, *others = args
-    if not first or not all(map(_is_valueless, first)):
-        return False
-    shapes, dtype, device = [tensor.shape for tensor in first], first[0].dtype, first[0].device
-    for other in (first, *others):
-        if isinstance(other, (int, float)):
-            continue
-        if not isinstance(other, (list, tuple)) or len(other) != len(first):
-            return False
-        if all(isinstance(one, (int, float)) for one in other):
-            continue
-        if not all(type(one) is FakeTensor and one.dtype is dtype and one.device == device for one in other):
-            return False
-        if [one.shape for one in other] != shapes:
-            return False
-    return True
 
 
 def grouped_product_shape(left: Any, right: Any, groups: int | None) -> tuple[int, ...]:
@@ -210,18 +161,13 @@ _OPTIMIZER: Any = optimizer  # its private names aren't typed
 @contextmanager
 def foreach_defaults(cuda: bool) -> Iterator[None]:
     """Count fake tensors as plain ones, and with `cuda` the CPU as a device whose optimizers default to `_foreach_`."""
-    tables = (_OPTIMIZER._foreach_supported_types, _foreach_utils._foreach_supported_types)
-    devices = _OPTIMIZER._get_foreach_kernels_supported_devices
-    for table in tables:
-        table.append(FakeTensor)
-    if cuda:
-        _OPTIMIZER._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
-    try:
+    devices = [*_OPTIMIZER._get_foreach_kernels_supported_devices(), *(["cpu"] if cuda else [])]
+    with ExitStack() as stack:
+        for owner in (_OPTIMIZER, _foreach_utils):
+            types = [*owner._foreach_supported_types, FakeTensor]
+            stack.enter_context(replaced(owner, "_foreach_supported_types", types))
+        stack.enter_context(replaced(_OPTIMIZER, "_get_foreach_kernels_supported_devices", lambda: devices))
         yield
-    finally:
-        _OPTIMIZER._get_foreach_kernels_supported_devices = devices
-        for table in tables:
-            table.remove(FakeTensor)
 
 
 # --- reading fakes as numbers -----------------------------------------------------------------------------------------
@@ -241,61 +187,19 @@ class UnreadableError(RuntimeError):
         )
 
 
-@functools.total_ordering
-class Address:
+class Address(NamedTuple):
     """What `data_ptr()` of a fake tensor gives: it can be compared, as code does that looks for shared tensors.
 
     It is no number, as whoever reads memory at an address needs one: the process would end.
-
-    Args:
-        storage: Identity of the tensor's storage.
-        offset: Bytes from the start of its storage.
     """
 
-    def __init__(self, storage: int, offset: int) -> None:
-        self._place = (storage, offset)
-
-    def __add__(self, size_bytes: int) -> "Address":
-        return Address(self._place[0], self._place[1] + size_bytes)
-
-    def __sub__(self, other: "Address | int") -> "Address | int":
-        if isinstance(other, Address):
-            if self._place[0] != other._place[0]:
-                _unreadable()
-            return self._place[1] - other._place[1]
-        return self + -other
+    storage: int
+    """Identity of the tensor's storage."""
+    offset: int
+    """Bytes from the start of its storage."""
 
     def __mod__(self, alignment: int) -> int:
-        return self._place[1] % alignment  # torch's allocators align storages
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Address) and self._place == other._place
-
-    def __lt__(self, other: "Address | int") -> bool:
-        return self._place < other._place if isinstance(other, Address) else False
-
-    @override
-    def __hash__(self) -> int:
-        return hash(self._place)
-
-    @override
-    def __repr__(self) -> str:
-        return f"<address {self._place[0]:#x} + {self._place[1]} of a fake tensor>"
-
-    @override
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
-    def __index__(self) -> int:
-        _unreadable()
-
-    __int__ = __index__
-
-    @property
-    def _as_parameter_(self) -> Any:
-        """What ctypes asks for."""
-        _unreadable()
+        return self.offset % alignment  # torch's allocators align storages
 
 
 def _unreadable(*_: Any, **__: Any) -> NoReturn:
@@ -336,23 +240,12 @@ def readable_fakes(integers: RealIntegers) -> Iterator[None]:
 
         storage_address = torch.UntypedStorage.data_ptr
         stack.enter_context(replaced(torch.UntypedStorage, "data_ptr", address_of_storage))
-        for name in ("data_ptr", "const_data_ptr"):
-            stack.enter_context(replaced(FakeTensor, name, address))
-        for name in ("apply_", "map_", "map2_"):  # these call Python for each element, in C++
+        stack.enter_context(replaced(FakeTensor, "data_ptr", address))
+        for name in ("apply_", "__dlpack__"):  # the first calls Python for each element, in C++
             stack.enter_context(replaced(FakeTensor, name, _unreadable))
-        stack.enter_context(replaced(FakeTensor, "__dlpack__", _unreadable))
-        for owner, name in ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
-            stack.enter_context(replaced(owner, name, _exported(getattr(owner, name))))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(replaced(torch, name, _reading(getattr(torch, name))))
         yield
-
-
-def _exported(function: Callable[..., Any]) -> Callable[..., Any]:
-    def export(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return _unreadable() if isinstance(tensor, FakeTensor) else function(tensor, *args, **kwargs)
-
-    return export
 
 
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:

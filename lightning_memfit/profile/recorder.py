@@ -29,8 +29,7 @@ from lightning_memfit.profile.dispatch import CUDA_RESULTS
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, SCRATCH_SITE, EventList
 from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
-from lightning_memfit.profile.kernel_records import Kernel
-from lightning_memfit.profile.kernels import KernelMemory, laid_out
+from lightning_memfit.profile.kernels import Kernel, KernelMemory, laid_out
 from lightning_memfit.profile.replaced import replaced
 
 _ZEROS = {id(getattr(torch.ops.aten, name).default) for name in ("zeros", "new_zeros", "zeros_like")}

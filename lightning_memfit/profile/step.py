@@ -23,10 +23,9 @@ from lightning_memfit.profile.course import Course, RunLength, TraceLimits
 from lightning_memfit.profile.culprit import is_of_this_package
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
-from lightning_memfit.profile.ranks import Ranks
+from lightning_memfit.profile.ranks import Ranks, without_barriers
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.replaced import replaced
-from lightning_memfit.profile.upstream.distributed import without_barriers
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
 

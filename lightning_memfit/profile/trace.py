@@ -51,7 +51,7 @@ from lightning_memfit.profile.integers import (
     Routing,
     UnknownSizeError,
 )
-from lightning_memfit.profile.kernel_records import keep_learned
+from lightning_memfit.profile.kernels import keep_learned
 from lightning_memfit.profile.patches import (
     FakeKernels,
     OneDnnWorkspaces,

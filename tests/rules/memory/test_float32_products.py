@@ -61,7 +61,7 @@ def test_settings_of_the_newer_interface_are_put_back() -> None:
 
 
 def test_a_step_is_traced_with_settings_of_the_newer_interface() -> None:
-    from lightning_memfit.profile.kernel_records import _switches
+    from lightning_memfit.profile.kernels import _switches
 
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert float32_products.precisions_on_host() in _switches()

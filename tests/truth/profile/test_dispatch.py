@@ -1,5 +1,4 @@
 import functools
-import inspect
 import types
 
 import lightning.pytorch as pl
@@ -78,15 +77,6 @@ CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 def test_only_kernels_that_are_switched_on_are_taken(switched_on, query, capability, expected):
     with sdpa_kernel(switched_on):
         assert chosen(query, capability) == expected
-
-
-@pytest.mark.skipif("set_priority" not in inspect.signature(sdpa_kernel).parameters, reason="came with torch 2.6")
-def test_kernels_are_asked_in_the_order_that_the_user_has_set():
-    with sdpa_kernel([MATH, FLASH], set_priority=True):
-        assert chosen(heads()) == "math"
-    with sdpa_kernel([FLASH, CUDNN], set_priority=True):
-        assert chosen(heads(), HOPPER) == "flash"
-    assert chosen(heads()) == "flash"
 
 
 @pytest.mark.parametrize("switched_on", [[FLASH, CUDNN], []])
@@ -302,16 +292,6 @@ def test_a_module_that_holds_the_function_needs_what_another_does():
     traces = [trace_step(kind(), torch.randn(2, 128, 64), StepOptions(), Emulation("cuda")) for kind in (Calls, Holds)]
     assert traces[0].attention_kernels == traces[1].attention_kernels != {}
     assert traces[0].events.live_bytes().tolist() == traces[1].events.live_bytes().tolist()
-
-
-@pytest.mark.parametrize("transform", [lambda function: function, torch.vmap])
-def test_attention_of_another_thread_goes_on_for_real(transform):
-    q = torch.randn(3, 2, 4, 16, 64)
-    attention = transform(lambda one: F.scaled_dot_product_attention(one, one, one, is_causal=True))
-    dispatch, expected = CudaDispatch(), attention(q)
-    with dispatch:
-        assert torch.equal(attention(q), expected)
-    assert dispatch.used == {}
 
 
 def test_the_kernels_are_put_back_after_an_error(fake):

@@ -18,7 +18,6 @@ from lightning_memfit.profile.integers import RealIntegers
 from lightning_memfit.profile.patches import (
     FakeKernels,
     UnknownKernelError,
-    UnreadableError,
     foreach_defaults,
     readable_fakes,
     refuse_fused_recurrence,
@@ -219,7 +218,7 @@ READ = {
     "string": lambda module, x: ctypes.string_at(x.data_ptr(), 4),
     "array": lambda module, x: (ctypes.c_float * 4).from_address(x.data_ptr())[0],
     "weight": lambda module, x: ctypes.string_at(module.head.weight.untyped_storage().data_ptr(), 4),
-    "dlpack": lambda module, x: torch.utils.dlpack.to_dlpack(x.detach()),
+    "dlpack": lambda module, x: torch.from_dlpack(x.detach()),
     "apply_": lambda module, x: x.detach().apply_(lambda value: value),
 }
 
@@ -241,12 +240,11 @@ def test_reading_memory_is_refused_and_the_process_goes_on(how, tmp_path):
 def test_addresses_tell_which_tensors_share_memory(fakes):
     x = torch.randn(4, 8)
     assert x.data_ptr() == x.view(-1).data_ptr() == x.untyped_storage().data_ptr()
-    assert x[1].data_ptr() - x.data_ptr() == 32
-    assert x[1].data_ptr() == x.data_ptr() + 32 > x.data_ptr()
-    assert x.data_ptr() % 16 == 0
+    assert x[1].data_ptr() > x.data_ptr()
+    assert (x.data_ptr() % 16, x[1].data_ptr() % 64) == (0, 32)
     assert len({value.data_ptr() for value in (x, x[0], x.clone())}) == 2
-    for read in (int, hex, lambda address: address - x.clone().data_ptr()):
-        with pytest.raises(UnreadableError):
+    for read in (int, hex, ctypes.c_void_p):
+        with pytest.raises(TypeError):
             read(x.data_ptr())
 
 
@@ -283,51 +281,3 @@ def test_grouped_products_are_those_of_the_real_kernel(dtype):
             torch._grouped_mm(torch.randn(8, 15, dtype=dtype), torch.randn(3, 15, 32, dtype=dtype), ends)
     assert grouped_product_flops(torch.ones(8, 16), torch.ones(3, 16, 32), out_val=torch.ones(8, 32)) == 2 * 8 * 16 * 32
     assert grouped_product_flops(torch.ones(16, 8), torch.ones(8, 32), out_val=torch.ones(3, 16, 32)) == 2 * 8 * 16 * 32
-
-
-def test_writing_values_to_fakes_costs_no_fake_kernel(monkeypatch):
-    seen = []
-    dispatch = FakeTensorMode.dispatch
-    monkeypatch.setattr(
-        FakeTensorMode, "dispatch", lambda mode, func, *rest: seen.append(func) or dispatch(mode, func, *rest)
-    )
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_mode, FakeKernels(fake_mode, cuda=False), torch.no_grad():
-        weights, more = ([torch.empty(2, 3), torch.empty(4)] for _ in range(2))
-        seen.clear()
-        torch._foreach_mul_(weights, 0.9)
-        torch._foreach_lerp_(weights, more, 0.1)
-        torch._foreach_addcdiv_(weights, more, more, [1.0, 2.0])
-        assert torch.nn.init.normal_(weights[0]) is weights[0]
-        assert torch.nn.init.ones_(weights[1]) is weights[1]
-        assert weights[0].zero_() is weights[0]
-        assert seen == []
-        torch._foreach_mul(weights, 2.0)  # makes tensors
-        assert torch.ops.aten._foreach_mul.Scalar in seen
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        lambda: [torch.empty(2, 3)],
-        lambda: [torch.empty(3, 2), torch.empty(4)],
-    ],
-    ids=["fewer", "another shape"],
-)
-def test_lists_that_do_not_fit_are_refused_as_by_real_kernels(others):
-    def write():
-        torch._foreach_add_([torch.empty(2, 3), torch.empty(4)], others())
-
-    with pytest.raises(RuntimeError):
-        write()
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_mode, FakeKernels(fake_mode, cuda=False), pytest.raises(RuntimeError):
-        write()
-
-
-def test_values_that_fakes_know_follow_what_is_written():
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_mode, FakeKernels(fake_mode, cuda=False):
-        known = torch.tensor(2.0)
-        torch._foreach_add_([known], 1.0)
-        assert known.item() == 3.0

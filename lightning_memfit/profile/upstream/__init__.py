@@ -1,1 +1,0 @@
-"""Non-public names of upstream's that traces of several ranks use."""
