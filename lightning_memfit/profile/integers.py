@@ -372,17 +372,13 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             args = (args[0], self._integer_indices(args[1]))
             tensors = list(tensors_among(args))
         result = func(*args, **kwargs)
-        real, basis = None, self._basis_of(tensors)
+        real = None
         if func._schema.is_mutable or not self._are_too_large(result):
             real = self._real_result(func, args, kwargs, tensors)
-        if func in _FINITE and real is None:
-            real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
-        if func in _COMPARISONS and basis == {_DRAWN_NUMBER}:
-            ends = {_COMPARISONS[func](end, args[1]) for end in (_LEAST_DRAWN, _MOST_DRAWN)}
-            # Models that leave layers out with some probability (`layerdrop`) draw and compare where that is 0, too.
-            basis = frozenset({_COMPARED_DRAW} if len(ends) == 2 else ())
         if real is not None:
-            self._attach_all(result, real, basis if func._overloadpacket not in _FILLED else frozenset())
+            self._attach_all(result, real, self._basis_of_result(func, args, tensors))
+        elif func in _FINITE and (finite := self._taken_finite(func, args)) is not None:
+            self.attach(result, finite, frozenset({_FINITE_FLOATS}))
         elif func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         elif func in _LARGEST:
@@ -393,6 +389,15 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             self.attach(result, drawn, frozenset({_DRAWN_NUMBER}))
         return result
 
+    def _basis_of_result(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> frozenset[str]:
+        """What the values of a result rest on."""
+        basis = self._basis_of(tensors) if func._overloadpacket not in _FILLED else frozenset()
+        if func in _COMPARISONS and basis == {_DRAWN_NUMBER}:
+            # Models that leave layers out with some probability (`layerdrop`) draw and compare where that is 0, too.
+            ends = {_COMPARISONS[func](end, args[1]) for end in (_LEAST_DRAWN, _MOST_DRAWN)}
+            return frozenset({_COMPARED_DRAW} if len(ends) == 2 else ())
+        return basis
+
     def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """What an operator makes of real values; None if some aren't known."""
         packet = func._overloadpacket
@@ -400,15 +405,17 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             return None
         if not tensors and _takes_tensors(func):
             return None
-        if packet in _FILLED:
-            with _disable_current_modes():
-                values = {id(args[0]): torch.zeros((), dtype=args[0].dtype).expand(args[0].shape)}
-        elif _DRAWN_NUMBER in self._basis_of(tensors) and func not in _COMPARISONS:
+        values: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            value = self.value_of(tensor)
+            if packet in _FILLED:
+                with _disable_current_modes():
+                    value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+            if value is None:
+                return None
+            values[id(tensor)] = value
+        if func not in _COMPARISONS and packet not in _FILLED and _DRAWN_NUMBER in self._basis_of(tensors):
             return None  # between what other results lie isn't known
-        else:
-            values = {id(tensor): value for tensor in tensors if (value := self.value_of(tensor)) is not None}
-        if any(id(tensor) not in values for tensor in tensors):
-            return None
 
         def substitute(value: Any) -> Any:
             if isinstance(value, torch.Tensor):

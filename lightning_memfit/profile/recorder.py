@@ -432,8 +432,8 @@ class EventRecorder(Uncompiled, StorageLedger):
 
     def _block_of(self, tensor: torch.Tensor) -> int:
         """The block that a tensor's storage belongs to."""
-        number = self._number_of(tensor)
-        return OUTSIDE if number is None else self._storage_blocks[number]
+        entry = self._entry_of(tensor)
+        return OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
 
     def _begin_entering(self, args: Any) -> None:
         """Have what is entered outside of every block and without gradients belong to the block of an argument."""
