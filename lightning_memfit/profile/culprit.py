@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import itertools
 import linecache
 import os
 import sys
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 _Function = TypeVar("_Function", bound=Any)
 
@@ -29,14 +30,9 @@ def _folders(*names: str) -> tuple[str, ...]:
     return tuple(folder for spec in found for folder in spec.submodule_search_locations or ())
 
 
-_OWN = tuple(
-    folder + os.sep
-    for folder in (
-        *_folders("lightning_memfit", "lightning_memfit.cli"),
-        *(str(Path(folder).parent / "cli") for folder in _folders("lightning_memfit")),
-    )
-)
-"""This package, and its command line, which a checkout's `python -m cli` imports by another name."""
+_PACKAGE = Path(__file__).parents[1]
+_OWN = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, _PACKAGE.parent / "cli"))
+"""This package, and its command line, which lies beside it in a checkout."""
 
 _MACHINERY = (*_folders("torch", "lightning", "pytorch_lightning", "lightning_fabric"), *_OWN)
 """Where the trace itself runs: what is raised there may come from fake tensors."""
@@ -61,21 +57,6 @@ def definition_of(value: type | FunctionType) -> ast.stmt | None:
 
 
 @functools.cache
-def _installed_beside() -> tuple[str, ...]:
-    """What `pip install --target` has put into folders of `sys.path` that are no site-packages."""
-    found: list[str] = []
-    for entry in map(Path, dict.fromkeys(sys.path)):
-        if any(folder in str(entry) for folder in _INSTALLED) or not entry.is_dir():
-            continue
-        for record in entry.glob("*.dist-info/RECORD"):
-            for line in record.read_text("utf-8").splitlines():
-                top, below, _ = line.rpartition(",")[0].rpartition(",")[0].partition("/")
-                if below or top.endswith(".py"):
-                    found.append(str(entry / top) + (os.sep if below else ""))
-    return tuple(dict.fromkeys(found))
-
-
-@functools.cache
 def owner_of(filename: str, is_main: bool = False) -> Owner:
     """Whose code a file holds. The user's is what lies nowhere in the installation.
 
@@ -85,7 +66,7 @@ def owner_of(filename: str, is_main: bool = False) -> Owner:
     """
     if filename.startswith(_MACHINERY):
         return "machinery"
-    if any(folder in filename for folder in _INSTALLED) or filename.startswith(_installed_beside()):
+    if any(folder in filename for folder in _INSTALLED):
         return "library"
     if filename.startswith(_STANDARD) or (filename.startswith("<") and not is_main):
         return "standard"
@@ -114,14 +95,17 @@ def runs_steps(function: _Function) -> _Function:
     return function
 
 
+def _frames_of_step() -> Iterator[FrameType]:
+    """Frames of the step being run, innermost first."""
+    return itertools.takewhile(lambda frame: frame.f_code not in _RUN_STEPS, running_frames())
+
+
 def calling_line() -> str:
     """The innermost line of the user's code in the step being run, as ` at file:line, in function`; empty without one.
 
     Code of installed packages is nobody's own.
     """
-    for frame in running_frames():
-        if frame.f_code in _RUN_STEPS:
-            break
+    for frame in _frames_of_step():
         if owner_of_frame(frame) == "user":
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}, in `{frame.f_code.co_name}`"
     return ""
@@ -131,24 +115,18 @@ _ASK_THEMSELVES = ("torch.nn.", "torch.distributions.")
 """Packages of torch whose own code has branches on values."""
 
 
+def _asks_itself(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return owner_of_frame(frame) != "machinery" or name.startswith(_ASK_THEMSELVES)
+
+
 def is_read_by_user() -> bool:
     """Whether the value that is read at the moment is one that the user's own code asks for."""
-    frame = next(_asking_frames(), None)
+    frame = next(filter(_asks_itself, _frames_of_step()), None)
     return frame is not None and owner_of_frame(frame) == "user"
 
 
-def _asking_frames() -> Iterator[FrameType]:
-    """Frames of the step being run, innermost first, whose own code may have branches on values."""
-    for frame in running_frames():
-        if frame.f_code in _RUN_STEPS:
-            return
-        name = str(frame.f_globals.get("__name__", ""))
-        if owner_of_frame(frame) != "machinery" or name.startswith(_ASK_THEMSELVES):
-            yield frame
-
-
-@dataclass(frozen=True)
-class RunningLoop:
+class RunningLoop(NamedTuple):
     """A `while` loop that runs at the moment."""
 
     frame: int
@@ -157,36 +135,28 @@ class RunningLoop:
     """Where it begins."""
     at: int
     """Which of its lines runs."""
-    has_others: bool
-    """Whether other loops run in it, or it runs in others."""
 
 
 def running_while() -> RunningLoop | None:
     """The innermost `while` loop of the step's code that runs at the moment, as far as its source can be had."""
-    running = [
-        (id(frame), begin, frame.f_lineno, is_while)
-        for frame in _asking_frames()
-        for begin, end, is_while in _loops_in(frame.f_code)
-        if begin <= frame.f_lineno <= end
-    ]
-    for frame_id, begin, at, is_while in running:
-        if is_while:
-            return RunningLoop(frame_id, begin, at, len(running) > 1)
+    for frame in filter(_asks_itself, _frames_of_step()):
+        for begin, end in _while_loops_in(frame.f_code):
+            if begin <= frame.f_lineno <= end:
+                return RunningLoop(id(frame), begin, frame.f_lineno)
     return None
 
 
 @functools.lru_cache(1024)
-def _loops_in(code: CodeType) -> tuple[tuple[int, int, bool], ...]:
-    """First and last lines of the loops of a function, inner ones first, and whether each is a `while` loop."""
+def _while_loops_in(code: CodeType) -> list[tuple[int, int]]:
+    """First and last lines of the `while` loops of a function, inner ones first."""
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
-        return ()
-    loops = [node for node in ast.walk(tree) if isinstance(node, (ast.While, ast.For))]
+        return []
     shift = max(first, 1) - 1
-    found = [(one.lineno + shift, (one.end_lineno or one.lineno) + shift, isinstance(one, ast.While)) for one in loops]
-    return tuple(sorted(found, key=lambda one: one[1] - one[0]))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+    return [(loop.lineno + shift, (loop.end_lineno or loop.lineno) + shift) for loop in reversed(loops)]
 
 
 @dataclass(frozen=True)

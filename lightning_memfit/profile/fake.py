@@ -5,6 +5,7 @@ Written for torch 2.11-2.13 (`torch._subclasses.fake_tensor`) and transformers 5
 """
 
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -51,18 +52,10 @@ def _held(value: Any) -> list[Any]:
         hooks = ((registered or {}).values() for registered in _hooks(value))
         return [vars(value), *(hook for group in hooks for hook in group)]
     if isinstance(value, FunctionType):  # not its globals
-        cells = [_contents(cell) for cell in value.__closure__ or ()]
-        return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
+        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, value.__dict__]
     if type(value) in (list, tuple):  # which Python's collector visits from the end
         return list(value)
     return gc.get_referents(value)
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def _hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
@@ -226,21 +219,9 @@ def initialized_at_once() -> Iterator[None]:
         yield
 
 
-_OF_LOADING = frozenset(
-    {
-        *("state_dict", "use_safetensors", "from_tf", "from_flax", "low_cpu_mem_usage", "device_map", "max_memory"),
-        *("offload_folder", "offload_state_dict", "offload_buffers", "ignore_mismatched_sizes", "output_loading_info"),
-        *("weights_only", "generation_config", "variant", "gguf_file", "key_mapping", "use_kernels", "kernel_config"),
-        *("cache_dir", "force_download", "proxies", "local_files_only", "token", "use_auth_token", "revision"),
-        *("subfolder", "commit_hash", "_commit_hash", "code_revision", "trust_remote_code", "mirror", "adapter_kwargs"),
-        *("adapter_name", "tp_plan", "tp_size", "device_mesh", "distributed_config", "_from_auto", "_from_pipeline"),
-    }
-)
-"""Arguments of `from_pretrained` that say where weights come from and go to, and nothing about the model."""
-
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
-_HUB = ("revision", "cache_dir", "token", "local_files_only")
+_PLACE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 """Arguments that say where the configuration is to be found."""
 
 
@@ -291,12 +272,12 @@ def _build_of_transformers(cls: Any, name: Any, dtype: Any, kwargs: dict[str, An
     from transformers import AutoConfig, PreTrainedModel
 
     config, attention = kwargs.pop("config", None), kwargs.pop("attn_implementation", None)
-    of_config = {key: kwargs.pop(key) for key in list(kwargs) if key not in _OF_LOADING}
-    hub = {key: kwargs[key] for key in _HUB if key in kwargs}
+    of_model = kwargs
     if config is None or isinstance(config, str):
         kind, source = cls.config_class or AutoConfig, config or name
-        config, of_config = kind.from_pretrained(source, return_unused_kwargs=True, **hub, **of_config)
-    of_model = {key: value for key, value in of_config.items() if key not in hub}
+        config, of_model = kind.from_pretrained(source, return_unused_kwargs=True, **kwargs)
+    # The others say where weights come from and go to, and nothing about the model.
+    of_model = {key: of_model[key] for key in inspect.signature(cls.__init__).parameters if key in of_model}
     if attention is not None:
         config._attn_implementation = attention
     options = {} if dtype in (None, "auto") else {"dtype": dtype}
@@ -307,12 +288,11 @@ def _build_of_transformers(cls: Any, name: Any, dtype: Any, kwargs: dict[str, An
 
 def _build_of_diffusers(cls: Any, name: Any, dtype: Any, kwargs: dict[str, Any]) -> Any:
     """Build what `ModelMixin.from_pretrained` would fill with weights, of the default dtype unless told otherwise."""
-    place = {key: kwargs[key] for key in (*_HUB, "subfolder") if key in kwargs}
-    of_model = {key: value for key, value in kwargs.items() if key not in _OF_LOADING}
+    place = {key: kwargs[key] for key in _PLACE if key in kwargs}
     if not isinstance(dtype, torch.dtype):  # diffusers takes float32 for what it doesn't know ("auto")
         dtype = torch.get_default_dtype() if dtype is None else torch.float32
     with default_dtype(None if dtype.itemsize == 1 else dtype):  # float8 is no default
-        model = cls.from_config(cls.load_config(name, **place), **of_model)
+        model = cls.from_config(cls.load_config(name, **place), **kwargs)  # takes what its constructor does
     kept = frozenset(cls._keep_in_fp32_modules or ())
     for path, module in model.named_modules():
         for own, parameter in module._parameters.items():

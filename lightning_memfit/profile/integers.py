@@ -5,10 +5,9 @@ values the traced step follows the branch the real batch would take. A value com
 it gets an assumed one, and the assumption is recorded.
 """
 
-import math
+import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -38,22 +37,18 @@ _VALUE_SIZED = {
 }
 _FINITE = {aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.ne.Scalar}
 _DRAWN = {aten.rand.default, aten.rand.generator, aten.rand_like.default}
-"""Operators whose results are drawn from 0 to less than 1."""
-_BOUNDS: dict[Any, tuple[Callable[[float], bool], Callable[[float], bool]]] = {
-    aten.lt.Scalar: (lambda bound: bound <= 0, lambda bound: bound >= 1),
-    aten.ge.Scalar: (lambda bound: bound >= 1, lambda bound: bound <= 0),
-    aten.le.Scalar: (lambda bound: bound < 0, lambda bound: bound >= 1),
-    aten.gt.Scalar: (lambda bound: bound >= 1, lambda bound: bound < 0),
+_LEAST_DRAWN, _MOST_DRAWN = 0.0, 1 - 2**-53
+"""Between what the results of these operators lie."""
+_COMPARISONS = {
+    aten.lt.Scalar: operator.lt,
+    aten.le.Scalar: operator.le,
+    aten.gt.Scalar: operator.gt,
+    aten.ge.Scalar: operator.ge,
 }
-"""For which numbers a comparison of such a result with one is false whatever was drawn, and for which it is true.
-
-Models that leave layers out with some probability (`layerdrop`) draw and compare where that is 0, too."""
 _MAX_FLOATS = 1 << 20
 """Floats computed from integers alone (`lengths.float().mean()`) or constant are carried up to this many."""
-_LIKE = {aten.zeros_like, aten.ones_like, aten.full_like}
-_FILLED = {*_LIKE, aten.new_zeros, aten.new_ones, aten.new_full}
+_FILLED = {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 """Factories whose result depends on a tensor's shape and not on its values."""
-_FILLED_FACTORIES = {*_FILLED, aten.zeros, aten.ones, aten.full}
 
 _LARGEST = {aten.topk.default: 1, aten.max.dim: 1, aten.argmax.default: None}
 """Operators that tell where the largest values lie, and which of their results does; None is the only one."""
@@ -72,7 +67,9 @@ ROUTINGS: dict[Routing, str] = {
 
 _FINITE_FLOATS = "floating-point values were taken to be finite"
 _OF_BATCH = "the batch"
-_DRAW = "a number that was drawn"
+_DRAWN_NUMBER = "a number that was drawn"
+_COMPARED_DRAW = "a comparison with a number that was drawn"
+_NOT_ROUTINGS = {_FINITE_FLOATS, _OF_BATCH, _DRAWN_NUMBER, _COMPARED_DRAW}
 
 
 @dataclass(frozen=True)
@@ -87,23 +84,14 @@ class AssumedValues:
     """Whether elements that are counted by their values all differ; else they are all alike."""
     loop_turns: int | None = None
     """After how often a `while` loop gets other answers than this, until it ends; None is never."""
+    draw: float = 0.5
+    """What every single number is that `torch.rand` draws, from 0 to less than 1."""
 
     def of(self, dtype: torch.dtype) -> float | bool | int:
         """The assumed value of a dtype."""
         if dtype.is_floating_point:
             return self.floating
         return self.boolean if dtype is torch.bool else self.integer
-
-    draw: float = 0.5
-    """What every single number is that `torch.rand` draws, from 0 to less than 1."""
-    first_in_loops: bool | None = None
-    """What booleans are in the first turns of a `while` loop, if something else."""
-
-    def in_turn(self, dtype: torch.dtype, turn: int) -> float | bool | int:
-        """The assumed value in a turn of a loop, which begin with 1."""
-        if dtype is torch.bool and self.first_in_loops is not None and turn <= _FIRST_TURNS:
-            return self.first_in_loops
-        return self.of(dtype)
 
     def ending(self, dtype: torch.dtype, turn: int) -> float | bool | int:
         """Another value, which may end a loop that goes on with the assumed one."""
@@ -126,10 +114,8 @@ class AssumedValues:
 _ENDINGS = (1e6, -1e6, 1e-6, 1.0)
 """Values on either side of the thresholds that loops compare with."""
 
-_FIRST_TURNS = 3
-
-_MOST_TURNS, _MOST_READS = 200, 20_000
-"""Values that may be assumed in one `while` loop: one for each turn, or more of them where other loops run in it."""
+_MOST_TURNS = 500
+"""Values that may be assumed on one line of a `while` loop. More than one loop can turn, as it may run in another."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +126,7 @@ class _Known:
     storage: int
     values: torch.Tensor
     basis: frozenset[str]
-    """`_FINITE_FLOATS`, `_OF_BATCH`, `_DRAW`, and routings in words."""
+    """Some of `_NOT_ROUTINGS`, and routings in words."""
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
@@ -152,7 +138,7 @@ def _is_plain(func: Any) -> bool:
     """Whether an operator on tensors without values gives tensors without values, and does nothing else."""
     packet = func._overloadpacket
     special = {*_VALUE_SIZED, *_FINITE, *_LARGEST, aten.equal.default}
-    is_factory = packet in {*_FILLED, *_WITHOUT_VALUES} or not _takes_tensors(func)
+    is_factory = packet in _FILLED or not _takes_tensors(func)
     return not (func in special or is_factory or packet is aten.index or func._schema.is_mutable)
 
 
@@ -168,26 +154,8 @@ def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
-def _filled_elements(packet: Any, args: Any) -> int:
-    """Elements of what a factory fills with one value."""
-    if packet in _LIKE:
-        return int(args[0].numel())
-    if packet in _FILLED:
-        return math.prod(args[1])
-    return math.prod(args[0])
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-_NUMBER_TYPES = _INTEGER_TYPES - {torch.bool} | {torch.float32, torch.float64}
-
-
-def _may_count(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one number that nobody trains."""
-    is_number = tensor.layout is torch.strided and tensor.numel() == 1 and tensor.dtype in _NUMBER_TYPES
-    return is_number and not tensor.requires_grad
 
 
 class UnknownSizeError(RuntimeError):
@@ -198,10 +166,14 @@ class EndlessError(RuntimeError):
     """A loop goes on as long as it gets the assumed value."""
 
 
+_COUNTER_TYPES = _INTEGER_TYPES - {torch.bool} | {torch.float32, torch.float64}
+
+
 def counter_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy on the CPU of a tensor with one element, in which a module may count; None of any other."""
+    """A copy on the CPU of a tensor with one element that nobody trains, in which a module may count; else None."""
     # A module whose sizes are predicted in the middle of training is a fake clone itself.
-    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or not _may_count(tensor):
+    is_real = tensor.device.type != "meta" and not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided
+    if not is_real or tensor.numel() != 1 or tensor.dtype not in _COUNTER_TYPES or tensor.requires_grad:
         return None
     with _disable_current_modes():
         return tensor.detach().cpu().clone()
@@ -238,30 +210,32 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         """Whether the step asked for the address of a fake tensor, which is no number."""
         self.routings: list[str] = []
         """Assumed places of largest values that decided something, in words."""
+        self.draw_decided = False
+        """Whether something depended on a single number that was drawn."""
         self._values: dict[int, _Known] = {}
         self._in_storage: dict[int, set[int]] = {}
         """Which of them lie in a storage."""
-        self.draw_decided = False
-        """Whether something depended on a single number that was drawn."""
-        self._drawn: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Fake tensors of numbers that were drawn from 0 to less than 1."""
+
+    # --- what is known ----------------------------------------------------------------------------------------------
 
     def attach(self, fake: torch.Tensor, real: torch.Tensor, basis: frozenset[str] = frozenset()) -> torch.Tensor:
         """Remember the values of a fake tensor, and what they rest on."""
         key, storage = id(fake), _storage_of(fake)
-
-        def forget(_: Any) -> None:
-            self._forget(key)
-
         self._forget(key)
-        self._values[key] = _Known(weakref.ref(fake, forget), storage, real, basis)
+        self._values[key] = _Known(weakref.ref(fake, lambda _: self._forget(key)), storage, real, basis)
         self._in_storage.setdefault(storage, set()).add(key)
         return fake
 
-    # --- counters ---------------------------------------------------------------------------------------------------
+    def _forget(self, key: int) -> None:
+        known = self._values.pop(key, None)
+        if known is not None:
+            keys = self._in_storage[known.storage]
+            keys.discard(key)
+            if not keys:
+                del self._in_storage[known.storage]
 
     def remember_counter(self, real: torch.Tensor, fake: torch.Tensor) -> None:
-        """Remember the value of a copied tensor with one element, in which a module may count.
+        """Remember the value of a tensor of a module with one element, in which it may count.
 
         Raises:
             NotImplementedError: If the tensor isn't strided: the fake stands for another kind of memory.
@@ -272,13 +246,16 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             with _disable_current_modes():
                 self.attach(fake, value.to(fake.dtype))
 
-    def _forget(self, key: int) -> None:
-        known = self._values.pop(key, None)
-        if known is not None:
-            keys = self._in_storage[known.storage]
-            keys.discard(key)
-            if not keys:
-                del self._in_storage[known.storage]
+    def remember_batch(self, real: torch.Tensor, fake: torch.Tensor) -> None:
+        """Remember the integers of a tensor of the batch.
+
+        Raises:
+            NotImplementedError: If the tensor isn't strided.
+        """
+        must_be_strided(real)
+        if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
+            with _disable_current_modes():
+                self.attach(fake, real.detach().cpu().clone(), frozenset({_OF_BATCH}))  # the step may write to it
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Real values of a fake tensor, if known; for a real tensor, such as a literal, a copy of it.
@@ -292,23 +269,17 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             with _disable_current_modes():
                 return tensor.detach().clone() if known else None
         entry = self._values.get(id(tensor))
-        return entry.values if entry is not None and entry.fake() is tensor else None
+        return None if entry is None else entry.values
 
     def _may_be_known(self, tensor: torch.Tensor) -> bool:
-        if id(tensor) in self._values or id(tensor) in self._drawn:
-            return True
-        return not (isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
+        return id(tensor) in self._values or not (
+            isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+        )
 
-    def _is_drawn(self, tensor: Any) -> bool:
-        known = self._drawn.get(id(tensor))
-        return known is not None and known() is tensor
-
-    def _basis_of(self, tensor: torch.Tensor) -> frozenset[str]:
-        entry = self._values.get(id(tensor))
-        return entry.basis if entry is not None and entry.fake() is tensor else frozenset()
-
-    def _joined_basis(self, tensors: list[torch.Tensor]) -> frozenset[str]:
-        return frozenset[str]().union(*map(self._basis_of, tensors))
+    def _basis_of(self, tensors: list[torch.Tensor]) -> frozenset[str]:
+        """What the values of tensors rest on."""
+        known = (self._values.get(id(tensor)) for tensor in tensors)
+        return frozenset[str]().union(*(entry.basis for entry in known if entry is not None))
 
     def _decide(self, tensors: list[torch.Tensor]) -> bool:
         """Note what the values of tensors rest on, as they decide something. False if they must not.
@@ -316,38 +287,70 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         Assumed places that are compared with the batch's values (predictions with labels) tell nothing about how many
         are alike.
         """
-        basis = self._joined_basis(tensors)
-        routings = basis - {_FINITE_FLOATS, _OF_BATCH, _DRAW}
+        basis = self._basis_of(tensors)
+        routings = basis - _NOT_ROUTINGS
         if routings and _OF_BATCH in basis:
             return False
-        self.draw_decided |= _DRAW in basis
+        self.draw_decided |= not basis.isdisjoint({_DRAWN_NUMBER, _COMPARED_DRAW})
         if _FINITE_FLOATS in basis:
             self.assumptions.append(_FINITE_FLOATS)
         self.routings += sorted(routings)
         return True
 
-    def remember_batch(self, real: torch.Tensor, fake: torch.Tensor) -> None:
-        """Remember the integers of a tensor of the batch.
-
-        Raises:
-            NotImplementedError: If the tensor isn't strided.
-        """
-        must_be_strided(real)
-        if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
-            with _disable_current_modes():
-                self.attach(fake, real.detach().cpu().clone(), frozenset({_OF_BATCH}))  # the step may write to it
+    # --- what Python reads ------------------------------------------------------------------------------------------
 
     def read(self, tensor: torch.Tensor) -> Any:
         """NumPy array of a fake tensor's values if they are known, otherwise of assumed ones."""
         value = self.value_of(tensor)
         with _disable_current_modes():
-            if value is not None and self._decide([tensor]):
-                return value.detach().cpu().numpy().copy()
-            answer = self._answer(tensor.dtype)
-            self.assumptions.append(
-                f"{tensor.numel()} unknown {_name(tensor.dtype)} values were read as {answer}{calling_line()}"
-            )
-            return torch.full(tuple(tensor.shape), answer, dtype=tensor.dtype).numpy()
+            if value is None or not self._decide([tensor]):
+                answer = self._assume(tensor.dtype, f"{tensor.numel()} unknown {_name(tensor.dtype)} values were")
+                value = torch.full(tuple(tensor.shape), answer, dtype=tensor.dtype)
+            return value.detach().cpu().numpy().copy()
+
+    def _item(self, func: Any, tensor: torch.Tensor) -> Any:
+        value = self.value_of(tensor)
+        is_draw = not self._basis_of([tensor]).isdisjoint({_DRAWN_NUMBER, _COMPARED_DRAW})
+        if is_draw and running_while() is not None:  # it may go on until another number is drawn
+            value = None
+        if value is not None and self._decide([tensor]):
+            with _disable_current_modes():
+                known = value.item()
+            # Of values of the batch: other batches may go on otherwise.
+            if tensor.dtype is torch.bool and _OF_BATCH in self._basis_of([tensor]) and is_read_by_user():
+                figures = "figures are those of batches in which it is so"
+                self.conditions.append(f"a condition on the batch was {known}{calling_line()}: {figures}")
+            return known
+        try:
+            return func(tensor)  # constants that the fake mode knows itself
+        except DataDependentOutputException:
+            return self._assume(tensor.dtype, f"an unknown {_name(tensor.dtype)} value was")
+
+    def _assume(self, dtype: torch.dtype, read: str) -> float | bool | int:
+        """The assumed value, which is noted; in a loop that has turned as often as it shall, one that may end it.
+
+        Raises:
+            EndlessError: If a loop goes on and on.
+        """
+        answer, turns, loop = self.assumed.of(dtype), self.assumed.loop_turns, running_while()
+        if loop is not None:
+            if self._loop is None or self._loop[:2] != loop[:2]:
+                self._loop_reads.clear()
+            self._loop = loop
+            self._loop_reads[loop.at] += 1
+            turn = self._loop_reads[loop.at]
+            if turn > _MOST_TURNS:
+                raise EndlessError(
+                    f"a loop goes on for ever while an unknown {_name(dtype)} value is read as {answer}"
+                    f"{calling_line()}, and how often it turns only real data can tell"
+                )
+            if turns is not None and turn > turns:
+                self.assumptions.append(f"a loop was taken to turn {turns} times{calling_line()}")
+                answer = self.assumed.ending(dtype, turn - turns - 1)
+        self.assumptions.append(f"{read} read as {answer}{calling_line()}")
+        return answer
+
+    # --- what operators make ----------------------------------------------------------------------------------------
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -359,33 +362,119 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         tensors = list(tensors_among((*args, *kwargs.values())))
         if _is_plain(func) and not any(map(self._may_be_known, tensors)):
             return func(*args, **kwargs)
-        real = self._real_result(func, args, kwargs, tensors)
-        basis = self._joined_basis(tensors) if func._overloadpacket not in _FILLED else frozenset()
-        if real is None and func in _FINITE:
-            real, basis = self._taken_finite(func, args), frozenset({_FINITE_FLOATS})
-        if real is None and func in _BOUNDS and self._is_drawn(args[0]):
-            real, basis = self._compared(func, *args)
-        if func is aten.equal.default:
-            if isinstance(real, bool) and self._decide(tensors):
-                return real
-            if real is None:
-                return self._equal(*args)
-        if func in _VALUE_SIZED:
-            known = real is not None and self._decide(tensors)
-            return self._value_sized(func, args, kwargs, real if known else None, basis)
+        if func in _VALUE_SIZED or func is aten.equal.default:
+            real = self._real_result(func, args, kwargs, tensors)
+            real = real if real is not None and self._decide(tensors) else None
+            if func is aten.equal.default:
+                return self._equal(*args) if real is None else real
+            return self._value_sized(func, args, kwargs, real, self._basis_of(tensors))
         if func._overloadpacket is aten.index and tensors:
             args = (args[0], self._integer_indices(args[1]))
+            tensors = list(tensors_among(args))
         result = func(*args, **kwargs)
+        real = None
+        if func._schema.is_mutable or not self._are_too_large(result):
+            real = self._real_result(func, args, kwargs, tensors)
         if real is not None:
-            self._attach_all(result, real, basis)
+            self._attach_all(result, real, self._basis_of_result(func, args, tensors))
+        elif func in _FINITE and (finite := self._taken_finite(func, args)) is not None:
+            self.attach(result, finite, frozenset({_FINITE_FLOATS}))
         elif func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         elif func in _LARGEST:
             self._assume_places(func, args, kwargs, result)
-        elif func in _DRAWN:
-            key = id(result)
-            self._drawn[key] = weakref.ref(result, lambda _: self._drawn.pop(key, None))
+        elif func in _DRAWN and result.numel() == 1:
+            with _disable_current_modes():
+                drawn = torch.full(tuple(result.shape), self.assumed.draw, dtype=result.dtype)
+            self.attach(result, drawn, frozenset({_DRAWN_NUMBER}))
         return result
+
+    def _basis_of_result(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> frozenset[str]:
+        """What the values of a result rest on."""
+        basis = self._basis_of(tensors) if func._overloadpacket not in _FILLED else frozenset()
+        if func in _COMPARISONS and basis == {_DRAWN_NUMBER}:
+            # Models that leave layers out with some probability (`layerdrop`) draw and compare where that is 0, too.
+            ends = {_COMPARISONS[func](end, args[1]) for end in (_LEAST_DRAWN, _MOST_DRAWN)}
+            return frozenset({_COMPARED_DRAW} if len(ends) == 2 else ())
+        return basis
+
+    def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """What an operator makes of real values; None if some aren't known."""
+        packet = func._overloadpacket
+        if packet in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        if not tensors and _takes_tensors(func):
+            return None
+        values: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            value = self.value_of(tensor)
+            if packet in _FILLED:
+                with _disable_current_modes():
+                    value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+            if value is None:
+                return None
+            values[id(tensor)] = value
+        if func not in _COMPARISONS and packet not in _FILLED and _DRAWN_NUMBER in self._basis_of(tensors):
+            return None  # between what other results lie isn't known
+
+        def substitute(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return values[id(value)]
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        with _disable_current_modes(), torch.no_grad():
+            try:
+                result = func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+                return result if func._schema.returns else ()  # an operator on lists only writes to them
+            except (RuntimeError, NotImplementedError):
+                return None
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() <= (self.max_elements if tensor.dtype in _INTEGER_TYPES else _MAX_FLOATS)
+
+    def _are_too_large(self, result: Any) -> bool:
+        """Whether the values of all results are more than are carried."""
+        made = list(tensors_among((result,)))
+        return bool(made) and not any(map(self._is_small, made))
+
+    def _attach_all(self, result: Any, real: Any, basis: frozenset[str]) -> None:
+        fakes, values = tree_leaves(result), tree_leaves(real)
+        if len(fakes) != len(values):
+            return
+        for fake, value in zip(fakes, values, strict=True):
+            if not (isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)):
+                continue
+            if self._is_small(value) and fake.shape == value.shape:
+                self.attach(fake, value, basis)
+
+    def _new(self, real: torch.Tensor, basis: frozenset[str] = frozenset()) -> torch.Tensor:
+        """A new fake of known values."""
+        with _disable_current_modes(), self.fake_mode:
+            fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="cpu")
+        return self.attach(fake, real, basis)
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forget the values of tensors that unknown ones were written to, and of their views."""
+        given = _by_name(func, args, kwargs)
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors_among((given.get(argument.name),)):
+                    for key in (id(tensor), *self._in_storage.get(_storage_of(tensor), ())):
+                        self._forget(key)
+
+    # --- what is assumed of unknown values --------------------------------------------------------------------------
+
+    def _taken_finite(self, func: Any, args: Any) -> torch.Tensor | None:
+        """Answer of `isnan`, `isinf` and the operators that make up `isfinite`, for the finite values of training."""
+        tensor = args[0]
+        if tensor.numel() > self.max_elements or not tensor.is_floating_point():
+            return None
+        if func is aten.eq.Tensor and args[1] is not tensor:
+            return None
+        if func is aten.ne.Scalar and args[1] != float("inf"):
+            return None
+        with _disable_current_modes():
+            return torch.full(tuple(tensor.shape), func in (aten.eq.Tensor, aten.ne.Scalar))
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         """Whether two tensors, whose values aren't known, are equal: only if they are the same."""
@@ -412,163 +501,14 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             found = found.reshape(tuple(places.shape)).contiguous()
         self.attach(places, found, frozenset({words + ROUTINGS[self.assumed.routing]}))
 
-    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Forget the values of tensors that unknown ones were written to, and of their views."""
-        given = _by_name(func, args, kwargs)
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors_among((given.get(argument.name),)):
-                    self._forget_drawn(tensor)
-                    for key in (id(tensor), *self._in_storage.get(_storage_of(tensor), ())):
-                        self._forget(key)
-
-    def _taken_finite(self, func: Any, args: Any) -> torch.Tensor | None:
-        """Answer of `isnan`, `isinf` and the operators that make up `isfinite`, for the finite values of training."""
-        tensor = args[0]
-        if tensor.numel() > self.max_elements or not tensor.is_floating_point():
-            return None
-        if func is aten.eq.Tensor and args[1] is not tensor:
-            return None
-        if func is aten.ne.Scalar and args[1] != float("inf"):
-            return None
-        with _disable_current_modes():
-            return torch.full(tuple(tensor.shape), func in (aten.eq.Tensor, aten.ne.Scalar))
-
-    def _forget_drawn(self, written: torch.Tensor) -> None:
-        """Forget where numbers in a storage come from that was written to."""
-        if self._drawn:
-            storage = _storage_of(written)
-            for key, known in list(self._drawn.items()):
-                one = known()
-                if one is not None and _storage_of(one) == storage:
-                    del self._drawn[key]
-
-    def _compared(self, func: Any, drawn: torch.Tensor, bound: Any) -> tuple[torch.Tensor | None, frozenset[str]]:
-        """How drawn numbers compare with one, where that is sure; of a single one, also where it isn't."""
-        is_false, is_true = (sure(bound) for sure in _BOUNDS[func])
-        with _disable_current_modes():
-            if (is_false or is_true) and drawn.numel() <= self.max_elements:
-                return torch.full(tuple(drawn.shape), is_true), frozenset()
-            if drawn.numel() == 1:
-                return func(torch.full(tuple(drawn.shape), self.assumed.draw), bound), frozenset({_DRAW})
-        return None, frozenset()
-
-    def _item(self, func: Any, tensor: torch.Tensor) -> Any:
-        value = self.value_of(tensor)
-        of_draw = _DRAW in self._basis_of(tensor) or self._is_drawn(tensor)
-        if of_draw and running_while() is not None:  # it may go on until another number is drawn
-            value, of_draw = None, False
-        if value is not None and self._decide([tensor]):
-            with _disable_current_modes():
-                known = value.item()
-            self._note_condition(tensor, known)
-            return known
-        try:
-            return func(tensor)  # constants that the fake mode knows itself
-        except DataDependentOutputException:
-            if of_draw:
-                self.draw_decided = True
-                return self.assumed.draw
-            answer = self._answer(tensor.dtype)
-            self.assumptions.append(f"an unknown {_name(tensor.dtype)} value was read as {answer}{calling_line()}")
-            return answer
-
-    def _answer(self, dtype: torch.dtype) -> float | bool | int:
-        """The assumed value; in a loop that has turned as often as it shall, one that may end it.
-
-        Raises:
-            EndlessError: If a loop goes on and on.
-        """
-        loop = running_while()
-        if loop is None:
-            return self.assumed.of(dtype)
-        if self._loop is None or self._loop.frame != loop.frame or self._loop.line != loop.line:
-            self._loop, self._loop_reads = loop, Counter()
-        self._loop_reads[loop.at] += 1
-        turn = self._loop_reads[loop.at]
-        turns = self.assumed.loop_turns
-        if turn > (_MOST_READS if loop.has_others else _MOST_TURNS):
-            answer = self.assumed.of(dtype)
-            raise EndlessError(
-                f"a loop goes on for ever while an unknown {_name(dtype)} value is read as {answer}{calling_line()}, "
-                "and how often it turns only real data can tell"
-            )
-        if turns is None or turn <= turns:
-            return self.assumed.in_turn(dtype, turn)
-        self.assumptions.append(f"a loop was taken to turn {turns} times{calling_line()}")
-        return self.assumed.ending(dtype, turn - turns - 1)
-
-    def _note_condition(self, tensor: torch.Tensor, value: Any) -> None:
-        """Note a branch of the user's own on values of the batch, which other batches may take otherwise."""
-        if tensor.dtype is torch.bool and _OF_BATCH in self._basis_of(tensor) and is_read_by_user():
-            self.conditions.append(
-                f"a condition on the batch was {value}{calling_line()}: figures are those of batches in which it is so"
-            )
-
-    def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        packet = func._overloadpacket
-        if packet in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
-            return None
-        if packet in _FILLED_FACTORIES and self._is_too_large(args, kwargs, _filled_elements(packet, args)):
-            return None
-        is_made = not tensors and packet not in _FILLED_FACTORIES
-        if is_made and (_takes_tensors(func) or not self._is_small(func, args, kwargs)):
-            return None
-        values = {id(tensor): self._filled_like(packet, tensor) for tensor in tensors}
-        if any(value is None for value in values.values()):
-            return None
-
-        def substitute(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return values[id(value)]
-            return torch.device("cpu") if isinstance(value, torch.device) else value
-
-        with _disable_current_modes(), torch.no_grad():
-            try:
-                result = func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
-                return result if func._schema.returns else ()  # an operator on lists only writes to them
-            except (RuntimeError, NotImplementedError):
-                return None
-
-    def _is_small(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether what a factory makes from numbers alone (`linspace`, `hann_window`) may be carried."""
-        with _disable_current_modes():
-            try:
-                made = func(*args, **{**kwargs, "device": torch.device("meta")})
-            except (RuntimeError, NotImplementedError):
-                return False
-        return isinstance(made, torch.Tensor) and made.numel() <= self._most(made.dtype)
-
-    def _most(self, dtype: torch.dtype) -> int:
-        return self.max_elements if dtype in _INTEGER_TYPES else _MAX_FLOATS
-
-    def _is_too_large(self, args: Any, kwargs: Any, elements: int) -> bool:
-        """Whether a factory fills more elements than are carried of its dtype, which `full` takes from its value."""
-        like = args[0].dtype if isinstance(args[0], torch.Tensor) else torch.int64
-        dtype = kwargs.get("dtype") or like
-        return elements > self._most(dtype)
-
-    def _filled_like(self, packet: Any, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Values of an argument; any will do where only its shape counts."""
-        value = self.value_of(tensor)
-        if value is None and packet in _FILLED:
-            with _disable_current_modes():
-                return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape if packet in _LIKE else ())
-        return value
-
     def _value_sized(self, func: Any, args: Any, kwargs: Any, real: Any, basis: frozenset[str]) -> Any:
-        tensor = args[0]
-        if real is None and func is aten.bincount.default:
+        if real is not None:
+            return tree_map(lambda value: self._new(value, basis), real)
+        if func is aten.bincount.default:
             return self._unknown_counts(*args, **kwargs)
-        if real is None and func is aten._unique2.default:
-            return self._unknown_distinct(tensor)
-        if real is None:
-            raise UnknownSizeError(f"the output size of {func} depends on the values of floating-point tensors")
-
-        def convert(value: torch.Tensor) -> torch.Tensor:
-            return self.attach(self._empty_like(value), value, basis)
-
-        return tree_map(convert, real)
+        if func is aten._unique2.default:
+            return self._unknown_distinct(args[0])
+        raise UnknownSizeError(f"the output size of {func} depends on the values of floating-point tensors")
 
     def _unknown_distinct(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Distinct values of a tensor without values, as many as there can be; or one value."""
@@ -583,7 +523,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             counts = torch.bincount(inverse.flatten(), minlength=count)
         with self.fake_mode:
             values = torch.empty(count, dtype=tensor.dtype, device="cpu")
-        return values, self.attach(self._empty_like(inverse), inverse), self.attach(self._empty_like(counts), counts)
+        return values, self._new(inverse), self._new(counts)
 
     def _unknown_counts(self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
         """Counts of unknown values, taken to be below `minlength` if the caller gave one, as torchmetrics does."""
@@ -607,20 +547,5 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
                 raise UnknownSizeError("a boolean index computed from floating-point tensors has a data-dependent size")
             with _disable_current_modes():
                 places = value.nonzero(as_tuple=True)
-            basis = self._basis_of(index)
-            converted += [self.attach(self._empty_like(place), place, basis) for place in places]
+            converted += [self._new(place, self._basis_of([index])) for place in places]
         return converted
-
-    def _attach_all(self, result: Any, real: Any, basis: frozenset[str]) -> None:
-        fakes, values = tree_leaves(result), tree_leaves(real)
-        if len(fakes) != len(values):
-            return
-        for fake, value in zip(fakes, values, strict=True):
-            if not (isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)):
-                continue
-            if value.numel() <= self._most(value.dtype) and fake.shape == value.shape:
-                self.attach(fake, value, basis)
-
-    def _empty_like(self, real: torch.Tensor) -> torch.Tensor:
-        with _disable_current_modes(), self.fake_mode:
-            return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="cpu")

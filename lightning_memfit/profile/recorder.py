@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -118,11 +118,9 @@ class EventRecorder(Uncompiled, StorageLedger):
         self._cuda = cuda
         self._host: list[tuple[Tier, Category, int, int | None]] = []
         self._on_host: dict[int, int | None] = {}
-        self._flops: dict[tuple[int, int], int] = {}
-        self._operators: dict[tuple[int, int], int] = {}
-        self._traffic: dict[tuple[int, int], int] = {}
-        self.on_operator: Callable[[], None] | None = None
-        """Called for every operator; may end the run by an exception."""
+        self._flops: Counter[tuple[int, int]] = Counter()
+        self._operators: Counter[tuple[int, int]] = Counter()
+        self._traffic: Counter[tuple[int, int]] = Counter()
         self._in_host_memory = False
 
     # --- phases, modules and blocks ---------------------------------------------------------------------------------
@@ -137,10 +135,9 @@ class EventRecorder(Uncompiled, StorageLedger):
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Enter a tensor; if it was made under the mode (in `configure_model`), it is renamed."""
         super().track(tensor, category, name)
-        entry = self._entry_of(tensor)
-        if name and entry is not None:
-            site = self._site_index.setdefault(name, len(self._site_index))
-            self._sites[self._number[entry.identity]] = site
+        number = self._number_of(tensor)
+        if name and number is not None:
+            self._sites[number] = self._site_index.setdefault(name, len(self._site_index))
 
     @override
     def track_module(self, module: torch.nn.Module) -> None:
@@ -231,15 +228,6 @@ class EventRecorder(Uncompiled, StorageLedger):
                 kept[self._sites[number]] += self._sizes[number]
         return list(self._site_index)[kept.most_common(1)[0][0]] if kept else ""
 
-    def cut(self, at: Mark) -> None:
-        """Forget what happened since a moment."""
-        del self._events[at.num_events :], self._event_blocks[at.num_events :]
-        for values in (self._sizes, self._categories, self._sites, self._storage_blocks, self._allocations):
-            del values[at.num_storages :]
-        self._number = {identity: number for identity, number in self._number.items() if number < at.num_storages}
-        self._phases = [(index, name) for index, name in self._phases if index < at.num_events]
-        self._between = [index for index in self._between if index < at.num_events]
-
     # --- host memory ------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -257,9 +245,7 @@ class EventRecorder(Uncompiled, StorageLedger):
         storage = tensor.untyped_storage()
         if storage._cdata in self._on_host:
             return
-        entry = self._entries.get(storage._cdata)
-        if entry is not None:
-            self._sizes[self._number[entry.identity]] = 0
+        self._leave_out(tensor)
         self._on_host[storage._cdata] = owner = self._owner_of(serves)
         self._host.append((Tier.HOST, category, storage.nbytes(), owner))
         super().move_to_host(tensor, category, serves)
@@ -279,7 +265,7 @@ class EventRecorder(Uncompiled, StorageLedger):
             return self._on_host[key]
         if key not in self._entries:
             self.track(tensor, Category.PARAMETER)
-        return self._number[self._entries[key].identity]
+        return self._number_of(tensor)
 
     def host_memory(self, num_blocks: int) -> MemoryBreakdown:
         """Host memory that the run keeps.
@@ -302,8 +288,7 @@ class EventRecorder(Uncompiled, StorageLedger):
     def _see(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor):
             must_be_strided(tensor)
-        if self._block == OUTSIDE and args:
-            self._pending_block = self._block_of_argument(args[0])
+        self._begin_entering(args)
         super()._see(func, args, tensor)
         self._pending_block = None
 
@@ -312,8 +297,6 @@ class EventRecorder(Uncompiled, StorageLedger):
         """Run the operator; a `_foreach_` result belongs to the block of the tensor at its own place in the list."""
         if func is torch.ops.prim.device.default:  # two of three calls, with nothing to count
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if self.on_operator is not None:
-            self.on_operator()
         if self._wrappers:
             if not self._wrappers.isdisjoint(types):
                 return NotImplemented  # comes again as operators on the tensors inside
@@ -333,13 +316,11 @@ class EventRecorder(Uncompiled, StorageLedger):
         if isinstance(result, torch.Tensor) and result.is_meta:
             return result  # a shape, for which no kernel ran
         taken = None if self.kernels is None else self.kernels.of(func, args, kwargs or {}, result)
-        if taken is not None and taken.dtypes:
-            result = _retyped(result, taken.dtypes)
-        if taken is not None and taken.orders:
-            result = _rearranged(result, taken.orders)
+        if taken is not None and (taken.dtypes or taken.orders):
+            result = _as_made(result, taken.dtypes, taken.orders)
         as_cuda = CUDA_RESULTS.get(id(func)) if self._cuda is not None else None
         if as_cuda is not None and args[0].dtype in _HALF:
-            result = _retyped(result, as_cuda.dtypes(result))
+            result = _as_made(result, as_cuda.dtypes(result))
         self._count(func, args, kwargs or {}, result)
         if isinstance(result, torch.Tensor):
             self._see(func, args, result)
@@ -348,13 +329,9 @@ class EventRecorder(Uncompiled, StorageLedger):
         elif isinstance(result, (list, tuple)):
             lists = args[0] if args and isinstance(args[0], (list, tuple)) and len(args[0]) == len(result) else None
             for place in range(len(result)) if as_cuda is None else as_cuda.order:
-                value = result[place]
-                if isinstance(value, torch.Tensor):
-                    self._see(func, (lists[place],) if lists is not None else args, value)
-                elif isinstance(value, (list, tuple)):
-                    for inner in value:
-                        if isinstance(inner, torch.Tensor):
-                            self._see(func, args, inner)
+                made_of = (lists[place],) if lists is not None and isinstance(result[place], torch.Tensor) else args
+                for tensor in tensors_among((result[place],)):
+                    self._see(func, made_of, tensor)
         if taken is not None:
             self._record_kernel(args, result, taken)
         elif self._cuda is not None and (on_cuda := scratch(func, args, result, self._cuda)) is not None:
@@ -401,12 +378,12 @@ class EventRecorder(Uncompiled, StorageLedger):
         if func.is_view:
             return
         key = (len(self._phases), self._block)
-        self._operators[key] = self._operators.get(key, 0) + 1
+        self._operators[key] += 1
         count = flop_formula(func._overloadpacket)
         if count is not None:
-            self._flops[key] = self._flops.get(key, 0) + count(*args, **kwargs, out_val=result)
+            self._flops[key] += count(*args, **kwargs, out_val=result)
         elif not isinstance(result, (list, tuple)) or not args or not isinstance(args[0], (list, tuple)):
-            self._traffic[key] = self._traffic.get(key, 0) + _bytes_of(args) + _bytes_of((result,))
+            self._traffic[key] += _bytes_of(args) + _bytes_of((result,))
 
     def _fills_fresh_zeros(self, tensor: torch.Tensor) -> bool:
         """Whether one of autograd's own formulas writes into the zeros that it has just made.
@@ -423,11 +400,9 @@ class EventRecorder(Uncompiled, StorageLedger):
 
     def _record_kernel(self, args: Any, result: Any, kernel: Kernel, site: str = SCRATCH_SITE) -> None:
         """Write down what an operator's kernel took beyond its results."""
-        if self._block == OUTSIDE and args:
-            self._pending_block = self._block_of_argument(args[0])
-        if kernel.extra:
-            for tensor, extra in zip(tensors_among((result,)), kernel.extra, strict=False):
-                self._enter_extra(tensor, extra)
+        self._begin_entering(args)
+        for tensor, extra in zip(tensors_among((result,)), kernel.extra, strict=False):
+            self._enter_extra(tensor, extra)
         for size_bytes in kernel.peaks:
             self._record_scratch(size_bytes, site)
         self._pending_block = None
@@ -450,8 +425,7 @@ class EventRecorder(Uncompiled, StorageLedger):
 
     def _spans_blocks(self, tensors: Any) -> bool:
         """Whether tensors that one operator joins come from several blocks."""
-        entries = (self._entry_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
-        blocks = {self._storage_blocks[self._number[entry.identity]] for entry in entries if entry is not None}
+        blocks = {self._block_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
         return len(blocks - {OUTSIDE}) > 1
 
     def _entry_of(self, tensor: torch.Tensor) -> Any:
@@ -460,11 +434,21 @@ class EventRecorder(Uncompiled, StorageLedger):
             return next(filter(None, map(self._entry_of, held_tensors(tensor))), None)
         return self._entries.get(memory_key(sparse_parts(tensor)[-1]))
 
-    def _block_of_argument(self, argument: Any) -> int:
-        if not isinstance(argument, torch.Tensor) or torch.is_grad_enabled():
-            return OUTSIDE
-        entry = self._entry_of(argument)
+    def _number_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage; None if it isn't entered."""
+        entry = self._entry_of(tensor)
+        return None if entry is None else self._number[entry.identity]
+
+    def _block_of(self, tensor: torch.Tensor) -> int:
+        """The block that a tensor's storage belongs to."""
+        entry = self._entry_of(tensor)
         return OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
+
+    def _begin_entering(self, args: Any) -> None:
+        """Have what is entered outside of every block and without gradients belong to the block of an argument."""
+        if self._block == OUTSIDE and args:
+            is_block_s = isinstance(args[0], torch.Tensor) and not torch.is_grad_enabled()
+            self._pending_block = self._block_of(args[0]) if is_block_s else OUTSIDE
 
     @override
     def _enter(self, storage: torch.UntypedStorage, category: Category, name: str) -> None:
@@ -493,9 +477,7 @@ class EventRecorder(Uncompiled, StorageLedger):
     @override
     def on_free(self, identity: int, size_bytes: int, category: Category) -> None:
         """Write a free down; outside every block it belongs to the block of its storage."""
-        number = self._number.pop(identity, None)
-        if number is None:  # what was cut off, and an error's traceback has kept until now
-            return
+        number = self._number.pop(identity)
         self._events.append(-(number + 1))
         self._event_blocks.append(self._storage_blocks[number] if self._block == OUTSIDE else self._block)
 
@@ -528,16 +510,15 @@ class EventRecorder(Uncompiled, StorageLedger):
 
     def _name_after(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Give a gradient or a state the site of its parameter, which says more than the operator that made it."""
-        owner, entry = self._entry_of(parameter), self._entry_of(tensor)
-        if owner is not None and entry is not None:
-            self._sites[self._number[entry.identity]] = self._sites[self._number[owner.identity]]
+        owner, number = self._number_of(parameter), self._number_of(tensor)
+        if owner is not None and number is not None:
+            self._sites[number] = self._sites[owner]
 
     @override
     def _label_states(self, optimizer: torch.optim.Optimizer) -> None:
         on_device = _with_steps_on_device(optimizer)
         for parameter, state in state_tensors(optimizer):
-            entry = self._entry_of(parameter)
-            block = OUTSIDE if entry is None else self._storage_blocks[self._number[entry.identity]]
+            block = self._block_of(parameter)
             for value in held_tensors(state):
                 if is_on_host(parameter) or self._is_paged(optimizer, parameter, value):
                     keep_on_host(value, Category.OPTIMIZER_STATE, parameter)
@@ -547,7 +528,7 @@ class EventRecorder(Uncompiled, StorageLedger):
                 self._assign(value, block)
                 self._name_after(parameter, value)
                 if self._cuda is not None and value.dim() == 0 and id(parameter) not in on_device:
-                    self._forget(value)
+                    self._leave_out(value)
 
     def _is_paged(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: torch.Tensor) -> bool:
         """Whether bitsandbytes keeps a state in memory of CUDA that goes to the host under pressure.
@@ -560,18 +541,18 @@ class EventRecorder(Uncompiled, StorageLedger):
 
     def _assign(self, tensor: torch.Tensor, block: int) -> None:
         """Move a storage, with its allocation, to the block it serves; one that serves several belongs to none."""
-        entry = self._entries.get(tensor.untyped_storage()._cdata)
-        if entry is None:  # of another device, or an empty shard
+        number = self._number_of(tensor)
+        if number is None:  # of another device, or an empty shard
             return
-        number = self._number[entry.identity]
         block = block if self._owners.setdefault(number, block) == block else OUTSIDE
         self._storage_blocks[number] = block
         self._event_blocks[self._allocations[number]] = block
 
-    def _forget(self, tensor: torch.Tensor) -> None:
-        entry = self._entries.get(tensor.untyped_storage()._cdata)
-        assert entry is not None
-        self._sizes[self._number[entry.identity]] = 0
+    def _leave_out(self, tensor: torch.Tensor) -> None:
+        """Have a tensor's storage take nothing, from its allocation on."""
+        number = self._number_of(tensor)
+        if number is not None:
+            self._sizes[number] = 0
 
     def flops(self) -> tuple[dict[str, int], dict[str, int]]:
         """FLOPs by phase of the last micro-batch, of the whole module and of its middle block.
@@ -588,13 +569,13 @@ class EventRecorder(Uncompiled, StorageLedger):
         """Bytes that operators other than matrix products read and write, as `operators`."""
         return self._last_pass(self._traffic)
 
-    def _last_pass(self, counts: dict[tuple[int, int], int]) -> tuple[dict[str, int], dict[str, int]]:
+    def _last_pass(self, counts: Counter[tuple[int, int]]) -> tuple[dict[str, int], dict[str, int]]:
         last = {name: ordinal for ordinal, (_, name) in enumerate(self._phases, start=1)}
         middle = len(self._blocks) // 2
         total = {
             name: sum(value for (at, _), value in counts.items() if at == ordinal) for name, ordinal in last.items()
         }
-        block = {name: counts.get((ordinal, middle), 0) for name, ordinal in last.items()}
+        block = {name: counts[ordinal, middle] for name, ordinal in last.items()}
         return {k: v for k, v in total.items() if v}, {k: v for k, v in block.items() if v}
 
     def remarks(self) -> list[str]:
@@ -621,42 +602,27 @@ def _with_steps_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
-def _retyped(result: Any, dtypes: tuple[str, ...]) -> Any:
-    """Fake results with the types of real ones, such as the statistics of norms of mixed types, which are float32."""
+def _as_made(result: Any, dtypes: Sequence[str], orders: Sequence[tuple[int, ...]] = ()) -> Any:
+    """Fake results as a kernel makes them, such as statistics of norms of mixed types, which are float32.
 
-    def retype(tensor: Any, name: str) -> Any:
-        dtype = getattr(torch, name)
-        if not isinstance(tensor, FakeTensor) or tensor.dtype == dtype:
-            return tensor
-        return _made_anew(tensor, tensor.stride(), dtype)
+    Whether a view of a result or a copy comes next depends on how it lies in memory.
 
-    return _each(retype, result, dtypes)
-
-
-def _rearranged(result: Any, orders: tuple[tuple[int, ...], ...]) -> Any:
-    """Fake results that lie in memory as real ones do: whether a view of one or a copy comes next depends on that."""
-
-    def rearrange(tensor: Any, order: tuple[int, ...]) -> Any:
-        if not isinstance(tensor, FakeTensor) or not order:
-            return tensor
-        strides = laid_out(tensor, order)
-        return tensor if strides == tensor.stride() else _made_anew(tensor, strides, tensor.dtype)
-
-    return _each(rearrange, result, orders)
-
-
-def _made_anew(tensor: FakeTensor, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    with _disable_current_modes(), tensor.fake_mode:
-        return torch.empty_strided(tensor.size(), strides, dtype=dtype, device="cpu")
-
-
-def _each(change: Callable[[Any, Any], Any], result: Any, facts: Sequence[Any]) -> Any:
-    """Change every result by the fact at its place."""
-    if isinstance(result, torch.Tensor):
-        return change(result, facts[0])
-    if not isinstance(result, tuple) or len(result) != len(facts):
-        return result
-    return tuple(map(change, result, facts))
+    Args:
+        result: A tensor or a tuple of them.
+        dtypes: The type of each by its name; empty where it stays as it is.
+        orders: The order of each one's dimensions in memory; empty where it stays as it is.
+    """
+    results = result if isinstance(result, tuple) else (result,)
+    made = list(results)
+    for place, tensor in enumerate(results):
+        if isinstance(tensor, FakeTensor):
+            dtype = getattr(torch, dtypes[place]) if len(dtypes) == len(results) else tensor.dtype
+            order = orders[place] if len(orders) == len(results) else ()
+            strides = laid_out(tensor, order) if order else tensor.stride()
+            if (dtype, strides) != (tensor.dtype, tensor.stride()):
+                with _disable_current_modes(), tensor.fake_mode:
+                    made[place] = torch.empty_strided(tensor.size(), strides, dtype=dtype, device="cpu")
+    return tuple(made) if isinstance(result, tuple) else made[0]
 
 
 def _bytes_of(values: Any) -> int:

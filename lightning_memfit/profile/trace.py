@@ -92,7 +92,7 @@ WAY_OUT = "Measure it instead with `measure_step` (two real steps of a small mic
 _CHOICES = (
     AssumedValues(),
     AssumedValues(floating=1e6, boolean=True, integer=2),
-    AssumedValues(floating=-1e6, boolean=True, integer=0, first_in_loops=False),
+    AssumedValues(floating=-1e6, boolean=True, integer=0),
     AssumedValues(floating=1e-6, boolean=False, integer=0),
 )
 """Values on either side of the thresholds that programs compare with."""

@@ -25,20 +25,6 @@ def test_a_neighbour_whose_name_begins_alike_is_the_user_s(monkeypatch):
     assert owner_of(client.__file__) == "user"
 
 
-def test_what_is_installed_into_a_folder_of_its_own_is_no_code_of_the_users(tmp_path, monkeypatch):
-    """As by `pip install --target`; what lies beside it in the folder may be."""
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs-1.0.dist-info").mkdir()
-    record = "theirs/__init__.py,sha256=x,10\nsingle.py,sha256=x,10\ntheirs-1.0.dist-info/RECORD,,\n../bin/theirs,,\n"
-    (tmp_path / "theirs-1.0.dist-info" / "RECORD").write_text(record)
-    monkeypatch.syspath_prepend(tmp_path)
-    culprit._installed_beside.cache_clear()
-    culprit.owner_of.cache_clear()
-    found = {name: culprit.owner_of(str(tmp_path / name)) for name in ("theirs/__init__.py", "single.py", "own.py")}
-    culprit._installed_beside.cache_clear()
-    assert found == {"theirs/__init__.py": "library", "single.py": "library", "own.py": "user"}
-
-
 def test_the_command_line_of_a_checkout_is_this_packages():
     folder = Path(culprit.__file__).parents[2] / "cli"
     assert not folder.is_dir() or culprit.owner_of(str(folder / "run_folder.py")) == "machinery"

@@ -741,28 +741,6 @@ def test_a_loop_that_never_ends_is_refused_with_its_line():
         trace_step(GoesOn(), batch(), StepOptions(), Emulation("cpu"))
 
 
-class AsksTwice(Rejects):
-    """As `VonMises` does, whose parameters are checked, too."""
-
-    def accepted(self, x):
-        if not x.exp().gt(0).all():
-            raise ValueError
-        done, kept = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x)
-        while not done.all():
-            drawn = torch.rand_like(x)
-            accepted = drawn < 0.9
-            if accepted.any():
-                kept = torch.where(accepted, drawn, kept)
-                done = done | accepted
-        return kept
-
-
-@pytest.mark.nightly
-def test_a_loop_that_one_assumed_value_ends_at_once_is_tried_with_more_turns():
-    with pytest.raises(TraceError, match=r"depends on values.*test_trace\.py"):
-        trace_step(AsksTwice(), batch(), StepOptions(), Emulation("cpu"))
-
-
 class BuildsOnADevice(Classifier):
     def training_step(self, batch, batch_idx):
         with torch.device("cpu"):
