@@ -6,6 +6,7 @@ it gets an assumed one, and the assumption is recorded.
 """
 
 import operator
+import os
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
-from lightning_memfit.profile.culprit import RunningLoop, calling_line, is_read_by_user, running_while
+from lightning_memfit.profile.culprit import RunningLoop, calling_line, is_read_by_user, running_frames, running_while
 from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
 
@@ -118,6 +119,12 @@ _MOST_TURNS = 500
 """Values that may be assumed on one line of a `while` loop. More than one loop can turn, as it may run in another."""
 
 
+_SAME = (aten.equal.default, aten.allclose.default)
+
+_ONLY_SCALING = (os.path.join("torch", "optim", "_adafactor.py"),)
+"""Code that reads values to scale by them. Noted, each of Adafactor's steps would be traced four times."""
+
+
 @dataclass(frozen=True)
 class _Known:
     """Values of a fake tensor, and what they rest on."""
@@ -137,7 +144,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 def _is_plain(func: Any) -> bool:
     """Whether an operator on tensors without values gives tensors without values, and does nothing else."""
     packet = func._overloadpacket
-    special = {*_VALUE_SIZED, *_FINITE, *_LARGEST, aten.equal.default}
+    special = {*_VALUE_SIZED, *_FINITE, *_LARGEST, *_SAME}
     is_factory = packet in _FILLED or not _takes_tensors(func)
     return not (func in special or is_factory or packet is aten.index or func._schema.is_mutable)
 
@@ -329,9 +336,13 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
     def _assume(self, dtype: torch.dtype, read: str) -> float | bool | int:
         """The assumed value, which is noted; in a loop that has turned as often as it shall, one that may end it.
 
+        What an optimizer only scales its steps by is not noted, as memory doesn't depend on it.
+
         Raises:
             EndlessError: If a loop goes on and on.
         """
+        if any(frame.f_code.co_filename.endswith(_ONLY_SCALING) for frame in running_frames()):
+            return self.assumed.of(dtype)
         answer, turns, loop = self.assumed.of(dtype), self.assumed.loop_turns, running_while()
         if loop is not None:
             if self._loop is None or self._loop[:2] != loop[:2]:
@@ -362,11 +373,11 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         tensors = list(tensors_among((*args, *kwargs.values())))
         if _is_plain(func) and not any(map(self._may_be_known, tensors)):
             return func(*args, **kwargs)
-        if func in _VALUE_SIZED or func is aten.equal.default:
+        if func in _VALUE_SIZED or func in _SAME:
             real = self._real_result(func, args, kwargs, tensors)
             real = real if real is not None and self._decide(tensors) else None
-            if func is aten.equal.default:
-                return self._equal(*args) if real is None else real
+            if func in _SAME:
+                return self._equal(args[0], args[1]) if real is None else real
             return self._value_sized(func, args, kwargs, real, self._basis_of(tensors))
         if func._overloadpacket is aten.index and tensors:
             args = (args[0], self._integer_indices(args[1]))
