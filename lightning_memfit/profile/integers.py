@@ -370,6 +370,8 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
+        if func is aten._pack_padded_sequence.default and (lengths := self.value_of(args[1])) is not None:
+            return self._packed(args[0], lengths, args[2])
         tensors = list(tensors_among((*args, *kwargs.values())))
         if _is_plain(func) and not any(map(self._may_be_known, tensors)):
             return func(*args, **kwargs)
@@ -486,6 +488,13 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             return None
         with _disable_current_modes():
             return torch.full(tuple(tensor.shape), func in (aten.eq.Tensor, aten.ne.Scalar))
+
+    def _packed(self, padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, ...]:
+        """A packed sequence of the real lengths. Its batch sizes are real, as recurrences read them past operators."""
+        with _disable_current_modes():
+            one_wide = torch.empty((*padded.shape[:2], 1))
+            data, batch_sizes = torch._pack_padded_sequence(one_wide, lengths, batch_first)
+        return padded.new_empty((len(data), *padded.shape[2:])), batch_sizes
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         """Whether two tensors, whose values aren't known, are equal: only if they are the same."""

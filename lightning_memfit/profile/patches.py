@@ -3,6 +3,7 @@
 - Recurrent layers keep memory for backward that torch's fake kernels take to be empty. On the CPU `nn.LSTM` runs
   oneDNN's layer, whose workspace is found by running the layer once on zeros. On CUDA cuDNN decides by a rule that is
   not published, so that recurrent layers that are trained are refused there.
+- Packed sequences are padded as their real lengths say.
 - Grouped products, which mixtures of experts use, have a fake kernel for one dtype only.
 - Optimizers choose `_foreach_` kernels as they would on CUDA.
 - Python code can read fake tensors as numbers, and compare their addresses but not follow them.
@@ -13,6 +14,7 @@ fails when that moves.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -35,6 +37,27 @@ _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 class UnknownKernelError(RuntimeError):
     """What a kernel allocates on the device is not known."""
+
+
+@contextmanager
+def padded_sequences() -> Iterator[None]:
+    """Pad packed sequences by operators: torch's own function writes lengths to memory that fakes don't have."""
+
+    def pad(data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total: int) -> Any:
+        with _disable_current_modes():
+            counts = batch_sizes.tolist()
+            lengths = torch.tensor([sum(count > sample for count in counts) for sample in range(counts[0])])
+        padded = data.new_full((max(total, len(counts)), counts[0], *data.shape[1:]), value)
+        start = step = 0
+        for count, group in groupby(counts):  # as torch copies runs of steps in which as many sequences go on
+            steps = len(list(group))
+            part = data[start : start + steps * count].view(steps, count, *data.shape[1:])
+            padded[step : step + steps, :count].copy_(part)
+            start, step = start + steps * count, step + steps
+        return padded.transpose(0, 1) if batch_first else padded, lengths
+
+    with replaced(torch._VF, "_pad_packed_sequence", pad):
+        yield
 
 
 @contextmanager

@@ -58,6 +58,7 @@ from lightning_memfit.profile.patches import (
     UnknownKernelError,
     UnreadableError,
     foreach_defaults,
+    padded_sequences,
     readable_fakes,
     refuse_fused_recurrence,
 )
@@ -693,6 +694,7 @@ def _enter_modes(
         stack.enter_context(OneDnnWorkspaces(fake_mode))
     stack.enter_context(FakeKernels(fake_mode, DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(foreach_defaults(DeviceKind.of(emulation.device).emulated_dispatch))
+    stack.enter_context(padded_sequences())
     stack.enter_context(transformers_not_tracing())
     stack.enter_context(initialized_at_once())
     stack.enter_context(copyable_fakes())

@@ -69,6 +69,23 @@ def test_on_the_cpu_the_figure_is_that_of_a_real_run(settings, precision):
         assert peak(trace_cpu(module, BATCH, options).events) == measured
 
 
+class Packed(Recurrent):
+    """Recurrence over sequences of their real lengths, as in pytorch-forecasting's DeepAR."""
+
+    def training_step(self, batch, batch_idx):
+        series, lengths = batch
+        packed = nn.utils.rnn.pack_padded_sequence(series, lengths, batch_first=True, enforce_sorted=False)
+        hidden, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=12)
+        return self.out(hidden).square().mean()
+
+
+@pytest.mark.parametrize("settings", [{}, {"kind": nn.GRU, "num_layers": 2, "bidirectional": True}])
+def test_packed_sequences_have_their_real_lengths(settings):
+    module, batch = Packed(**settings), (BATCH, torch.tensor([10, 3, 7, 3]))
+    traced, measured = trace_cpu(module, batch=batch).events, really_run(module, batch=batch)
+    assert peak(traced) == pytest.approx(peak(measured), rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_on_cuda_trained_recurrence_is_refused(kind):
     with pytest.raises(TraceError, match=r"can't be traced for CUDA.*known to the device only"):
