@@ -163,7 +163,10 @@ def report_unexpected(error: BaseException) -> int:
     return code
 
 
-_NO_REASON = ("Does not validate", "Not a valid subclass", "Expected a <class 'NoneType'>", "Subtypes:", "a dict ", "a class ")
+_NO_REASON = (
+    *("Does not validate", "Not a valid subclass", "Expected a <class 'NoneType'>", "Subtypes:"),
+    *("a dict ", "a class "),
+)
 
 
 def _told_of_values(told: str) -> list[str]:

@@ -124,10 +124,6 @@ class LooksBetween(Tagger):
                 self.net[4].weight.mul_(2.0)
             self.net(torch.zeros(2, 3, dtype=torch.long))
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.look("transfer")
-        return batch
-
     def on_after_backward(self) -> None:
         self.look("backward")
 
@@ -138,7 +134,7 @@ class LooksBetween(Tagger):
 def fail_in_hooks() -> dict[str, Any]:
     """By place and number of the failure: failures and the difference from an undisturbed run; or the error."""
     found: dict[str, Any] = {}
-    for LooksBetween.place in ("transfer", "backward", "step"):
+    for LooksBetween.place in ("backward", "step"):
         whole = train(LooksBetween(), MicroBatching(micro_batch_size=8))
         for number in (1, 5):
             moments = Moments(0, "validation", (number,), run_out_of_memory)

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
-from lightning_memfit.fitting.recovery.retry import TrainerGuard, explain_where
+from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import MemoryPrediction, SizePrediction, is_divided, predict_sizes
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
@@ -136,7 +136,6 @@ class MicroBatching(KeepsRandomNumbers):
         self._kept: dict[str, Any] = {}
         self._evaluation_sizes: dict[str, int] = {}
         self._loop: MicroBatchLoop | None = None
-        self._guard: TrainerGuard | None = None
         self._watch: RankWatch | None = None
         self._whole_steps = WholeSteps()
         self._ranks: RankConsensus | None = None
@@ -166,9 +165,6 @@ class MicroBatching(KeepsRandomNumbers):
         self._undo(trainer)
         self._watch = watch_ranks(trainer.strategy)
         refuse_batch_size_finder(trainer)
-        if self.options.recover:
-            self._guard = TrainerGuard(trainer, pl_module)
-            self._guard.install()
         self._evaluation = EvaluationSplitter(
             trainer,
             pl_module,
@@ -197,8 +193,6 @@ class MicroBatching(KeepsRandomNumbers):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the session, which needs the optimizers, the loader and all ranks."""
-        if self._guard is not None:
-            self._guard.guard_schedulers()
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -316,8 +310,6 @@ class MicroBatching(KeepsRandomNumbers):
             self._session.close()
         if self._loop is not None:
             self._loop.uninstall()
-        if self._guard is not None:
-            self._guard.uninstall()
         if self._evaluation is not None:
             self._evaluation.uninstall()
         if self._lent is not None:
@@ -325,7 +317,7 @@ class MicroBatching(KeepsRandomNumbers):
             owner.batch_size = before
         if self._ranks is not None:
             self._ranks.close()
-        self._loop, self._guard, self._evaluation, self._lent = None, None, None, None
+        self._loop, self._evaluation, self._lent = None, None, None
         self._watch, self._ranks = None, None
 
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_memfit.fitting import MicroBatching
@@ -78,21 +78,6 @@ class Fragile(Tagger):
         self.arrive("clipping", self.spoil_gradients)
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        self.arrive("lr_scheduler_step", scheduler.step)
-        scheduler.step()
-
-    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-        def replace() -> None:
-            torch.rand(1)
-            batch["input_ids"] = batch["input_ids"] * 0
-
-        self.arrive("on_after_batch_transfer", replace)
-        return {**batch, "input_ids": batch["input_ids"] + (torch.rand(1) < 0.5).long() * 0}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.arrive("on_save_checkpoint")
-
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val", self.net(batch["input_ids"]).mean())
 
@@ -106,14 +91,7 @@ class Fragile(Tagger):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-PLACES = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "clipping",
-    "lr_scheduler_step",
-    "on_after_batch_transfer",
-    "on_save_checkpoint",
-)
+PLACES = ("on_after_backward", "on_before_optimizer_step", "clipping")
 
 
 def trained(module: Fragile, folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
@@ -164,7 +142,7 @@ def test_errors_that_stay_end_the_run_in_words(place: str, tmp_path: Path) -> No
     module = Fragile(place, range(3, 100))
     with pytest.raises(MemoryExhausted, match=r"Memory ran out in .* times in a row.*(`|CPU)"):
         trained(module, tmp_path, MicroBatching(micro_batch_size=5))
-    assert module.failures == (2 if place == "on_save_checkpoint" else 3)
+    assert module.failures == 3
 
 
 def test_without_recovery_errors_are_as_they_were(tmp_path: Path) -> None:
@@ -200,52 +178,6 @@ def test_lbfgs_and_a_failing_hook(tmp_path: Path) -> None:
     assert difference(module, undisturbed) == 0.0
 
 
-def test_a_transfer_that_changed_tensors_in_place_is_refused(tmp_path: Path) -> None:
-    class InPlace(Fragile):
-        def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-            self.arrive("on_after_batch_transfer", lambda: batch["input_ids"].mul_(0))
-            return batch
-
-    with pytest.raises(MemoryExhausted, match=r"changed tensors of the batch in place"):
-        trained(InPlace("on_after_batch_transfer", {3}), tmp_path, MicroBatching(micro_batch_size=5))
-
-
-def test_lightnings_own_transfer_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.pytorch.core import hooks
-
-    original, calls = hooks.move_data_to_device, []
-
-    def move(batch: Any, device: torch.device) -> Any:
-        calls.append(device)
-        if len(calls) in (1, 3, 4):
-            raise out_of_memory()
-        return original(batch, device)
-
-    undisturbed, module = Tagger(), Tagger()
-    fit(undisturbed)
-    monkeypatch.setattr(hooks, "move_data_to_device", move)
-    fit(module, MicroBatching())
-    assert difference(undisturbed, module) == 0.0
-    assert len(calls) == 9
-
-
-def test_a_checkpoint_that_fails_while_it_is_written_leaves_no_file(tmp_path: Path) -> None:
-    class Broken(TorchCheckpointIO):
-        failures = 0
-
-        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-            self.failures += 1
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text("half")
-            raise MemoryError
-
-    plugin = Broken()
-    with pytest.raises(MemoryExhausted, match="saving a checkpoint"):
-        trained(Fragile(), tmp_path / "checkpoints", MicroBatching(), plugins=plugin)
-    assert plugin.failures == 2
-    assert not list((tmp_path / "checkpoints").iterdir())
-
-
 def test_elsewhere_the_error_says_where_and_what_helps(tmp_path: Path) -> None:
     class Elsewhere(Fragile):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -267,16 +199,15 @@ def test_with_several_devices_it_is_refused(tmp_path: Path) -> None:
 def test_everything_is_taken_off(tmp_path: Path) -> None:
     for calls in ((), range(3, 100)):
         trainer = quiet_trainer(MicroBatching(), precision="64-true")
-        loop, connector = trainer.fit_loop.epoch_loop, trainer._checkpoint_connector
-        owners = (trainer, trainer.strategy, loop, connector, trainer.strategy.precision_plugin)
+        owners = (trainer, trainer.strategy, trainer.fit_loop.epoch_loop, trainer.strategy.precision_plugin)
         before = [set(vars(owner)) for owner in owners]
         try:
             trainer.fit(Fragile("clipping", calls))
         except MemoryExhausted:
             assert calls
-        names = {"dump_checkpoint", "batch_to_device", "_update_learning_rates", "_after_closure"}
-        names |= set() if calls else {"save_checkpoint"}  # `WholeSteps` still watches a save after an error
-        assert not names & set().union(*(set(vars(owner)) - keys for owner, keys in zip(owners, before, strict=True)))
+        assert "_after_closure" not in set().union(
+            *(set(vars(owner)) - keys for owner, keys in zip(owners, before, strict=True))
+        )
 
 
 def test_other_errors_are_not_repeated() -> None:
@@ -315,30 +246,3 @@ def test_errors_of_the_system_are_explained_too() -> None:
     late = MemoryError()
     explain_where(late, 2)
     assert "which all devices would have to do together" in str(late)
-
-
-def test_a_scheduler_with_parts_is_put_back(tmp_path: Path) -> None:
-    class Factor:
-        """A function with state, as `LambdaLR` may have."""
-
-        calls = 0
-
-        def __call__(self, epoch: int) -> float:
-            self.calls += 1
-            return 0.5**self.calls
-
-    class Chained(Fragile):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1))
-            parts = [
-                torch.optim.lr_scheduler.LambdaLR(optimizer, Factor()),
-                torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
-            ]
-            scheduler = torch.optim.lr_scheduler.ChainedScheduler(parts)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    undisturbed, module = Chained(), Chained("lr_scheduler_step", {2, 5})
-    for one in (undisturbed, module):
-        trained(one, tmp_path, MicroBatching())
-    assert module.failures == 2
-    assert difference(module, undisturbed) == 0.0
