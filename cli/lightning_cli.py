@@ -41,6 +41,7 @@ class MemFitParser(LightningArgumentParser):
         sys.stderr.write(f"memfit: error: {explain(message, getattr(ex, 'subcommand_parser', None) or self)}\n")
         self.exit(2)
 
+
 # Lightning's `Timer` has an enum as the default of a text, which jsonargparse then can't write (Lightning 2.6).
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 

@@ -42,6 +42,7 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
 
 
+@pytest.mark.nightly
 def test_bench_writes_a_record_per_row_and_keeps_them(tmp_path, capsys):
     arguments = ["bench", "--experiment", write(tmp_path / "toys.yaml", EXPERIMENT), "--folder", str(tmp_path / "out")]
     assert main([*arguments, "--json", "--note", "a test"]) == 0

@@ -28,6 +28,7 @@ def ask(tmp_path, monkeypatch, capsys):
     return estimate
 
 
+@pytest.mark.nightly
 def test_a_cache_that_can_not_be_written(ask, tmp_path):
     true = ask(tmp_path / "cache")
     (tmp_path / "taken").write_text("mine")

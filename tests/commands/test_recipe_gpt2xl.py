@@ -101,6 +101,7 @@ def test_starts_from_the_weights_of_the_folder(trained):
     assert (weights - reference.transformer.wte.weight).abs().max() <= 1.01e-3  # one step of Adam
 
 
+@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("step", [1, 3])
 def test_resumed_run_has_bitwise_the_losses_of_the_whole_one(trained, step):
     run = f"resumed-{step}"

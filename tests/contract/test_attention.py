@@ -21,6 +21,7 @@ def test_the_implementation_is_in_use_and_then_the_models_own_again():
     assert ours.model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.nightly
 def test_whole_scores_take_the_memory_that_fused_kernels_save():
     fused, whole = (assert_predicted_peak_is_measured([AttentionKernel(name)]) for name in ("sdpa", "eager"))
     assert fused < whole

@@ -47,6 +47,7 @@ def peak(plain):
     return int(profile.events.live_bytes()[profile.events.phases[0][0] :].max())
 
 
+@pytest.mark.nightly
 def test_losses_weights_and_random_numbers_are_those_of_the_plain_run(plain, caplog):
     callback = ActivationCheckpointing(budget="60%")
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
@@ -63,6 +64,7 @@ def test_losses_weights_and_random_numbers_are_those_of_the_plain_run(plain, cap
         assert part in said[0]
 
 
+@pytest.mark.nightly
 def test_executed_peak_is_within_a_size(peak):
     callback = ActivationCheckpointing(budget=peak - 100_000)
     fit([callback], build)

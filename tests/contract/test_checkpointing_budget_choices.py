@@ -32,6 +32,7 @@ class WithChangedProducts(LanguageModel):
         return loss
 
 
+@pytest.mark.nightly
 def test_choices_that_blocks_can_not_be_given_are_left_out():
     with pytest.raises(Exception, match="changed in place"):
         fit([ActivationCheckpointing("selective", keep=["matmul"])], WithChangedProducts)

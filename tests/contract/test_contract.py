@@ -62,6 +62,21 @@ def test_every_technique_has_cases_and_every_case_a_technique():
 
 
 @pytest.mark.nightly_cases(
+    "paged",
+    "fused_adamw",
+    "lion",
+    "bf16_mixed",
+    "bf16_true",
+    "bf16_stochastic_rounding-2",
+    "bf16_kahan",
+    "zero_grad_after_step",
+    "activation_checkpointing-1",
+    "activation_checkpointing-2",
+    "attention_kernel-1",
+    "attention_kernel-2",
+    "gradient_release",
+)
+@pytest.mark.nightly_cases(
     "adafactor",
     "bf16_kahan_summation-1",
     "bf16_stochastic_rounding-1",
@@ -153,6 +168,20 @@ def global_switches() -> tuple:
     )
 
 
+@pytest.mark.nightly_cases(
+    "torch_compile",
+    "paged",
+    "qlora-0",
+    "lora_8bit",
+    "bf16_stochastic_rounding-1",
+    "zero_grad_after_step-1",
+    "host_master_weights-1",
+    "activation_checkpointing-1",
+    "activation_checkpointing-2",
+    "attention_kernel-1",
+    "attention_kernel-2",
+    "micro_batching",
+)
 @pytest.mark.nightly_cases("torchao_adamw_fp8", "torchao_adamw_8bit-0", "torchao_adamw_4bit-0")
 def test_resume_is_bitwise(case, tmp_path):
     def run(**options):

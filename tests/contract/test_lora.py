@@ -75,6 +75,7 @@ def test_applied_and_removed_without_training_it_is_bitwise_what_it_was(callback
     assert_same_weights(fit(callbacks, model, max_steps=0), fit([], model, max_steps=0))
 
 
+@pytest.mark.nightly_cases("lora-bf16-true", "4bit-bf16-true", "8bit-bf16-mixed", "8bit-32")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_resume_is_bitwise_from_adapters_alone(tmp_path, callbacks, precision):
     def run(**kwargs):
@@ -162,6 +163,7 @@ def test_exact_techniques_change_nothing_of_it(callbacks):
     assert torch.equal(torch.stack(ours.losses), torch.stack(alone.losses))
 
 
+@pytest.mark.nightly_cases("lora-32", "lora-bf16-mixed", "lora-bf16-true")
 @pytest.mark.nightly_cases("4bit-32-true", "8bit-bf16-mixed", "8bit-bf16-true", "4bit-bf16-mixed", "8bit-32-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_predicted_peak_is_the_measured_one(callbacks, precision):

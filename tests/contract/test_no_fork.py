@@ -163,6 +163,7 @@ class Net(pl.LightningModule):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("if __name__")
 @pytest.mark.parametrize(("guard", "starts"), [("if True:", 1), ("if __name__ == '__main__':", 2)])
 def test_a_script_runs_once(guard: str, starts: int, tmp_path: Path) -> None:

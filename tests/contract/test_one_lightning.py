@@ -54,6 +54,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("first", "alone")
 @pytest.mark.parametrize(
     ("order", "name"),

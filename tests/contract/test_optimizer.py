@@ -78,6 +78,7 @@ def test_wrong_arguments(monkeypatch):
         ReplaceOptimizer("torchao.AdamW4bit")
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("transformers")
 @pytest.mark.parametrize("name", FAMILIES_WITHOUT_RECORD)
 def test_predicted_peak_is_the_measured_one(name):

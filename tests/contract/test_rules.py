@@ -172,6 +172,7 @@ def known() -> dict[str, Facts]:
     return {name: situation.facts() for name, situation in SITUATIONS.items()}
 
 
+@pytest.mark.nightly_cases("clipped", "own generator", "stream", "no loader", "own backward")
 @pytest.mark.nightly_cases("memory limit", "built late", "clipped by value")
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_validate_says_what_the_run_says(name: str, known: dict[str, Facts]) -> None:

@@ -90,6 +90,7 @@ class TrainedOtherwise(pl.LightningModule):
         self.stepped += [type(getattr(one, "optimizer", one)).__name__ for one in self.trainer.optimizers]
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("Adagrad", "RMSprop")
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_the_optimizer_stays_the_modules_own_unless_allowed(optimizer: type[torch.optim.Optimizer]) -> None:
@@ -289,6 +290,7 @@ class Plateau(Perceptron):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
+@pytest.mark.nightly
 def test_a_schedule_that_follows_validation() -> None:
     mem_fit = MemFit(allow=["exact"])
     run = trainer(mem_fit, MemoryLimit("30MiB"), limit_val_batches=1)

@@ -168,6 +168,7 @@ def limit() -> int:
 # --- the rungs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly_cases("plain")
 @pytest.mark.parametrize(
     "others", [[], [ActivationCheckpointing("selective", keep=["matmul"])]], ids=["plain", "selective"]
 )
@@ -181,6 +182,7 @@ def test_blocks_are_recomputed_instead_of_ending_the_run(limit: int, others: lis
     assert all("forward" not in vars(block) for block in module.blocks)
 
 
+@pytest.mark.nightly
 def test_every_rung_lowers_the_peak_and_states_are_on_the_device_in_the_step_only(peaks: list[Peaks]) -> None:
     work = [one.work_bytes for one in peaks]
     assert work == sorted(work, reverse=True)
@@ -190,6 +192,7 @@ def test_every_rung_lowers_the_peak_and_states_are_on_the_device_in_the_step_onl
     assert len({one.step_bytes for one in peaks}) == 1
 
 
+@pytest.mark.nightly
 def test_host_memory_is_used_where_recomputation_is_not_enough(tight: int) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="even with the activations of 6 more blocks") as failure:
         trained(Blocks(), MemoryLimit(tight), MicroBatching(micro_batch_size=1, last_resort="recompute"))
@@ -204,6 +207,7 @@ def test_host_memory_is_used_where_recomputation_is_not_enough(tight: int) -> No
     assert device.ledger.peak_bytes <= tight
 
 
+@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_run_whose_first_trial_does_not_fit_begins_with_one_sample(tight: int, window: int) -> None:
     """The second rung is taken for the second batch of a window, of which the first is repeated then."""
@@ -340,6 +344,7 @@ def test_all_ranks_give_rungs_up_together(tmp_path: Path) -> None:
     assert difference(one[0], other[0]) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("impatient")
 def test_a_rung_that_is_still_needed_comes_back_and_is_tried_half_as_often() -> None:
     ours = ladder()

@@ -21,6 +21,7 @@ SAMPLES = 4
 STRATEGIES = {"ddp": DataParallelStrategy, "fsdp2": FullyShardedStrategy, "zero_2": None}
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("fsdp2-2-24GiB", "zero_2-2-24GiB")
 @pytest.mark.parametrize(
     ("strategy", "count", "device"), [("ddp", 8, "A100 80GB"), ("fsdp2", 2, "24GiB"), ("zero_2", 2, "24GiB")]

@@ -58,6 +58,7 @@ class EndsInTheThirdStep(BoringModel):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.nightly_cases("forward-20", "backward-10", "validation-4")
 @pytest.mark.nightly_cases("backward-2-options4", "forward-2-options2", "training step-1-options0")
 @pytest.mark.parametrize(
     ("where", "number", "options"),
@@ -150,6 +151,7 @@ def take_a_steep_step() -> int:
     return len(calls)
 
 
+@pytest.mark.nightly
 def test_no_rank_waits_for_one_whose_gradients_alone_are_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

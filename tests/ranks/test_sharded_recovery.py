@@ -77,6 +77,7 @@ def assert_nothing_changed(runs: dict[str, tuple[str, tuple[int, ...]]], ended: 
         assert ended[rank].result[name][0] == len(numbers), name
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("2 copies of 2 shards", "3 ranks", "accumulated", "copies", "kept gathered", "1 rank")
 @pytest.mark.parametrize(
     ("world_size", "options"),
@@ -101,6 +102,7 @@ def test_memory_that_runs_out_on_one_rank_changes_nothing(
     assert_nothing_changed(runs, run_ranks(lambda: disturbed(runs, rank, options), world_size, tmp_path), rank)
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("kept gathered")
 @pytest.mark.parametrize("strategy", [{}, {"reshard_after_forward": False}], ids=["2 ranks", "kept gathered"])
 def test_so_it_does_in_validation(strategy: dict[str, Any], tmp_path: Path) -> None:
@@ -306,6 +308,7 @@ def climb() -> tuple[int, float, str]:
     return moments.failures, close(run, whole), callback.changes[-1][2]
 
 
+@pytest.mark.nightly
 def test_blocks_are_recomputed_where_one_sample_does_not_fit(tmp_path: Path) -> None:
     first, second = run_ranks(climb, 2, tmp_path)
     for process in (first, second):

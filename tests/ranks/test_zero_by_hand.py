@@ -158,6 +158,7 @@ def on_ranks(folder: Path, expected: dict[str, dict[str, Tensor]], train: Callab
     return ended
 
 
+@pytest.mark.nightly
 def test_steps_by_hand_are_those_of_one_device(tmp_path: Path) -> None:
     def train(name: str, strategy: Any) -> dict[str, Tensor]:
         return weights(Steps(BY_HAND[name]), strategy)

@@ -39,6 +39,7 @@ def compare(case: Case) -> None:
     assert abs(error) <= 0.01, f"{case.name}: {error:+.3%}"
 
 
+@pytest.mark.nightly_cases("gpt2-6x192", "resnet")
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_the_peak_of_real_runs_is_predicted(case):
     compare(case)

@@ -117,6 +117,7 @@ def test_bad_lines_are_named_without_datasets(without, tmp_path):
         TextData(str(tmp_path / "a.parquet"), "bytes", num_workers=0).load_tokens()
 
 
+@pytest.mark.nightly
 def test_callbacks_on_an_own_module_import_nothing_that_they_do_not_use():
     program = """
 import sys

@@ -56,6 +56,7 @@ def test_a_slow_name_server_does_not_hold_up(monkeypatch):
     waiting.set()
 
 
+@pytest.mark.nightly
 def test_training_a_model_of_the_hub_without_a_network_is_one_message(tmp_path):
     kept = {k: v for k, v in os.environ.items() if not k.upper().endswith("_PROXY") and "OFFLINE" not in k}
     environment = {**kept, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -75,6 +75,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.nightly
 def test_everything_imports_estimates_and_trains_without_what_posix_has(tmp_path: Path) -> None:
     done = run(_IMPORTS + _ESTIMATE, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

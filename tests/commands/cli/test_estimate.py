@@ -79,6 +79,7 @@ def test_recipe_for_a_gpu_is_estimated_without_one_and_leaves_nothing(capsys, re
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.nightly
 def test_settings_come_from_the_recipe(capsys, recipe):
     _, plain = estimate(capsys, *recipe, "--device", "12GiB")
     _, changed = estimate(
@@ -120,6 +121,7 @@ def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatc
     assert any("--device" in note for note in report["notes"])
 
 
+@pytest.mark.nightly
 def test_a_callback_of_the_recipe_is_counted(capsys, recipe, tmp_path):
     (tmp_path / "average.yaml").write_text(
         "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EMAWeightAveraging}]}"
@@ -216,6 +218,7 @@ def test_named_model(capsys):
     assert report["largest_micro_batch_size"] > 2
 
 
+@pytest.mark.nightly
 def test_batch_of_one_still_tells_the_largest(capsys):
     _, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64", "--device", "12GiB")
     assert report["micro_batch_size"] == 1
@@ -235,6 +238,7 @@ def test_a_micro_batch_of_any_size_has_its_figures_and_is_not_made(capsys):
     assert needed[2_147_483_647] == pytest.approx(2_147_483_647 * per_sample, rel=1e-3)
 
 
+@pytest.mark.nightly_cases("MI250X")
 @pytest.mark.parametrize(("device", "code", "words"), [("MI250X", 2, "Cannot tell"), ("MI300X", 2, "Cannot tell")])
 def test_an_amd_device_gets_a_lower_bound_and_no_claim(capsys, device, code, words):
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", device, "--precision", "bf16-mixed"]
@@ -302,6 +306,7 @@ def test_a_named_model_under_fsdp2_has_the_figures_of_a_rank(capsys):
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
 
+@pytest.mark.nightly_cases("memfit_zero_offload", "memfit_zero_infinity")
 @DEEPSPEED
 @pytest.mark.parametrize(
     ("strategy", "host", "disk"),
@@ -333,6 +338,7 @@ def test_the_table_of_a_rank_names_every_place(capsys, recipe):
     assert "Host memory for 2 ranks of a machine" in output
 
 
+@pytest.mark.nightly_cases("zero_offload")
 @pytest.mark.parametrize("name", ["zero_offload", "memfit_zero_offload"])
 def test_a_named_model_is_divided_by_a_named_strategy(capsys, name):
     named = ["--model", "gpt2", "--sequence-length", "64", "--precision", "bf16-mixed", "--device", "12GiB"]
@@ -345,6 +351,7 @@ def test_a_named_model_is_divided_by_a_named_strategy(capsys, name):
     assert report["verdict"]["host_needed_bytes"] == 4 * sum(peak["host"].values())
 
 
+@pytest.mark.nightly
 def test_ddp_adds_its_buckets(capsys):
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]
     _, alone = estimate(capsys, *named)
@@ -365,6 +372,7 @@ def test_all_gpus_of_this_machine_count_where_the_recipe_takes_all(monkeypatch):
     assert division_of_recipe(_on_all_here(run, unnamed_target()))[0] is None
 
 
+@pytest.mark.nightly
 def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
     monkeypatch.setattr("lightning_memfit.estimate.target.live_target", lambda: None)
     code, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64")
@@ -372,6 +380,7 @@ def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
     assert report["device"]["capacity_bytes"] is None
 
 
+@pytest.mark.nightly
 def test_named_model_with_techniques(capsys):
     """Adapters beside 4-bit weights: the callbacks of recipes are traced, so that the figures are theirs."""
     named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]
@@ -471,6 +480,7 @@ print("torch" in sys.modules, "lightning" in sys.modules, file=sys.stderr)
     assert runs[0].stdout == runs[1].stdout
 
 
+@pytest.mark.nightly
 def test_a_recipe_imports_nothing_that_it_does_not_name(recipe):
     """Fitting, strategies and the planner are most of the package, and no part of an estimate."""
     code = (
@@ -495,6 +505,7 @@ def test_a_recipe_of_several_files_is_estimated(recipe, tmp_path, monkeypatch, c
     assert report["strategy"]["name"] == "memfit_ddp"
 
 
+@pytest.mark.nightly
 def test_micro_batches_that_a_recipe_cuts_are_estimated(capsys, recipe, tmp_path):
     """As those that the loader makes, beside the samples that wait: a plan's file says what the plan has said."""
     init_args = "{micro_batch_size: 2, global_batch_size: 6}"

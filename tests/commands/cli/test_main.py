@@ -72,6 +72,7 @@ def test_causes_are_looked_at(capsys):
     assert capsys.readouterr().err.startswith("memfit: error: `limit='abc'` is not a size.")
 
 
+@pytest.mark.nightly
 def test_ctrl_c_before_anything_has_begun_is_one_line(tmp_path):
     """Here while modules are imported."""
     program = "import os, signal, sys; sys.meta_path.insert(0, type('Stops', (), {'find_spec': staticmethod("

@@ -94,6 +94,7 @@ def test_a_plan_ends_with_its_training():
     assert planned(False, *recipe, *shape) == ["estimate", *recipe, *shape]
 
 
+@pytest.mark.nightly
 def test_an_estimate_ends_with_a_plan(capsys):
     assert main(["estimate", "--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]) == 0
     assert next_of(capsys.readouterr().out) == ["recipes"]

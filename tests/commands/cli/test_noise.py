@@ -86,6 +86,7 @@ def test_a_logger_of_the_users_is_left_alone(monkeypatch, capfd, tmp_path):
     assert (tmp_path / "log.txt").read_text() == "to a file\n"
 
 
+@pytest.mark.nightly
 def test_clean_commands_leave_stderr_empty(tmp_path):
     """In a process of their own, as most is said when a package is imported."""
     program = (

@@ -226,6 +226,7 @@ class Images(pl.LightningDataModule):
         return torch.utils.data.DataLoader(list(torch.zeros(16, 3, 32, 32)), batch_size=self.batch_size)
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("batching1-True", "None-True")
 @pytest.mark.parametrize(("batching", "is_kept"), [(None, True), ({}, True), ({"allow_batch_statistics": True}, False)])
 def test_layers_that_take_statistics_over_a_micro_batch_keep_its_size(

@@ -49,6 +49,7 @@ def away(tmp_path, monkeypatch):
     lightning_memfit.hub.is_reachable.cache_clear()
 
 
+@pytest.mark.nightly
 def test_the_readme_s_recipe_needs_neither_data_nor_tokenizer_nor_hub(away, capsys):
     begun = time.perf_counter()
     assert main(["estimate", "--config", "gpt2xl", "--device", "A100 80GB", "--json"]) == 0
@@ -121,6 +122,7 @@ def reader(away, monkeypatch, request):
     return ["--config", "own.yaml", _SHAPES, "--device=12GiB"]
 
 
+@pytest.mark.nightly_cases("2.0 if", "numpy", "sum(", "torch.nn.init")
 @pytest.mark.parametrize(
     "reader",
     [
@@ -143,6 +145,7 @@ def test_weights_whose_values_a_module_reads_are_loaded(reader, capsys):
     assert "KiB of host memory" in note
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reader", ["self.network.lm_head.weight.std().item()"], indirect=True)
 def test_weights_that_cannot_be_loaded_are_one_message(reader, capsys, monkeypatch):
     import lightning_memfit.estimate.target as target

@@ -40,6 +40,7 @@ def folders(parent):
     return sorted(path.name for path in Path(parent).iterdir())
 
 
+@pytest.mark.nightly
 def test_weights_and_biases_twice_and_resumed(recipe, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     offline = logger("WandbLogger", project="mine", save_dir="runs", offline=True)

@@ -93,6 +93,7 @@ def test_the_reference_of_dpo_is_counted(no_network, capsys):
     assert lora["num_parameters"] == full["num_trainable"]
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases(
     "chat_qlora-gemma3", "dpo_full-qwen3", "dpo_lora-llama3", "chat_lora-qwen3", "pretrain-mistral"
 )

@@ -25,6 +25,7 @@ def fit(*fragments: str) -> list[str]:
     return ["fit", "--config", "quickstart", "--trainer.callbacks=[]", *laid_over, *SMALL]
 
 
+@pytest.mark.nightly_cases("fragments/activation")
 @pytest.mark.parametrize("fragment", OTHERS)
 def test_fragment_runs(fragment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -232,6 +232,14 @@ def trained(loader, *callbacks):
     return module
 
 
+@pytest.mark.nightly_cases(
+    "<lambda>-iterator",
+    "<lambda>-counters",
+    "<lambda>-open",
+    "<lambda>-in place",
+    "<lambda>-many",
+    "<lambda>-no loader",
+)
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("make", [MemoryPrediction, MicroBatching, lambda: MemFit(allow=["exact"])])
 def test_training_sees_the_same_data(make, name):

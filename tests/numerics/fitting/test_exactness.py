@@ -438,6 +438,7 @@ def test_closures_called_twice_with_accumulation_are_refused() -> None:
     assert torch.equal(module.net[0].weight, before)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", [TwiceSGD, torch.optim.LBFGS])
 def test_sizes_are_found_for_optimizers_that_need_their_closure(optimizer: Any) -> None:
     class Searched(Toy):

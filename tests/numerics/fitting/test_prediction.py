@@ -66,6 +66,7 @@ def test_the_memory_model_names_the_size_and_one_trial_confirms_it() -> None:
     assert 1 < callback.found.largest < 1024
 
 
+@pytest.mark.nightly
 def test_the_run_is_bitwise_the_run_with_that_size_given() -> None:
     auto, by_hand = Wide(), Wide()
     callback = MicroBatching()
@@ -132,6 +133,7 @@ def searched(name: str, monkeypatch: pytest.MonkeyPatch, steps: int = 4) -> dict
     return row
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("distances", "padded")
 @pytest.mark.parametrize(
     "name",
@@ -148,6 +150,7 @@ def test_a_step_of_any_curve_is_traced_where_it_matters(name: str, monkeypatch: 
     assert row["memfit"]["steps"] <= 3
 
 
+@pytest.mark.nightly_cases("values choose")
 @pytest.mark.parametrize("name", ["values choose, attention", "through C"])
 def test_a_step_that_cannot_be_traced_is_found_in_six_trials(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = searched(name, monkeypatch)

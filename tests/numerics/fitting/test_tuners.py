@@ -34,6 +34,7 @@ def finder() -> LearningRateFinder:
     return LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_learning_rate_finder_finds_what_it_finds_without_micro_batches(is_first: bool, tmp_path: Path) -> None:
     plain, split = Tuned(), Tuned()
@@ -87,6 +88,7 @@ def test_the_batch_size_finder_is_refused_in_words(method: str, tmp_path: Path) 
         Tuner(trainer_in(tmp_path, MicroBatching())).scale_batch_size(Validated(), method=method)  # type: ignore[arg-type]
 
 
+@pytest.mark.nightly
 def test_mem_fit_beside_the_finders(tmp_path: Path) -> None:
     module, found = Tuned(), finder()
     trainer_in(tmp_path, MemFit(probe=False, host_memory="1GiB"), found).fit(module)

@@ -169,6 +169,7 @@ def gradients_after_broken_passes(by_hand: bool) -> float:
     return max(found)
 
 
+@pytest.mark.nightly_cases("before 2.13")
 @pytest.mark.parametrize("by_hand", [False, True], ids=["this torch", "before 2.13"])
 def test_fsdp2_forgets_a_pass_that_was_broken_off(by_hand: bool, tmp_path: Path) -> None:
     (only,) = run_ranks(gradients_after_broken_passes, 1, tmp_path, by_hand, seconds=30)

@@ -120,6 +120,16 @@ def at_the_steps_peak(profile, category):
     return profile.events.breakdown_at(peak, CUDA_ROUNDING).get(category)
 
 
+@pytest.mark.nightly_cases(
+    "bf16-true-sgd",
+    "bf16-true-adam",
+    "bf16-true-rmsprop",
+    "bf16-true-lion",
+    "32-true-sgd_momentum",
+    "32-true-adamw_fused",
+    "32-true-rmsprop",
+    "32-true-lion-",
+)
 @pytest.mark.parametrize(
     "name", ["sgd", "sgd_momentum", "adam", "adamw", "adamw_fused", "rmsprop", "adamw_8bit", "lion", "lion_8bit"]
 )

@@ -246,6 +246,7 @@ def whole(parameter):
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
 
 
+@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("window", [1, 2])
 def test_ranks_agree(window, tmp_path):
     names = [*STRATEGIES] if window == 1 else ["ddp", "fsdp2", "zero_2", "zero_3"]

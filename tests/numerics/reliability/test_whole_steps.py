@@ -70,6 +70,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly_cases("at steps-Lightning", "the best of")
 @pytest.mark.nightly_cases("after some time-MicroBatching", "after some time-Lightning's", "at a validation-")
 @pytest.mark.parametrize("more", [[WholeSteps], [MicroBatching]], ids=["Lightning's windows", "MicroBatching"])
 @pytest.mark.parametrize("case", CASES)
@@ -190,6 +191,7 @@ def _set_ranks(rank: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("micro_batching", [False, True])
 def test_under_strategies(micro_batching, tmp_path):
     pytest.importorskip("deepspeed")

@@ -27,6 +27,7 @@ print("GROWTH", "unknown" if unknown else growth.growth_bytes)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
 def test_growth_is_the_peak_since_the_start() -> None:
     """In a process of its own: one that has run other tests may have room that is resident already."""
@@ -70,6 +71,7 @@ def test_time_without_a_core_is_that_of_the_timed_steps(monkeypatch: pytest.Monk
     assert speed.queued_fraction == clock.queued_fraction
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts it")
 def test_another_program_on_the_same_core_is_noticed() -> None:
     core = str(min(os.sched_getaffinity(0)))

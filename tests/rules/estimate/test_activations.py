@@ -39,28 +39,33 @@ def test_layer_as_the_paper_has_it():
     assert traced_layer("bf16-true", "eager", "none", "gelu") == pytest.approx(74.031, abs=0.001)
 
 
+@pytest.mark.nightly
 def test_flash_attention_is_the_selective_case():
     # + 0.063: flash attention keeps its log-sum-exp in fp32, 4·a·s·b bytes
     assert formula("selective") == 34
     assert traced_layer("bf16-true", "sdpa", "none", "gelu") == pytest.approx(34.094, abs=0.001)
 
 
+@pytest.mark.nightly
 def test_checkpointed_layer_keeps_its_input():
     assert traced_layer("bf16-true", "sdpa", "full", "gelu") == formula("full") == 2
 
 
+@pytest.mark.nightly
 def test_gelu_of_gpt2_keeps_three_more_tensors():
     # Hugging Face writes GPT-2's tanh approximation out in operators; each result is 4h wide
     more = traced_layer("bf16-true", "sdpa", "none", "gelu_new") - traced_layer("bf16-true", "sdpa", "none", "gelu")
     assert more == pytest.approx(3 * 4 * 2)
 
 
+@pytest.mark.nightly
 def test_autocast_keeps_the_residual_stream_in_fp32():
     # + 4: two residual sums in fp32. Layer norms' outputs are kept as their half-precision copies: as large as before
     assert traced_layer("bf16-mixed", "sdpa", "none", "gelu") == pytest.approx(38.094, abs=0.001)
     assert traced_layer("bf16-mixed", "sdpa", "full", "gelu") == 2 * formula("full")
 
 
+@pytest.mark.nightly
 def test_autocast_keeps_eager_probabilities_in_fp32():
     # softmax runs in fp32: 2·a·s/h more for its output, beside the residual stream
     assert traced_layer("bf16-mixed", "eager", "none", "gelu") == pytest.approx(74 + 4 + 2 * HEADS, abs=0.04)

@@ -100,6 +100,7 @@ def test_plans_with_offloaded_blocks_are_never_above_their_prediction(small):
         assert traced <= frontier.problem.peak_bytes(choices) + reserve
 
 
+@pytest.mark.nightly
 def test_plan_is_verified_by_a_trace_and_holds_with_the_caching_allocator(small):
     runtime = runtime_memory((8, 0))
 
@@ -135,6 +136,7 @@ def test_shares_of_the_activations(small):
     assert small.share_bytes(0.0) >= small.floor_bytes
 
 
+@pytest.mark.nightly
 def test_out_of_reach_names_the_least(small):
     with pytest.raises(BudgetError, match=r"least that any plan needs, [0-9.]+ MiB"):
         small.plan(small.minimum_bytes // 2)

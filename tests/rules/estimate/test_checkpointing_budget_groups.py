@@ -105,6 +105,7 @@ def peak_of(profile):
     return int(profile.events.live_bytes()[second:].max())
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("swin", "t5", "unet")
 @pytest.mark.parametrize("name", CASES)
 def test_executed_peaks_are_within_ten_budgets(name):
@@ -125,6 +126,7 @@ def test_executed_peaks_are_within_ten_budgets(name):
         planner.plan(planner.minimum_bytes - 1)
 
 
+@pytest.mark.nightly
 def test_a_budget_for_blocks_that_are_named():
     module = LanguageModel(UNet().train())
     planner = planner_of(module, images(), blocks=["model.downs"])

@@ -79,6 +79,7 @@ def test_the_peak_of_a_rank_is_that_measured(name: str) -> None:
     assert found.by_phase[found.phase] == found.allocated_bytes
 
 
+@pytest.mark.nightly
 def test_the_peak_of_ddp_is_that_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its new buckets are made beside the old ones, which no trace of one device shows.
 
@@ -133,6 +134,7 @@ def test_the_host_memory_of_a_rank_is_that_measured(row: dict[str, Any]) -> None
 # --- what follows from it ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_offloaded_states_are_off_the_device() -> None:
     profile = stage_profile("bf16-true", "cuda")
     share = profile.num_parameters / 2
@@ -156,6 +158,7 @@ def test_more_ranks_need_less_and_larger_batches_more() -> None:
         assert (estimate_rank(profile, division("zero_3"), size, runtime).total_bytes <= usable) is fits
 
 
+@pytest.mark.nightly
 def test_ranks_share_the_memory_of_their_machine() -> None:
     profile = stage_profile("bf16-true")
     report = build_report(profile, Target("cpu", "cpu", 300 * MIB), division=division("zero_2", 2))

@@ -115,6 +115,7 @@ def run_python(code, **environment):
     )
 
 
+@pytest.mark.nightly
 def test_lightning_is_never_imported_and_torch_only_once(folder, tmp_path):
     code = f"""
 import sys

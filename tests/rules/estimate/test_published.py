@@ -8,6 +8,7 @@ from benchmarks.estimator.published import RESULT, ROWS, predicted
 from lightning_memfit.memory import MIB
 
 
+@pytest.mark.nightly_cases("micro_batch_check", "adam")
 @pytest.mark.nightly_cases("adafactor")
 @pytest.mark.parametrize("name", ["micro_batch", "micro_batch_checkpointing", "adafactor", "adam_8bit"])
 def test_they_are_predicted(name):

@@ -8,6 +8,7 @@ from lightning_memfit.memory import GIB, MIB
 from tests.rules.estimate.steps import GRADIENT, SAMPLE, STATE, WEIGHT, step_profile
 
 
+@pytest.mark.nightly
 def test_largest_micro_batch_is_the_largest_that_a_scan_finds():
     profile, runtime = step_profile(), runtime_memory((8, 6))
     for usable in range(600 * MIB, 2000 * MIB, 37 * MIB):

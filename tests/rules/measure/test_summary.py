@@ -62,6 +62,7 @@ wandb.finish()
 """
 
 
+@pytest.mark.nightly
 def test_weights_and_biases_gets_the_same(tmp_path, pytestconfig):
     pytest.importorskip("wandb")
     # W&B keeps threads and a current run for a whole process; at the end of this one everything is on disk.

@@ -51,6 +51,7 @@ def test_a_measured_step_tells_the_same_but_for_pinned_memory():
     assert Tier.PINNED_HOST.value not in traced.breakdown.to_dict()
 
 
+@pytest.mark.nightly
 def test_less_on_the_device_with_adapters_and_still_less_with_quantized_weights():
     peaks = {}
     for name, callbacks in {"full": [], "lora": [Lora(4)], "4 bits": [QuantizedWeights(4), Lora(4)]}.items():

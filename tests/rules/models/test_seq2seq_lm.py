@@ -72,6 +72,7 @@ def test_t5_of_random_weights_takes_a_step():
     assert loss.isfinite()
 
 
+@pytest.mark.nightly
 def test_learns_its_pairs_and_writes_what_it_read(tmp_path):
     pl.seed_everything(0, verbose=False)
     module = Seq2SeqLM(config=TINY, learning_rate=5e-3, weight_decay=0.0)

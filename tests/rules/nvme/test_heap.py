@@ -29,6 +29,7 @@ def left_after_freeing(how: str) -> int:
     return int(run.stdout)
 
 
+@pytest.mark.nightly
 def test_freed_memory_leaves_the_process() -> None:
     """128 MiB in blocks of 16 are freed, with something small kept between them."""
     if not return_freed_memory():

@@ -79,6 +79,7 @@ def planned(module: Any, on_cuda: bool) -> MemoryModel:
     return Search(TraceStore(workload)).solver.models.of(SETTING)
 
 
+@pytest.mark.nightly_cases("float64", "bfloat16", "late")
 @pytest.mark.parametrize("name", MODULES)
 def test_values_of_frozen_weights_and_buffers_lie_on_the_host(name: str) -> None:
     make, frozen, buffers = MODULES[name]

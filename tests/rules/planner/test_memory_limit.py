@@ -60,6 +60,7 @@ def measured_bytes(module, batch):
     return guard.ledger.peak_bytes
 
 
+@pytest.mark.nightly_cases("recurrent")
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_needs_what_the_limit_counts(name):
     make, shape = CASES[name]

@@ -61,6 +61,7 @@ def with_more(workload: Workload, gibs: int) -> Workload:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("gibs", [1, 4])
 def test_more_memory_gives_the_plan_of_a_search_of_its_own(gibs: int) -> None:
     workload = made_workload(TIGHT, allow=EXACT, limits=Limits(host_bytes=0))
@@ -82,6 +83,7 @@ def test_memory_that_brings_nothing_says_so() -> None:
     assert not any("--host-memory" in change for change in found)  # nothing that it lets in is faster
 
 
+@pytest.mark.nightly
 def test_another_device_is_the_next_number_that_shares_the_batch() -> None:
     made = made_workload(4000, allow=EXACT, samples_per_step=9)
     rates = replace(made.rates, disk_bytes_per_s=2e9, interconnect_bytes_per_s=50e9)

@@ -37,6 +37,7 @@ def test_gradients_that_stay_are_not_released_although_backward_ends_lower_than_
     assert SteadyState.of(plain, 1).released_gradients == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("technique", ["", "optimizer_8bit"])
 def test_blocks_that_are_left_out_add_what_the_others_do(technique: str) -> None:
     traces = store()
@@ -91,6 +92,7 @@ def test_only_a_copy_loses_blocks() -> None:
     assert type(module) is CausalLM
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,6 +125,7 @@ def test_where_the_first_blocks_do_not_step_alone_all_are_traced(monkeypatch: py
     assert traces.stepping(Setting(), 512) == expected
 
 
+@pytest.mark.nightly
 def test_blocks_that_do_not_step_alone_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_store, "_LARGEST_CHUNK", 1)
     traces, profile, asked = store(), trace_store.profile_module, []

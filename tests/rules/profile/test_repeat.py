@@ -25,6 +25,7 @@ class SgdStack(Stack):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.nightly_cases("scaled", "SGD", "8-bit")
 @pytest.mark.parametrize(
     ("device", "module", "options", "callbacks"),
     [
@@ -50,6 +51,7 @@ def test_five_unrolled_blocks_are_the_full_trace_event_for_event(device, module,
     assert shortened.parameters == full.parameters
 
 
+@pytest.mark.nightly
 def test_a_transformer_unrolls_to_its_full_trace():
     module = LanguageModel(tiny_gpt2(n_layer=8))
     shortened, full = (
@@ -208,6 +210,7 @@ class Flattens(Stack):
         self.norm = torch.cat([p.grad.flatten() for p in self.parameters()]).norm()
 
 
+@pytest.mark.nightly_cases("Scaled", "Keeps", "AtTheEighth", "Longer", "Flattens")
 @pytest.mark.parametrize("module", [EveryThird, Scaled, Keeps, AtTheEighth, Skips, Longer, Flattens])
 def test_blocks_that_are_not_all_are_traced_one_by_one(module):
     module = module(num_blocks=9)

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.nightly
 def test_names_are_registered_without_deepspeed():
     code = (
         "import sys, lightning_memfit.strategies as s\n"

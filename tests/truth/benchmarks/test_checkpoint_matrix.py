@@ -15,6 +15,7 @@ ONE = [End(kind, 1) for kind in ("single", "fsdp2_file", "zero_1", "zero_3", "ze
 WITH_SCALAR = {"single", "ddp", "zero_1", "zero_2", "zero_3"}
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly_cases("adamw")
 @pytest.mark.parametrize("subject", [Subject("adamw", False), Subject("sgd", True)], ids=lambda subject: subject.name)
 def test_training_goes_on_exactly_under_another_strategy(

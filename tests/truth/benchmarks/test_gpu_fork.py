@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu.fork import PARTS
 
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.nightly
 def test_forks_trace_on_the_cpu_and_the_parent_trains_on(tmp_path: Path) -> None:
     output = tmp_path / "fork.json"
     command = [sys.executable, "-m", "benchmarks.gpu.fork", "--device", "cpu", "--output", str(output)]

@@ -82,6 +82,7 @@ def test_the_added_line_is_all_it_takes(namespace, page, text):
     assert namespace["trainer"].global_step == 3
 
 
+@pytest.mark.nightly
 def test_the_guide_for_an_own_module_runs_from_top_to_bottom(namespace, capsys):
     text = "\n".join(block.values[1] for block in blocks("python") if "own_module" in block.id)
     exec(compile(text, "own_module.md", "exec"), namespace)

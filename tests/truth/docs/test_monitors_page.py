@@ -71,6 +71,7 @@ class Classifier(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.nightly
 def test_the_explanation_shown_is_what_is_said(tmp_path: Path) -> None:
     report = OutOfMemoryReport()
     trainer = quiet_trainer(report, MemoryLimit("160MiB"), max_epochs=1, default_root_dir=tmp_path)

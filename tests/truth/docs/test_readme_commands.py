@@ -67,6 +67,7 @@ def test_the_doctor_says_what_the_machine_has(capsys: pytest.CaptureFixture[str]
     assert "torch" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_plan_is_made_and_is_one_that_fit_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (plan,) = of("memfit plan")
     assert main(shlex.split(plan)[1:]) == 0

@@ -23,6 +23,7 @@ from .modules import WIDTH, Classifier, batch, ids, peak, really_run, same_event
 from .test_trace import Bag, Opaque, TakesAny, ragged
 
 
+@pytest.mark.nightly
 def test_every_size_follows_from_two():
     module, options = LanguageModel(tiny_gpt2()), StepOptions("bf16-mixed")
     profile = profile_module(module, ids(2), options, Emulation("cpu"))
@@ -148,6 +149,7 @@ class Contrastive(Classifier):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [1, 3])
 def test_memory_that_grows_faster_than_the_batch_is_followed(count, tmp_path):
     """The line through two sizes gave a hundredth of what a batch of 128 takes."""
@@ -202,6 +204,7 @@ class ReadsItsProgressBar(ShowsItsLoss):
         return super().training_step(batch, batch_idx) * (1.0 if shown < 10.0 else 2.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("module", "count"), [(ShowsItsLoss, 1), (ReadsItsProgressBar, 4)])
 def test_what_is_logged_for_a_progress_bar_is_assumed_only_if_it_is_asked_for(monkeypatch, module, count):
     traces = []

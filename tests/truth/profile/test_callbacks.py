@@ -169,6 +169,7 @@ def test_the_callback_is_left_alone(kind: Any) -> None:
     assert all(value is None or vars(callback)[name] == value for name, value in before.items())
 
 
+@pytest.mark.nightly
 def test_what_is_made_for_every_block_is_not_taken_for_one() -> None:
     data = torch.zeros(4, 16)
     profiles = [

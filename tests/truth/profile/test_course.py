@@ -45,6 +45,7 @@ def figure(profile):
     return estimate_step(profile).allocated_bytes
 
 
+@pytest.mark.nightly_cases("CriticFirst", "GeneratorFirst")
 @pytest.mark.parametrize(
     ("module", "batches"),
     [
@@ -75,6 +76,7 @@ def test_a_history_that_grows_over_several_steps_is_measured():
     assert figure(measure_step(module, batch())) == pytest.approx(true_peak(same, batch, 12), rel=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "draw",
     [
@@ -109,6 +111,7 @@ def test_a_plain_step_takes_two_batches_and_has_no_cautions():
     assert (profile.traced_batches, profile.growth, profile.cautions) == (2, None, ())
 
 
+@pytest.mark.nightly
 def test_memory_that_grows_is_named_and_predicted_for_an_epoch(tmp_path):
     module = KeepsOutputs()
     module.trainer = quiet_trainer(max_epochs=1, limit_train_batches=100)
@@ -147,6 +150,7 @@ def test_small_growth_that_stops_is_none():
     assert (profile.traced_batches, profile.growth, profile.cautions) == (3, None, ())
 
 
+@pytest.mark.nightly_cases("Swallows")
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -163,6 +167,7 @@ def test_what_does_not_end_is_refused(module, reason):
         measure_step(module(), batch(), limits=limits)
 
 
+@pytest.mark.nightly
 def test_a_loop_on_an_unknown_number_is_refused_at_its_line():
     words = r"depends on values that only real data can tell: .*a loop was taken to turn 3 times at .*schedules.py:\d+"
     with pytest.raises(TraceError, match=words):

@@ -222,6 +222,7 @@ class Mixture(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+@pytest.mark.nightly_cases("bf16-mixed")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_mixtures_of_experts_of_transformers_are_traced_for_cuda(precision):
     def expert_flops(length):

@@ -140,6 +140,7 @@ def test_the_key_changes_with_settings_and_versions(load, monkeypatch):
     assert len(keys) == 7
 
 
+@pytest.mark.nightly
 def test_another_process_has_the_same_key(load, tmp_path):
     load()  # writes the module's file
     script = textwrap.dedent(

@@ -77,6 +77,7 @@ def largest(found: Trace, category: Category) -> int:
     return found.events.breakdown_at(int(live.argmax())).get(category)
 
 
+@pytest.mark.nightly_cases("8-Fully")
 @pytest.mark.nightly_cases("8-hybrid", "11-", "8-gathered", "9-")
 @pytest.mark.parametrize(
     ("depth", "make", "size", "rank", "device", "callbacks"),
@@ -201,6 +202,7 @@ def test_other_sizes_follow_from_two_traces() -> None:
     assert int(profile.events_at(9).live_bytes().max()) == int(direct.events.live_bytes().max())
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_and_nothing_is_drawn() -> None:
     random.seed(3)
     expected = random.getstate()

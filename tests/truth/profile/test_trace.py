@@ -336,6 +336,7 @@ class MeasuresUnchecked(Measures):
     validates = False
 
 
+@pytest.mark.nightly_cases("ReadsFloats", "ExpertsBySplit", "MeasuresUnchecked")
 @pytest.mark.parametrize(("module", "make_batch", "options", "assumes"), CASES)
 def test_the_figure_is_that_of_a_real_run(module, make_batch, options, assumes):
     torch.manual_seed(0)
@@ -516,6 +517,7 @@ class Sparse(pl.LightningModule):
         return torch.optim.SparseAdam(list(self.parameters()))
 
 
+@pytest.mark.nightly_cases("GrowsIfTrue", "GrowsIfNegative", "SecondOrder")
 @pytest.mark.parametrize(
     ("module", "make_batch", "reason"),
     [
@@ -594,6 +596,7 @@ def test_an_error_that_may_come_from_fakes_names_the_line():
         trace_cpu(Shapes(), batch())
 
 
+@pytest.mark.nightly
 def test_what_a_package_reads_is_not_laid_to_who_asked_for_the_trace(tmp_path):
     """The script or console command that called for a trace is no line of the step."""
     source = """
@@ -720,6 +723,7 @@ class RejectsComparisons(RejectsNumbers):
         return drawn
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("module", [RejectsNumbers, RejectsComparisons])
 def test_a_loop_that_makes_no_tensors_may_turn_as_often_as_it_likes(module):
     began = time.process_time()
