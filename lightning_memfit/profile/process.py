@@ -541,6 +541,8 @@ def keep_inside(folder: str) -> None:
         folder: Where it may write, beside caches.
     """
     named = [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    with contextlib.suppress(OSError):
+        default_cache_folder().mkdir(parents=True, exist_ok=True)  # only folders that exist can be let through
     allowed = [folder, str(default_cache_folder()), os.path.expanduser("~/.cache"), *named]
     real = tuple(os.path.join(os.path.realpath(one), "") for one in allowed)
 
