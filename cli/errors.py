@@ -151,30 +151,18 @@ def report_unexpected(error: BaseException) -> int:
     error = original(error)
     from lightning_memfit.profile.culprit import is_of_this_package
 
+    from .explain import reasons_of
+
     own_kind = any(map(is_of_this_package, type(error).__mro__))
     told = str(error) if own_kind else traceback.format_exception_only(type(error), error)[-1].strip()
     place, of_rank = _place(error), _of_rank(told)
     if of_rank is not None:
         told, place = of_rank
-    lines = _told_of_values(told) or [line for line in told.splitlines() if line.strip()]
+    lines = reasons_of(told) or [line for line in told.splitlines() if line.strip()]
     shown = "\n".join(lines[:_MOST_LINES])[:_MOST_CHARACTERS]
     more = " ..." if len(shown) < len("\n".join(lines)) else ""
     print(f"memfit: error: {shown}{more} ({place}). {_where_more(error, code)}", file=sys.stderr)
     return code
-
-
-_NO_REASON = (
-    *("Does not validate", "Not a valid subclass", "Expected a <class 'NoneType'>", "Subtypes:"),
-    *("a dict ", "a class "),
-)
-
-
-def _told_of_values(told: str) -> list[str]:
-    """What is wrong with a value that none of the types takes which jsonargparse has tried; empty for other errors."""
-    if "Does not validate against any of the Union subtypes" not in told:
-        return []
-    reasons = [line.strip(" -") for line in told.splitlines() if line.lstrip().startswith("- ")]
-    return [reason for reason in dict.fromkeys(reasons) if not reason.startswith(_NO_REASON)]
 
 
 def _of_rank(told: str) -> tuple[str, str] | None:

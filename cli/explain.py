@@ -58,7 +58,28 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
         return f"`--{match['key']}.help` needs the name of a class, such as {', '.join(_own_callbacks())}."
     if match := _COMMAND_LINE.search(message) or _TOP_OPTION.search(message):
         return f"there is no option `{match['key']}`. {_closest_option(match['key'], set(options_of(parser)))}"
-    return message
+    return f"{where}{'; '.join(reasons)}" if (reasons := reasons_of(message)) else message
+
+
+_NO_REASON = (
+    *("Does not validate", "Not a valid subclass", "Expected a <class 'NoneType'>", "Subtypes:"),
+    *("a dict ", "a class "),
+)
+
+
+def reasons_of(told: str) -> list[str]:
+    """What is wrong with a value that none of the types takes which jsonargparse has tried; empty for other errors."""
+    if "Does not validate against any of the Union subtypes" not in told:
+        return []
+    _, *lines = told.splitlines()
+    keys = [f"`{match['key']}`" for line in lines if (match := _PARSER_KEY.search(line))]
+    values = [line.strip() for line in lines if line.strip().startswith("Given value: ") and len(line) < _MOST_SHOWN]
+    reasons = [line.strip(" -").rstrip(":") for line in lines if line.lstrip().startswith("- ")]
+    return [reason for reason in dict.fromkeys((*keys, *reasons, *values[:1])) if not reason.startswith(_NO_REASON)]
+
+
+_MOST_SHOWN = 120
+"""Characters of a value that is shown."""
 
 
 def _import_failure(class_path: str) -> str | None:

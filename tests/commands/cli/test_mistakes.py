@@ -5,6 +5,7 @@ import time
 
 import pytest
 import yaml
+from lightning.pytorch.callbacks.timer import Interval
 
 import cli.fit  # noqa: F401  Lightning's log handler must not hold the stderr of one test
 from cli.errors import RunFailedError, readable_errors, report_unexpected
@@ -47,6 +48,10 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"trainer": {"callbacks": [callback("lightning.pytorch.callbacks.Timer", duration=600)]}},
+            "`duration`; Problem with given class_path 'lightning.pytorch.callbacks.Timer'; Expected a <class 'str'>",
+        ),
         ({"trainer": {"strategy": "none"}}, "invalid strategy name: `strategy='none'`"),
         ({"trainer": {"devices": [0, 3]}}, "`devices` selected with `CPUAccelerator` should be an int > 0"),
         ({"trainer": {"devices": "two"}}, "`devices` selected with `CPUAccelerator` should be an int > 0"),
@@ -134,6 +139,11 @@ def test_mistakes(run, tmp_path, changes, message):
     assert told.count("memfit: error: ") == 1
     assert "Traceback" not in told
     assert left(tmp_path) == []
+
+
+def test_a_text_with_an_enum_as_default_is_written_as_text():
+    """As Lightning's `Timer(interval=Interval.step)`, which every recipe with one passes on."""
+    assert yaml.safe_dump({"interval": Interval.step}) == "interval: step\n"
 
 
 def test_a_bomb_of_aliases_is_refused_at_once(run):
