@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import lightning_memfit
@@ -74,7 +75,11 @@ def reasons_of(told: str) -> list[str]:
     _, *lines = told.splitlines()
     keys = [f"`{match['key']}`" for line in lines if (match := _PARSER_KEY.search(line))]
     values = [line.strip() for line in lines if line.strip().startswith("Given value: ") and len(line) < _MOST_SHOWN]
-    reasons = [line.strip(" -").rstrip(":") for line in lines if line.lstrip().startswith("- ")]
+    reasons = [line.strip(" -") for line in lines if line.lstrip().startswith("- ")]
+    for line, following in pairwise(lines):  # the error of a constructor follows its class
+        if line.strip(" -") in reasons and line.endswith(":") and not _PARSER_KEY.search(following):
+            reasons[reasons.index(line.strip(" -"))] += f" {following.strip()}"
+    reasons = [reason.removesuffix(":") for reason in reasons]
     return [reason for reason in dict.fromkeys((*keys, *reasons, *values[:1])) if not reason.startswith(_NO_REASON)]
 
 

@@ -52,9 +52,9 @@ class TrainerAttachment:
         self._inside = False
         self._undo = [wrap_method(strategy, name, self._activated) for name in _DEVICE_WORK]
         self._undo.append(wrap_method(strategy, "batch_to_device", self._counting_batches))
-        module = strategy.lightning_module
-        for name in _EPOCH_ENDS:
-            if getattr(type(module), name, None) is not getattr(LightningModule, name):
+        module = getattr(strategy, "lightning_module", None)
+        for name in _EPOCH_ENDS if module is not None else ():
+            if getattr(type(module), name, None) not in (None, getattr(LightningModule, name)):
                 self._undo.append(wrap_method(module, name, self._activated))
 
     def detach(self) -> None:

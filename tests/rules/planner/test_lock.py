@@ -220,6 +220,8 @@ def test_variables_that_this_package_asks_for_count(
 
 
 _DECIDE_NOTHING = {
+    "TMPDIR",  # which processes that trace are given
+    "TORCHINDUCTOR_CACHE_DIR",
     "MEMFIT_CACHE",  # where caches are
     "XDG_CACHE_HOME",
     "MEMFIT_NVME_PATH",  # an option of the command

