@@ -66,13 +66,13 @@ def describe(value: Any) -> str:
     return hashlib.sha256(repr((description.digest.hexdigest(), description.code())).encode()).hexdigest()
 
 
-_VARIABLE = re.compile(r"""["']([A-Z][A-Z0-9_]*)["']""")
+_VARIABLE = re.compile(r"""["'](?!PL_)([A-Z][A-Z0-9_]*)["']""")
 
 
 def variables_in(source: str) -> frozenset[str]:
     """Names of environment variables that a module may ask for: texts in capitals, if it speaks of the environment.
 
-    A name that is put together from others is not seen.
+    A name that is put together from others is not seen, and those that Lightning sets (`PL_...`) don't count.
     """
     return frozenset(_VARIABLE.findall(source)) if "environ" in source or "getenv" in source else frozenset()
 
