@@ -63,7 +63,7 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 _NO_REASON = (
-    *("Does not validate", "Not a valid subclass", "Expected a <class 'NoneType'>", "Subtypes:"),
+    *("Does not validate", "Not a valid subclass", "Expected a <class 'NoneType'>"),
     *("a dict ", "a class "),
 )
 

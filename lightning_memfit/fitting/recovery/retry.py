@@ -36,8 +36,6 @@ def retry(
     undo: Callable[[], None] = lambda: None,
     prepare: Callable[[], object] = lambda: None,
     obstacle: Callable[[], str | None] = _no_obstacle,
-    repeats: int = NUM_REPEATS,
-    failure: Exception | None = None,
 ) -> T:
     """Call a function, and call it again after an out-of-memory error.
 
@@ -48,19 +46,16 @@ def retry(
         undo: Puts back what `action` may have changed; called after every out-of-memory error, the last included.
         prepare: Called before every repetition, with memory released.
         obstacle: Asked after an error, before `undo`; returns why the action can't be repeated, else None.
-        repeats: How often to call it again.
-        failure: What the first call has ended in, if the caller has made it already.
 
     Raises:
         MemoryExhausted: If memory runs out each time, or there is an obstacle.
     """
     failures = 0
     while True:
-        if failure is None:
-            try:
-                return action()
-            except Exception as error:
-                failure = error
+        try:
+            return action()
+        except Exception as error:
+            failure = error
         if isinstance(failure, MemoryExhausted) or not is_out_of_memory(failure):
             raise failure
         failures += 1
@@ -71,13 +66,13 @@ def retry(
         undo()
         if hindrance is not None:
             raise MemoryExhausted(f"Memory ran out in {where}. {hindrance} {remedy} {message}") from failure
-        if failures > repeats:
+        if failures > NUM_REPEATS:
             raise MemoryExhausted(
                 f"Memory ran out in {where} {failures} times in a row, although cached memory was released before "
                 f"each repetition. Weights and optimizer states are those before it. {remedy} {message}"
             ) from failure
         rank_zero_warn(f"Memory ran out in {where}; it is repeated with cached memory released. {message}")
-        failure = None
+        del failure
         prepare()
 
 

@@ -182,7 +182,7 @@ class MicroBatching(KeepsRandomNumbers):
             self._lent = lend_batch_size(trainer, pl_module, local_batch_size_for(trainer, self.global_batch_size))
         self._predictor = self.options.predictor
         self._is_divided = is_divided(trainer)
-        if self._predictor is None and self.may_trace and self._searches(trainer):
+        if self._predictor is None and self.may_trace and self._wants_prediction(trainer):
             self._predictor = predict_sizes(trainer, pl_module)
         self._whole_steps.setup(trainer, pl_module, stage)
         self.follow_random_numbers(trainer, stage)
@@ -267,7 +267,7 @@ class MicroBatching(KeepsRandomNumbers):
         """Whether this callback predicts memory for the size in use."""
         return isinstance(self._predictor, SizePrediction) and not self._is_divided
 
-    def _searches(self, trainer: Trainer) -> bool:
+    def _wants_prediction(self, trainer: Trainer) -> bool:
         """Whether a prediction can help a search for the size, or tell a `MemoryPrediction` what a given one takes."""
         _, split_batch, num_samples = self._hooks
         module = trainer.lightning_module
