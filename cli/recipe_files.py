@@ -18,8 +18,6 @@ class Task(NamedTuple):
     words: str
     sample: str
     """How large a sample is, of which a micro-batch has so many."""
-    takes_model: bool = True
-    """Whether a model of `models/` is laid over it."""
 
 
 TASKS = {
@@ -27,12 +25,6 @@ TASKS = {
     "chat_lora": Task("instruction tuning, LoRA", "2,048 tokens"),
     "chat_qlora": Task("instruction tuning, QLoRA", "2,048 tokens"),
     "pretrain": Task("continued pre-training, all weights", "2,048 tokens"),
-    "dpo_full": Task("preference tuning, all weights", "2 x 1,024 tokens"),
-    "dpo_lora": Task("preference tuning, LoRA", "2 x 1,024 tokens"),
-    "vit": Task("image classification", "224 x 224 pixels", takes_model=False),
-    "convnext": Task("image classification", "224 x 224 pixels", takes_model=False),
-    "whisper": Task("speech recognition", "30 s of sound", takes_model=False),
-    "diffusion_unet": Task("diffusion model of images", "128 x 128 pixels", takes_model=False),
 }
 """Recipes by what people come for."""
 

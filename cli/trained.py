@@ -10,7 +10,8 @@ from lightning_memfit.data.pairs import set_languages
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.hub import asked_once
 from lightning_memfit.models.architecture import auto_class
-from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint, refuse_no_language_model
+from lightning_memfit.models.network_module import ARCHITECTURE_KEY
+from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,7 +84,8 @@ def load_verified(ckpt_path: str) -> dict[str, Any]:
     path = Path(ckpt_path).expanduser()
     verify(path)
     checkpoint = consolidated(path) if path.is_dir() else load_checkpoint(path)
-    refuse_no_language_model(checkpoint, path)
+    if ARCHITECTURE_KEY not in checkpoint:
+        raise ValueError(f"`ckpt_path={ckpt_path!r}` is not a checkpoint of a CausalLM.")
     return checkpoint
 
 

@@ -16,14 +16,10 @@ if TYPE_CHECKING:
     from lightning_memfit.bench.run_timeline import RunTimeline as RunTimeline
     from lightning_memfit.checkpointing.check import InexactRecomputationError as InexactRecomputationError
     from lightning_memfit.data import ChatData as ChatData
-    from lightning_memfit.data import ImageData as ImageData
     from lightning_memfit.data import PairData as PairData
-    from lightning_memfit.data import PreferenceData as PreferenceData
     from lightning_memfit.data import RandomTensors as RandomTensors
     from lightning_memfit.data import RandomTokens as RandomTokens
-    from lightning_memfit.data import SpeechData as SpeechData
     from lightning_memfit.data import StandardLibraryChats as StandardLibraryChats
-    from lightning_memfit.data import StandardLibraryComparisons as StandardLibraryComparisons
     from lightning_memfit.data import StandardLibraryPairs as StandardLibraryPairs
     from lightning_memfit.data import StandardLibraryText as StandardLibraryText
     from lightning_memfit.data import TextData as TextData
@@ -43,9 +39,6 @@ if TYPE_CHECKING:
     from lightning_memfit.memory import format_bytes as format_bytes
     from lightning_memfit.memory import parse_bytes as parse_bytes
     from lightning_memfit.models import CausalLM as CausalLM
-    from lightning_memfit.models import DiffusionUNet as DiffusionUNet
-    from lightning_memfit.models import ImageClassifier as ImageClassifier
-    from lightning_memfit.models import PreferenceLM as PreferenceLM
     from lightning_memfit.models import Seq2SeqLM as Seq2SeqLM
     from lightning_memfit.models import SequenceClassifier as SequenceClassifier
     from lightning_memfit.planner.feedback import PlanFeedback as PlanFeedback
@@ -89,14 +82,11 @@ _PUBLIC = {
     "DataLoading": "lightning_memfit.techniques.data_loading",
     "DataParallelStrategy": "lightning_memfit.strategies",
     "DataWaitMonitor": "lightning_memfit.measure.data_wait",
-    "DiffusionUNet": "lightning_memfit.models",
     "FlopsMonitor": "lightning_memfit.measure.utilization",
     "FullyShardedStrategy": "lightning_memfit.strategies",
     "GradientRelease": "lightning_memfit.techniques.gradient_release",
     "HalfPrecision": "lightning_memfit.techniques.mixed_precision",
     "HostMasterWeights": "lightning_memfit.techniques.host_master_weights",
-    "ImageClassifier": "lightning_memfit.models",
-    "ImageData": "lightning_memfit.data",
     "InexactRecomputationError": "lightning_memfit.checkpointing.check",
     "Lora": "lightning_memfit.techniques.lora",
     "MemFit": "lightning_memfit.fitting.auto",
@@ -111,8 +101,6 @@ _PUBLIC = {
     "PairData": "lightning_memfit.data",
     "PlanFeedback": "lightning_memfit.planner.feedback",
     "Preemption": "lightning_memfit.reliability.preemption",
-    "PreferenceData": "lightning_memfit.data",
-    "PreferenceLM": "lightning_memfit.models",
     "QuantizedWeights": "lightning_memfit.techniques.quantized_weights",
     "RandomTensors": "lightning_memfit.data",
     "RandomTokens": "lightning_memfit.data",
@@ -123,9 +111,7 @@ _PUBLIC = {
     "SequenceClassifier": "lightning_memfit.models",
     "Setting": "lightning_memfit.techniques.core.setting",
     "SimulatedDevice": "lightning_memfit.device.limit",
-    "SpeechData": "lightning_memfit.data",
     "StandardLibraryChats": "lightning_memfit.data",
-    "StandardLibraryComparisons": "lightning_memfit.data",
     "StandardLibraryPairs": "lightning_memfit.data",
     "StandardLibraryText": "lightning_memfit.data",
     "StochasticRounding": "lightning_memfit.techniques.bf16_stochastic_rounding",

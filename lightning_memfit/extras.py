@@ -17,10 +17,6 @@ EXTRAS = {
     "peft": "lora",
     "torchao": "torchao",
     "matplotlib": "plot",
-    "PIL": "vision",
-    "diffusers": "diffusion",
-    "soundfile": "audio",
-    "scipy": "audio",
 }
 """The extra of ours that installs a package, by the package's name."""
 

@@ -32,7 +32,7 @@ IN_WHEEL = (
     "lightning_memfit/estimate/architectures.json",
 )
 IN_SDIST = ("README.md", "LICENSE", "pyproject.toml", "cli/main.py", "recipes/quickstart.yaml")
-EXTRAS = ("datasets", "deepspeed", "diffusers", "matplotlib", "peft", "soundfile", "torchao", "wandb")
+EXTRAS = ("datasets", "deepspeed", "matplotlib", "peft", "torchao", "wandb")
 NAMED = ("--model", "gpt2", "--micro-batch-size", "1", "--sequence-length", "128", "--device", "RTX 3060")
 
 

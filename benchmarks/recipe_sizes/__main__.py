@@ -4,7 +4,7 @@
     python -m benchmarks.recipe_sizes --plans      # and plans for these cards, which take minutes each
 
 Nothing is trained or downloaded: the figures are those of `memfit estimate`, from one trace for each row, and of
-`memfit plan`. Both are written into docs/guides/chats.md and docs/guides/recipes.md.
+`memfit plan`. Both are written into docs/guides/chats.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.marks import insert
 from cli.main import main as memfit
 from cli.recipe_files import FOLDER, SIZES, TASKS
@@ -31,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 PLANS = ROOT / "benchmarks" / "results" / "recipe_plans.json"
 PAGES: Mapping[Path, tuple[str, ...]] = {
     ROOT / "docs" / "guides" / "chats.md": ("chat_full", "chat_lora", "chat_qlora", "pretrain"),
-    ROOT / "docs" / "guides" / "recipes.md": ("dpo_full", "dpo_lora", "vit", "convnext", "whisper", "diffusion_unet"),
 }
 """Pages that show what recipes need, and the recipes of each, in this order."""
 Row = Mapping[str, Any]
@@ -43,31 +40,18 @@ def models() -> list[str]:
     return sorted(names, key=lambda name: name != "models/qwen3")
 
 
-def wanted() -> list[tuple[str, str | None]]:
-    """Recipes of `TASKS` with a model that is laid over them; None for recipes that have their own.
-
-    Recipes for preferences come with the one that they name themselves; others differ from it as they do for chats.
-    """
-    found: list[tuple[str, str | None]] = []
-    for recipe, task in TASKS.items():
-        of_recipe = models()[:1] if recipe.startswith("dpo") else models()
-        found += [(recipe, model) for model in (of_recipe if task.takes_model else [None])]
-    return found
+def wanted() -> list[tuple[str, str]]:
+    """Recipes of `TASKS`, each with every model that can be laid over it."""
+    return list(itertools.product(TASKS, models()))
 
 
-def own_model(recipe: str) -> str:
-    """The model that a recipe names itself."""
-    text = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text(encoding="utf-8"))
-    return str(text["model"]["init_args"].get("pretrained", "random weights"))
-
-
-def estimate(recipe: str, model: str | None, device: str) -> dict[str, Any]:
+def estimate(recipe: str, model: str, device: str) -> dict[str, Any]:
     """Return what `memfit estimate --json` prints.
 
     Raises:
         RuntimeError: If it can't tell.
     """
-    return _printed(["estimate", "--config", recipe, *(["--config", model] if model else []), "--device", device])
+    return _printed(["estimate", "--config", recipe, "--config", model, "--device", device])
 
 
 def _printed(arguments: list[str]) -> dict[str, Any]:
@@ -80,13 +64,13 @@ def _printed(arguments: list[str]) -> dict[str, Any]:
     return found
 
 
-def row_of(recipe: str, model: str | None) -> dict[str, Any]:
+def row_of(recipe: str, model: str) -> dict[str, Any]:
     """Return a row of the file: the model's name, and the largest micro-batch by device, 0 where not even one fits."""
     found = {device: estimate(recipe, model, device) for device in DEVICES}
     first = found[DEVICES[0]]
     return {
         "recipe": recipe,
-        "model": model or own_model(recipe),
+        "model": model,
         "num_parameters": first["num_parameters"],
         "sequence_length": first["sequence_length"],
         "largest_micro_batch": {device: one["largest_micro_batch_size"] or 0 for device, one in found.items()},
@@ -147,7 +131,7 @@ def main() -> None:
     """Add the missing rows, one at a time, and write the pages."""
     rows = json.loads(SIZES.read_text())["rows"] if SIZES.exists() else []
     for recipe, model in wanted():
-        if any((row["recipe"], row["model"]) == (recipe, model or own_model(recipe)) for row in rows):
+        if any((row["recipe"], row["model"]) == (recipe, model) for row in rows):
             continue
         row = row_of(recipe, model)
         rows = sorted([*rows, row], key=lambda row: (row["recipe"], row["model"]))

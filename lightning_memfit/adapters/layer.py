@@ -97,7 +97,7 @@ class FrozenLinear(nn.Module):
         else:
             assert raw is not None
             output = F.linear(input, raw, self.bias)
-        if self.lora_A is None or self.lora_B is None or self.lora_dropout is None or _switched_off:
+        if self.lora_A is None or self.lora_B is None or self.lora_dropout is None:
             return output
         inner, outer = self.lora_A[NAME], self.lora_B[NAME]
         change: Tensor = outer(inner(self.lora_dropout(input))) * self.lora_scale
@@ -121,7 +121,7 @@ class FrozenLinear(nn.Module):
             weight: Tensor = self.raw if self.codes is None else self.codes.dequantize(self.like.dtype)
             if self.codes is not None and is_conv1d(self):
                 weight = weight.t()
-            if self.lora_A is None or self.lora_B is None or _switched_off:
+            if self.lora_A is None or self.lora_B is None:
                 return weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             first, second = self.factors()
@@ -354,7 +354,6 @@ def drop_adapter(layer: FrozenLinear) -> None:
 
 _depth = 0
 _watched = 0
-_switched_off = 0
 
 
 def watch_layers(change: int) -> None:
@@ -364,20 +363,6 @@ def watch_layers(change: int) -> None:
     """
     global _watched
     _watched += change
-
-
-@contextmanager
-def adapters_off() -> Iterator[None]:
-    """Within this context layers compute with their frozen weights alone, as before they had adapters.
-
-    Not for what is recomputed in a backward pass, which may run outside of it.
-    """
-    global _switched_off
-    _switched_off += 1
-    try:
-        yield
-    finally:
-        _switched_off -= 1
 
 
 @contextmanager

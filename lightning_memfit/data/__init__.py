@@ -1,15 +1,11 @@
 """LightningDataModules that ship with the package."""
 
 from lightning_memfit.data.chats import ChatData
-from lightning_memfit.data.images import ImageData
 from lightning_memfit.data.pairs import PairData
-from lightning_memfit.data.preferences import PreferenceData
 from lightning_memfit.data.random_tensors import RandomTensors
 from lightning_memfit.data.random_tokens import RandomTokens
-from lightning_memfit.data.speech import SpeechData
 from lightning_memfit.data.standard_library import (
     StandardLibraryChats,
-    StandardLibraryComparisons,
     StandardLibraryPairs,
     StandardLibraryText,
 )
@@ -17,14 +13,10 @@ from lightning_memfit.data.text import TextData
 
 __all__ = [
     "ChatData",
-    "ImageData",
     "PairData",
-    "PreferenceData",
     "RandomTensors",
     "RandomTokens",
-    "SpeechData",
     "StandardLibraryChats",
-    "StandardLibraryComparisons",
     "StandardLibraryPairs",
     "StandardLibraryText",
     "TextData",

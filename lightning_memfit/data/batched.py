@@ -65,15 +65,8 @@ class Part(NamedTuple):
     """Batches of the present size that stand for what was done before."""
 
 
-class Visit(NamedTuple):
-    """A sample in an epoch, for data sets whose samples are others in each: what is drawn then follows from it."""
-
-    place: int
-    epoch: int
-
-
 class EffectiveBatchSampler(DistributedSampler[Any]):
-    """Shuffled indices of one process, in whole effective batches; `Visit` for data sets that say `takes_visits`.
+    """Shuffled indices of one process, in whole effective batches.
 
     Samples that do not fill the last effective batch of an epoch are left out, different ones in each epoch. Because it
     is a `DistributedSampler`, Lightning keeps it and sets its epoch.
@@ -143,8 +136,6 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))  # type: ignore[arg-type]
         indices = order[self.part.start + self.rank : self.part.end : self.num_replicas].tolist()
-        if getattr(self.dataset, "takes_visits", False):
-            return (Visit(index, self.epoch) for index in indices)
         return iter(indices)
 
 

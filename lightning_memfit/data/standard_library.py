@@ -22,7 +22,6 @@ from lightning_memfit.data.chat_template import CHATML
 from lightning_memfit.data.chats import ChatEncoder, PackedChats
 from lightning_memfit.data.packed import PackedText, join
 from lightning_memfit.data.pairs import PairedText
-from lightning_memfit.data.preferences import ComparedAnswers, Comparison, comparison_of
 from lightning_memfit.data.sources import content_hash, validation_mask
 from lightning_memfit.data.tokenization import BYTES, encode
 
@@ -230,73 +229,6 @@ class StandardLibraryChats(PackedChats):
             for side in (False, True)
         )
         return train, val
-
-
-class StandardLibraryComparisons(ComparedAnswers):
-    """Questions about functions, with what one does as the better answer and what another does as the worse one.
-
-    They need no network and no files.
-
-    Args:
-        tokenizer: `bytes`, a local folder or a hub name.
-        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
-        template_options: Further variables of the template.
-        date: Day for templates that write today's.
-        sequence_length: Tokens of a conversation.
-        batch_size: Comparisons in a micro-batch of one device, of two conversations each.
-        global_batch_size: Comparisons in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the comparisons kept for validation, chosen by their prompts.
-        num_workers: Loader processes.
-        seed: Seed for the order of the training comparisons.
-        max_files: Read only this many files, in the order of their names. Null: all of them.
-
-    Raises:
-        ValueError: If a number is out of range, or the tokenizer or its template can't be used.
-    """
-
-    def __init__(
-        self,
-        tokenizer: str = BYTES,
-        chat_template: str | None = CHATML,
-        template_options: dict[str, Any] | None = None,
-        date: str = "2024-07-26",
-        sequence_length: int = 256,
-        batch_size: int = 8,
-        global_batch_size: int | None = None,
-        val_fraction: float = 0.05,
-        num_workers: int = 1,
-        seed: int = 0,
-        max_files: int | None = None,
-    ) -> None:
-        super().__init__(
-            tokenizer,
-            chat_template,
-            template_options,
-            date,
-            sequence_length,
-            batch_size,
-            global_batch_size,
-            val_fraction,
-            num_workers,
-            seed,
-        )
-        self.max_files = _checked_max_files(max_files)
-        self.save_hyperparameters()
-
-    @override
-    def load_comparisons(self) -> tuple[list[Comparison], list[Comparison]]:
-        """Make the comparisons in memory, and split them."""
-        questions: list[tuple[dict[str, str], dict[str, str]]] = []
-        for text in read_standard_library()[: self.max_files]:
-            for chat in chats_about(text):
-                questions += zip(chat[::2], chat[1::2], strict=True)
-        return self.split(
-            [
-                comparison_of([question], [answer], [other])
-                for (question, answer), (_, other) in zip(questions, [*questions[1:], questions[0]], strict=True)
-                if answer != other
-            ]
-        )
 
 
 def chats_about(text: str) -> list[list[dict[str, str]]]:

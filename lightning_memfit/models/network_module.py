@@ -164,11 +164,6 @@ class NetworkModule(pl.LightningModule):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    @property
-    def remade_weights(self) -> tuple[str, ...]:
-        """Beginnings of the names of weights that checkpoints lack, as the module makes them again by itself."""
-        return ()
-
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add architecture (a checkpoint loads without the hub) and every rank's random state (dropout continues).

@@ -51,28 +51,6 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-def refuse_no_language_model(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Refuse a checkpoint of a network that reads and writes no language, such as an image classifier.
-
-    Raises:
-        ValueError: If it is one.
-    """
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    )
-
-    kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
-    named = checkpoint.get(ARCHITECTURE_KEY, {}).get("model_type")
-    if named is None or not any(type(_architecture_of(checkpoint)) in kind for kind in kinds):
-        what = "no model of transformers" if named is None else f"a {named!r} model"
-        raise ValueError(
-            f"`ckpt_path={str(path)!r}` holds {what}, and this command takes language models. Other modules write "
-            "their folder from Python, where the run ends: `ImageClassifier.export`, `DiffusionUNet.export`."
-        )
-
-
 def network_from_checkpoint(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """Build the trained network in evaluation mode and in its saved precision, without asking the hub.
 

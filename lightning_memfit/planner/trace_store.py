@@ -97,7 +97,7 @@ class TraceStore:
     def plain(self) -> ModelProfile:
         """The step in the recipe's precision, with its own adapters and no other technique.
 
-        What is trained by adapters may have no step without them: a preference's reference is the model without.
+        What is trained by adapters may have no step without them, as where the model without is a reference.
 
         Values that it has to assume are checked here, once for all settings: they are those of the step, whatever
         techniques run with it.

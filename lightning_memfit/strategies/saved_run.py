@@ -568,8 +568,6 @@ def check_left_out(
 def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str], module: nn.Module) -> None:
     """Refuse a checkpoint whose weights have other names than the module's.
 
-    What the module makes again by itself may be missing: its attribute `remade_weights` has beginnings of such names.
-
     Args:
         path: The checkpoint, for messages.
         saved: Names in the checkpoint.
@@ -579,8 +577,7 @@ def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str], mod
     Raises:
         ValueError: Naming the first of them.
     """
-    remade = tuple(getattr(module, "remade_weights", ()))
-    missing = sorted(name for name in {*live} - {*saved} if not name.startswith(remade))
+    missing = sorted({*live} - {*saved})
     unexpected = sorted({*saved} - {*live})
     if missing or unexpected:
         found = [f"has no {listed(missing)}"] if missing else []

@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import lightning_memfit.strategies  # noqa: F401  registers the names
 from lightning_memfit.memory.collectives import whole_state_dict
-from lightning_memfit.models import CausalLM, DiffusionUNet, PreferenceLM
+from lightning_memfit.models import CausalLM
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
 
@@ -132,29 +132,12 @@ def test_hooks_before_a_forward_find_whole_weights(tmp_path):
         assert ended.result == pytest.approx(plain.result, abs=1e-5)
 
 
-class Preferring(PreferenceLM):
-    """Keeps its losses."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.__dict__.setdefault("seen", []).append(float(loss.detach()))
-        return loss
-
-
-def preferences():
-    ids = torch.randint(1, 64, (8, 2, 12), generator=torch.Generator().manual_seed(1))
-    rows = [{"input_ids": one, "labels": one, "attention_mask": torch.ones_like(one)} for one in ids]
-    return torch.utils.data.DataLoader(rows)
-
-
 def copies_under(strategy):
     torch.manual_seed(torch.distributed.is_initialized())
     module, data = Copied(), torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     options = {"strategy": strategy, "devices": 2, "max_steps": 1}
     quiet_trainer(**options).fit(module, torch.utils.data.DataLoader(data, batch_size=4))
-    preferring = Preferring(beta=1.0, config=TINY)
-    quiet_trainer(**options).fit(preferring, preferences())
-    return module.differences, preferring.seen
+    return module.differences
 
 
 def test_copies_of_partitioned_networks_are_whole(tmp_path):
@@ -162,40 +145,25 @@ def test_copies_of_partitioned_networks_are_whole(tmp_path):
     pytest.importorskip("deepspeed")
     for ended in run_ranks(copies_under, 2, tmp_path, "memfit_zero_3"):
         assert not ended.error, ended.output
-        differences, losses = ended.result
-        assert differences == [0.0, 0.0]
-        assert losses == pytest.approx([0.693147], abs=1e-5), "the reference is the model"
-
-
-UNET = {"sample_size": 4, "in_channels": 1, "out_channels": 1, "layers_per_block": 1, "norm_num_groups": 4}
-UNET |= {"block_out_channels": (8,), "down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+        assert ended.result == [0.0, 0.0]
 
 
 def exports_under(strategy, folder):
     torch.manual_seed(1)
     words = torch.randint(1, 64, (8, 12), generator=torch.Generator().manual_seed(1))
-    images = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(1))
-    refused = []
-    for module, rows in (
-        (CausalLM(config=TINY, optimizer="SGD"), [{"input_ids": one, "labels": one} for one in words]),
-        (DiffusionUNet(config=UNET, optimizer="SGD"), [{"pixel_values": one} for one in images]),
-    ):
-        trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=1)
-        trainer.fit(module, torch.utils.data.DataLoader(rows))
-        target = folder / type(module).__name__.removeprefix("FSDP")  # which FSDP2 puts before it
-        assert module.export(target) == target
-        trainer.strategy.barrier()
-        if strategy != "memfit_ddp":
-            with pytest.raises(ValueError, match="is not empty") as told:
-                module.export(target)
-            refused.append(str(told.value))
-    return refused
+    module, rows = CausalLM(config=TINY, optimizer="SGD"), [{"input_ids": one, "labels": one} for one in words]
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=1)
+    trainer.fit(module, torch.utils.data.DataLoader(rows))
+    assert module.export(folder / "exported") == folder / "exported"
+    trainer.strategy.barrier()
+    if strategy != "memfit_ddp":
+        with pytest.raises(ValueError, match="is not empty"):
+            module.export(folder / "exported")
 
 
 def test_exports_have_whole_weights_and_one_writer(tmp_path):
     """A rank's part of a weight is no weight, and a folder that all ranks write to is damaged."""
     pytest.importorskip("deepspeed")
-    pytest.importorskip("diffusers")
     found = {}
     for strategy in ("memfit_ddp", "memfit_zero_3", "memfit_fsdp2"):
         for ended in run_ranks(exports_under, 2, tmp_path / f"ranks_{strategy}", strategy, tmp_path / strategy):
@@ -206,52 +174,9 @@ def test_exports_have_whole_weights_and_one_writer(tmp_path):
             for name, weight in load_file(path).items()
         }
     expected = found.pop("memfit_ddp")
-    assert len(expected) > 20
+    assert len(expected) > 10
     for weights in found.values():
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)  # the UNet draws its noise
-
-
-def preferring_under(strategy, pretrained, folder, elsewhere=None):
-    """Losses after resuming from this run's checkpoint and from another's, and what validations tell of them."""
-
-    def ran(max_steps, path=None):
-        torch.manual_seed(1)
-        module = Preferring(beta=1.0, pretrained=str(pretrained), learning_rate=1e-2)
-        trainer = quiet_trainer(strategy=strategy, devices=1, max_steps=max_steps)
-        trainer.fit(module, preferences(), ckpt_path=path)
-        return trainer, module.seen
-
-    trainer, _ = ran(1)
-    trainer.save_checkpoint(folder / "one.ckpt")
-    found = []
-    for path in filter(None, (folder / "one.ckpt", elsewhere)):
-        module = Preferring(beta=1.0, pretrained=str(pretrained))
-        told = quiet_trainer(strategy=strategy, devices=1).validate(module, preferences(), str(path), verbose=False)
-        found.append((ran(2, path)[1], told[0]["val_loss"]))
-    return found
-
-
-@pytest.mark.nightly
-def test_preferences_resume_beside_a_reference_that_is_read_again(tmp_path):
-    """Checkpoints lack the reference of a pretrained model, which is no fault of theirs."""
-    pytest.importorskip("deepspeed")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
-    model.save_pretrained(tmp_path / "model")
-    (ended,) = run_ranks(preferring_under, 1, tmp_path / "ddp", "memfit_ddp", tmp_path / "model", tmp_path / "ddp")
-    assert not ended.error, ended.output
-    ((expected, told),) = ended.result
-    assert expected[0] != pytest.approx(0.693147, abs=1e-2)
-    for strategy in ("memfit_zero_2", "memfit_zero_3", "memfit_fsdp2"):
-        folder = tmp_path / strategy
-        arguments = (strategy, tmp_path / "model", folder, tmp_path / "ddp" / "one.ckpt")
-        (ended,) = run_ranks(preferring_under, 1, folder, *arguments)
-        assert not ended.error, ended.output
-        for losses, loss in ended.result:
-            assert losses == pytest.approx(expected, abs=1e-5)
-            assert loss == pytest.approx(told, abs=1e-5)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4)
 
 
 class Pretrained(LightningModule):

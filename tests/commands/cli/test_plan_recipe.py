@@ -10,13 +10,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cli import estimate_recipe, plan_recipe
 from cli.estimate_recipe import target_of
 from cli.main import main
 from cli.plan import make_parser
 from cli.recipe_run import RecipeRun, device_numbers, load_recipe
-from lightning_memfit import MicroBatching
+from lightning_memfit import CausalLM, MicroBatching
+from lightning_memfit.adapters.lora import adapter_parameters
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner.plan import own_adapter
@@ -264,23 +266,39 @@ def test_batches_of_another_size_are_named(size: int) -> None:
     assert any("Batches have 1 samples instead of 4" in note for note in notes) == (size == 1)
 
 
-NO_STEP_WITHOUT_ADAPTERS = [
-    "plan", "--config", "dpo_lora", "--config", "quick/dpo", "--device", "12GiB", "--host-memory", "8GiB", "--allow"
-]  # fmt: skip
-"""Preferences whose reference is the model without its adapters refuse a step that has none."""
+class BesideReference(CausalLM):
+    """Compares the model with itself without its adapters, and refuses a step that has none."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if not list(adapter_parameters(self)):
+            raise MisconfigurationException("The reference is the model without its adapters, and there are none.")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def no_step_without_adapters(tmp_path: Path) -> list[str]:
+    module = {"model": {"class_path": f"{__name__}.BesideReference"}}
+    (tmp_path / "module.yaml").write_text(yaml.safe_dump(module))
+    recipes = ["chat_lora", "quick/chat", str(tmp_path / "module.yaml")]
+    named = [word for name in recipes for word in ("--config", name)]
+    return ["plan", *named, "--device", "12GiB", "--host-memory", "8GiB", "--allow"]
 
 
 @pytest.mark.nightly
-def test_a_step_that_has_no_meaning_without_adapters_is_planned_with_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*NO_STEP_WITHOUT_ADAPTERS, "exact", "--json"]) == 0
+def test_a_step_that_has_no_meaning_without_adapters_is_planned_with_them(
+    no_step_without_adapters: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*no_step_without_adapters, "exact", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["setting"]["techniques"]["lora"] == {"rank": 16, "alpha": 32.0}
     assert "lora" not in [effect["technique"] for effect in plan["bought"]]
     assert not any("adapters" in words for words in plan["changes"])
 
 
-def test_a_search_that_may_choose_adapters_says_that_it_begins_without(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*NO_STEP_WITHOUT_ADAPTERS, "exact,lora"]) == 2
+def test_a_search_that_may_choose_adapters_says_that_it_begins_without(
+    no_step_without_adapters: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*no_step_without_adapters, "exact,lora"]) == 2
     assert "Leave `lora` out of `--allow`, and every plan keeps them." in capsys.readouterr().err
 
 

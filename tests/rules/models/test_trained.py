@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, WhisperFeatureExtractor
 
-from cli.trained import load_verified
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, describe, write_peft_folder
 from lightning_memfit.adapters.linears import linear_layers
@@ -15,7 +14,6 @@ from lightning_memfit.models.trained import (
     export_adapters,
     export_folder,
     network_from_checkpoint,
-    refuse_no_language_model,
 )
 
 IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -229,21 +227,3 @@ def test_settings_of_generation_are_exported_as_transformers_writes_them(tmp_pat
     ours, theirs = (json.loads((one / "generation_config.json").read_text()) for one in (folder, tmp_path / "theirs"))
     assert ours == theirs
     assert said.items() <= ours.items()
-
-
-VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [(VIT, "holds a 'vit' model"), ({"sample_size": 8}, "holds no model of transformers")],
-)
-def test_networks_without_language_are_refused_with_the_way_to_export_them(tmp_path, architecture, message):
-    torch.save({ARCHITECTURE_KEY: architecture, "state_dict": {}}, tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match=rf"{message}.* `ImageClassifier.export`"):
-        load_verified(str(tmp_path / "last.ckpt"))
-
-
-@pytest.mark.parametrize("config", [QWEN, GPT2, T5, BART, WHISPER], ids=lambda config: config["model_type"])
-def test_language_models_are_not_refused(config):
-    refuse_no_language_model({ARCHITECTURE_KEY: config}, "last.ckpt")
