@@ -1,4 +1,4 @@
-"""`BatchedSamples`: the base of every data module, from samples to loaders, and `BatchedText`, of those with tokens.
+"""`BatchedSamples`: the base of every data module, from samples to loaders.
 
 A loader's order is a pure function of seed, epoch and position, so that a resumed run sees the same batches
 (`EffectiveBatchSampler`, `ResumableLoader`). `digest_of` tells other content by samples of it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -23,6 +23,9 @@ from typing_extensions import NotRequired, override
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.memory.replicas import num_replicas, ranks_together
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # --- the resumable loader ---------------------------------------------------------------------------------------------
 
 
@@ -34,8 +37,6 @@ class Identity(TypedDict):
     """Their number."""
     content: str | None
     """`content_digest` of the data set; None if it has no such method."""
-    arguments: dict[str, Any]
-    """Names and values of what was asked for, to say what has changed."""
 
 
 class Position(TypedDict):
@@ -97,14 +98,10 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
             )
         self.batch_size = batch_size
         self.samples_per_step = effective
+        self.samples_per_batch = batch_size * num_replicas
         self.total_size = blocks // effective * effective
         self.num_samples = self.total_size // num_replicas
         self.part = Part(0, self.total_size, 0)
-
-    @property
-    def samples_per_batch(self) -> int:
-        """Samples that all processes together take with one micro-batch each."""
-        return self.batch_size * self.num_replicas
 
     def rest_after(self, position: Position) -> Part:
         """Return what is left of an epoch, in effective batches of this sampler's size.
@@ -135,8 +132,7 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))  # type: ignore[arg-type]
-        indices = order[self.part.start + self.rank : self.part.end : self.num_replicas].tolist()
-        return iter(indices)
+        return iter(order[self.part.start + self.rank : self.part.end : self.num_replicas].tolist())
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -144,19 +140,16 @@ class ResumableLoader(DataLoader[Any]):
 
     Lightning stores `state_dict` in checkpoints and calls `load_state_dict` before the first batch. The position is
     applied when the first batch is requested; by then Lightning has set the epoch. It counts samples over all
-    processes, so that the run may go on with another batch size, accumulation or number of processes.
+    processes, so that the run may go on with another batch size, accumulation or number of processes. With other data
+    or another seed an epoch that was interrupted begins anew, with a warning that names what has changed.
 
     Args:
         dataset: The data set.
         sampler: Its order.
         on_resume: Called with a position, the number of batches of the present size that stand for it, and of an epoch;
             returns whether that epoch goes on.
-        asked_for: Names and values of the arguments that the data depend on, to say what has changed.
         knows_ranks: Whether the sampler was made with the run's number of processes.
         arguments: Further arguments of `DataLoader`.
-
-    A position means something in the order that it was counted in only. With other data or another seed an epoch
-    that was interrupted begins anew, with a warning that names what has changed.
 
     Raises:
         ValueError: When it is iterated over, if there are several processes and it doesn't know of them.
@@ -169,7 +162,6 @@ class ResumableLoader(DataLoader[Any]):
         dataset: Dataset[Any],
         sampler: EffectiveBatchSampler,
         on_resume: Callable[[Position, int, int], bool] | None = None,
-        asked_for: Mapping[str, Any] | None = None,
         knows_ranks: bool = True,
         **arguments: Any,
     ) -> None:
@@ -177,15 +169,18 @@ class ResumableLoader(DataLoader[Any]):
         arguments.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
         super().__init__(dataset, sampler=sampler, batch_size=sampler.batch_size, **arguments)
         self.on_resume = on_resume
-        self.asked_for = dict(asked_for or {})
         self.knows_ranks = knows_ranks
         self._position = sampler.position_at(sampler.part)
         self._resume: Position | None = None
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if not self.knows_ranks:
-            _refuse_several_ranks()
+        if not self.knows_ranks and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise ValueError(  # Lightning, which would divide another sampler's samples, leaves a `DistributedSampler`
+                "`train_dataloader()` was called outside a Trainer: its loader would give all "
+                f"{distributed.get_world_size()} processes the same samples. Give the Trainer the data module instead: "
+                "`trainer.fit(model, datamodule=data)`."
+            )
         sampler, resume = self.sampler, self._resume
         self._resume = None
         sampler.part = Part(0, sampler.total_size, 0)
@@ -201,12 +196,8 @@ class ResumableLoader(DataLoader[Any]):
     def identity(self) -> Identity:
         """What the order depends on; cheap, as only samples of the content are read."""
         digest = getattr(self.dataset, "content_digest", None)
-        return {
-            "seed": self.sampler.seed,
-            "samples": len(self.dataset),  # type: ignore[arg-type]
-            "content": None if digest is None else digest(),
-            "arguments": self.asked_for,
-        }
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        return {"seed": self.sampler.seed, "samples": samples, "content": None if digest is None else digest()}
 
     def state_dict(self) -> Position:
         """Return the epoch, the number of its batches and samples that were handed out so far, and of which data."""
@@ -232,35 +223,15 @@ class ResumableLoader(DataLoader[Any]):
             )
 
 
-def _refuse_several_ranks() -> None:
-    """Refuse a loader that would give each of several processes the same samples.
-
-    Lightning, which would divide another sampler's samples, leaves a `DistributedSampler` as it is.
-    """
-    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-    if ranks > 1:
-        raise ValueError(
-            f"`train_dataloader()` was called outside a Trainer: its loader would give all {ranks} processes the same "
-            "samples. Give the Trainer the data module instead: `trainer.fit(model, datamodule=data)`."
-        )
-
-
 def _changes(before: Identity | None, now: Identity) -> str:
     """Say what makes another order, or other samples of it; empty if nothing does."""
     if before is None:
         return ""
-    contents = before["content"], now["content"]
-    is_other_content = None not in contents and contents[0] != contents[1]
-    if (before["seed"], before["samples"]) == (now["seed"], now["samples"]) and not is_other_content:
-        return ""
-    asked, asked_now = before["arguments"], now["arguments"]
-    names = [name for name in sorted({*asked, *asked_now}) if asked.get(name) != asked_now.get(name)]
-    told = [f"`{name}` was {asked.get(name)!r} and is {asked_now.get(name)!r}" for name in names]
-    if before["seed"] != now["seed"] and "seed" not in names:
-        told.append(f"`seed` was {before['seed']} and is {now['seed']}")
-    if not told and before["samples"] != now["samples"]:
-        told.append(f"there were {before['samples']:,} samples and are {now['samples']:,}")
-    return "; ".join(told) or "their content has changed"
+    if before["seed"] != now["seed"]:
+        return f"`seed` was {before['seed']} and is {now['seed']}"
+    if before["samples"] != now["samples"]:
+        return f"there were {before['samples']:,} samples and are {now['samples']:,}"
+    return "" if before["content"] in (None, now["content"]) or now["content"] is None else "their content has changed"
 
 
 def digest_of(length: int, read: Callable[[int], bytes], *settings: Any) -> str:
@@ -281,15 +252,7 @@ def digest_of(length: int, read: Callable[[int], bytes], *settings: Any) -> str:
 
 # --- the data module --------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
 _MOST_EXAMPLE_TOKENS = 1 << 26
-
-_OF_MACHINES = ("batch_size", "global_batch_size", "num_workers", "tokenize_workers", "cache_dir")
-"""Arguments with which samples and their order stay the same."""
 
 
 class BatchedSamples(pl.LightningDataModule):
@@ -298,9 +261,10 @@ class BatchedSamples(pl.LightningDataModule):
     Args:
         batch_size: Samples in a micro-batch of one device.
         global_batch_size: Samples in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the samples kept for validation.
+        val_fraction: Share of the samples kept for validation, chosen by their content.
         num_workers: Loader processes.
         seed: Seed for the order of the training samples.
+        tokenizer: `bytes`, a local folder or a hub name; None if the samples have no tokens.
 
     Raises:
         ValueError: If a number is out of range.
@@ -308,16 +272,17 @@ class BatchedSamples(pl.LightningDataModule):
 
     def __init__(
         self,
-        batch_size: int,
-        global_batch_size: int | None,
-        val_fraction: float,
-        num_workers: int,
-        seed: int,
+        batch_size: int = 8,
+        global_batch_size: int | None = None,
+        val_fraction: float = 0.05,
+        num_workers: int = 2,
+        seed: int = 0,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
-        for argument, value, low in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
-            if value < low:
-                raise ValueError(f"`{argument}={value}` must be at least {low}.")
+        self.save_hyperparameters()  # those of subclasses, too
+        self.at_least(1, "batch_size")
+        self.at_least(0, "num_workers")
         if not 0 < val_fraction < 1:
             raise ValueError(f"`val_fraction={val_fraction}` must lie between 0 and 1.")
         self.batch_size = batch_size
@@ -325,8 +290,23 @@ class BatchedSamples(pl.LightningDataModule):
         self.val_fraction = val_fraction
         self.num_workers = num_workers
         self.seed = seed
+        self.tokenizer_name = tokenizer
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._train: Dataset[Any] | None = None
         self._val: Dataset[Any] | None = None
+
+    def at_least(self, low: int, *arguments: str) -> None:
+        """Refuse arguments of the constructor that are below a number; None is not.
+
+        Raises:
+            ValueError: If one is.
+        """
+        for argument in arguments:
+            value = self.hparams[argument]
+            if value is not None and value < low:
+                raise ValueError(f"`{argument}={value}` must be at least {low}.")
+
+    # --- samples ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
@@ -338,6 +318,42 @@ class BatchedSamples(pl.LightningDataModule):
         self._check_global_batch_size()
         if self._train is None:
             self._train, self._val = self.make_samples()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, read once."""
+        if self._tokenizer is None:
+            assert self.tokenizer_name is not None
+            self._tokenizer = load_tokenizer(self.tokenizer_name)
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids; None before `setup`, as in estimates, which have no need of a tokenizer."""
+        return None if self._train is None or self.tokenizer_name is None else len(self.tokenizer)
+
+    def largest_id(self) -> int | None:
+        """Return the largest token id that occurs in the data; None if that isn't known."""
+        return None
+
+    def example_tokens(self, length: int, vocab_size: int | None) -> torch.Tensor:
+        """Return `(batch_size, length)` ids below the vocabulary, without special ones as far as they can be told.
+
+        Raises:
+            ValueError: If the batch sizes contradict each other, or the batch is too large to be made.
+        """
+        self._check_global_batch_size()
+        count = self.batch_size * length
+        if count > _MOST_EXAMPLE_TOKENS:
+            raise ValueError(
+                f"`batch_size={self.batch_size}` x {length} tokens are too many for a batch that is only looked at. "
+                "Estimate a smaller one; `--micro-batch-size` says what another would need."
+            )
+        limit = min(vocab_size or 100, 1000)
+        first = 3 if limit > 3 else 0
+        return first + torch.arange(count).view(self.batch_size, length) % (limit - first)
+
+    # --- loaders ----------------------------------------------------------------------------------------------------
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
@@ -351,19 +367,7 @@ class BatchedSamples(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return self._in_order(samples)
         sampler = EffectiveBatchSampler(samples, self.batch_size, accumulation, processes, rank, self.seed)
-        has_trainer = self.trainer is not None
-        return ResumableLoader(
-            samples, sampler, self._recount, self._asked_for(), has_trainer, **self._worker_arguments()
-        )
-
-    def _asked_for(self) -> dict[str, Any]:
-        """Return the arguments on which the data depend, in values that any checkpoint holds."""
-        asked = {**self.hparams, "seed": self.seed}
-        return {
-            name: value if value is None or isinstance(value, (str, int, float, bool)) else repr(value)
-            for name, value in asked.items()
-            if name not in _OF_MACHINES
-        }
+        return ResumableLoader(samples, sampler, self._recount, self.trainer is not None, **self._worker_arguments())
 
     def _recount(self, position: Position, batches: int, whole: int) -> bool:
         """Let Lightning count an epoch that it resumes in batches of the present size.
@@ -440,68 +444,6 @@ class BatchedSamples(pl.LightningDataModule):
             f"`global_batch_size={wanted}`, but `batch_size={self.batch_size}` x `accumulate_grad_batches="
             f"{accumulation}` x {processes} devices is {per_pass * accumulation}. {fix}."
         )
-
-
-class BatchedText(BatchedSamples):
-    """Samples with tokens of one tokenizer. Subclasses make the samples.
-
-    Args:
-        tokenizer: `bytes`, a local folder or a hub name.
-        batch_size: Samples in a micro-batch of one device.
-        global_batch_size: Samples in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the documents kept for validation, chosen by their content.
-        num_workers: Loader processes.
-        seed: Seed for the order of the training samples.
-
-    Raises:
-        ValueError: If a number is out of range, or the tokenizer cannot be read.
-    """
-
-    def __init__(
-        self,
-        tokenizer: str,
-        batch_size: int,
-        global_batch_size: int | None,
-        val_fraction: float,
-        num_workers: int,
-        seed: int,
-    ) -> None:
-        super().__init__(batch_size, global_batch_size, val_fraction, num_workers, seed)
-        self.tokenizer_name = tokenizer
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, read once."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.tokenizer_name)
-        return self._tokenizer
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Number of token ids; None before `setup`, as in estimates, which have no need of a tokenizer."""
-        return None if self._train is None else len(self.tokenizer)
-
-    def largest_id(self) -> int | None:
-        """Return the largest token id that occurs in the data; None if that isn't known."""
-        return None
-
-    def _example_tokens(self, length: int, vocab_size: int | None) -> torch.Tensor:
-        """Return `(batch_size, length)` ids below the vocabulary, without special ones as far as they can be told."""
-        self._check_global_batch_size()
-        count = self.batch_size * length
-        if count > _MOST_EXAMPLE_TOKENS:
-            raise ValueError(
-                f"`batch_size={self.batch_size}` x {length} tokens are too many for a batch that is only looked at. "
-                "Estimate a smaller one; `--micro-batch-size` says what another would need."
-            )
-        limit = min(vocab_size or 100, 1000)
-        first = 3 if limit > 3 else 0
-        return first + torch.arange(count).view(self.batch_size, length) % (limit - first)
-
-    @override
-    def _asked_for(self) -> dict[str, Any]:
-        return {**super()._asked_for(), "tokenizer": self.tokenizer_name}
 
 
 def _ready(samples: Dataset[Any] | None) -> Dataset[Any]:

@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 CHATML = "chatml"
-# Turns end with the tokenizer's own end of sequence, where generation stops with any tokenizer.
+# Turns end with the tokenizer's own end of sequence, where generation stops with any tokenizer. Tools are written as
+# Qwen writes them.
 _CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\n# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"
+    "{{ eos_token + '\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "{% for call in message['tool_calls'] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -36,7 +41,6 @@ _CHATML = (
 _ANSWERING = "assistant"
 _WORDS = re.compile(r"<[^<>\s]+>|[^<\s]+|<")
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
-_DATE_FORMAT = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
 _PROBE = [
     {"role": "user", "content": "How many legs has a beetle?"},
     {"role": "assistant", "content": "It walks on six of them."},
@@ -88,7 +92,10 @@ class ChatTemplate:
                 "answers can't be found. Use a fast tokenizer (a folder with `tokenizer.json`)."
             )
         self.tokenizer = _with_spaces_in_offsets(tokenizer)
-        self._end_of_turn = _end_of_turn(tokenizer)
+        # Any special token may end a turn.
+        self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special |= {str(token) for token in tokenizer.all_special_tokens}
+        self._end_of_turn = "|".join(map(re.escape, sorted(self._special, key=lambda token: (-len(token), token))))
         self.end_of_answer = int(tokenizer.eos_token_id)
         """Id of the token with which the model learns to end an answer."""
         self._prove()
@@ -98,23 +105,32 @@ class ChatTemplate:
         """Everything that tokens and answers depend on, the same in every process."""
         return json.dumps([self.source, self.options, tokenizer_fingerprint(self.tokenizer)], sort_keys=True)
 
-    def encode(self, messages: Messages) -> Conversation:
+    def encode(self, messages: Messages, tools: Sequence[Any] | None = None) -> Conversation:
         """Return a conversation's tokens, and which of them are answers.
 
         Args:
-            messages: With `role` and `content`, both text; answers are of the role `assistant`.
+            messages: With `role` and `content`, both text. Answers are of the role `assistant`; those with `weight: 0`
+                are not learned. With `tool_calls` the content may be missing.
+            tools: Descriptions of tools for the template, as JSON schemas.
 
         Raises:
-            ValueError: If messages are malformed, or the template refuses them or shows them so that answers can't be
-                found.
+            ValueError: If messages are malformed, or the template refuses them, leaves calls of tools out, or shows
+                them so that answers can't be found.
         """
-        _check_messages(messages)
-        found = self._by_marks(messages) if self.marks_answers else self._by_prefixes(messages)
-        answers = sum(message["role"] == _ANSWERING for message in messages)
-        if len(_runs(found.is_answer)) != answers:
-            raise ValueError(
-                f"{self.name} shows {len(_runs(found.is_answer))} of {answers} answers of the conversation as such"
-            )
+        messages = _checked(messages)
+        if not self.marks_answers and messages[0]["role"] == _ANSWERING:
+            raise ValueError("the conversation begins with an answer, before which the model sees nothing")
+        text = self._render(messages, tools=tools)
+        for name in _names_of_tools(messages, tools):
+            if name not in text:
+                raise ValueError(f"{self.name} doesn't write the tool {name!r}. Use a template that writes tools")
+        found = self._by_marks(messages, tools) if self.marks_answers else self._by_prefixes(messages, tools, text)
+        answers = [message for message in messages if message["role"] == _ANSWERING]
+        runs = _runs(found.is_answer)
+        if len(runs) != len(answers):
+            raise ValueError(f"{self.name} shows {len(runs)} of {len(answers)} answers of the conversation as such")
+        for (start, end), message in zip(runs, answers, strict=True):
+            found.is_answer[start:end] = message.get("weight", 1) == 1
         return found
 
     def prompt(self, messages: Messages) -> list[int]:
@@ -126,30 +142,24 @@ class ChatTemplate:
         Raises:
             ValueError: If messages are malformed, or the template refuses them.
         """
-        _check_messages(messages)
-        text = self._render(messages, add_generation_prompt=True)
+        text = self._render(_checked(messages), add_generation_prompt=True)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    # --- answers that the template marks ----------------------------------------------------------------------------
+    # --- answers that the template marks, and answers by what stands before them --------------------------------------
 
-    def _by_marks(self, messages: Messages) -> Conversation:
-        encoded: Any = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+    def _by_marks(self, messages: Messages, tools: Sequence[Any] | None) -> Conversation:
+        encoded: Any = self._apply(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         return Conversation(np.array(encoded["input_ids"], np.int64), np.array(encoded["assistant_masks"], bool))
 
-    # --- answers by what stands before them -------------------------------------------------------------------------
-
-    def _by_prefixes(self, messages: Messages) -> Conversation:
-        if messages[0]["role"] == _ANSWERING:
-            raise ValueError("the conversation begins with an answer, before which the model sees nothing")
-        text = self._render(messages)
+    def _by_prefixes(self, messages: Messages, tools: Sequence[Any] | None, text: str) -> Conversation:
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
         )
         ids = np.array(encoded["input_ids"], np.int64)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         is_answer = np.zeros(len(ids), bool)
-        for start, end in self._answers(messages, text):
+        for start, end in self._answers(messages, tools, text):
             # The first word's token may take in spaces with which the prompt ends; that of the end of turn, spaces
             # behind it (`rstrip`).
             first = len(text[:start].rstrip())
@@ -158,61 +168,47 @@ class ChatTemplate:
                 is_answer[inside[0] : inside[-1] + 1] = True
         return Conversation(ids, is_answer)
 
-    def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
+    def _answers(self, messages: Messages, tools: Sequence[Any] | None, text: str) -> list[tuple[int, int]]:
         """Return start and end of every answer in the rendered text."""
         places = [place for place, message in enumerate(messages) if message["role"] == _ANSWERING]
-        prompts = [self._prompt_in(text, messages[:place], number) for number, place in enumerate(places, 1)]
+        starts = [self._start(text, messages[:place], tools, number) for number, place in enumerate(places, 1)]
         spans = []
-        for number, (place, prompt) in enumerate(zip(places, prompts, strict=True)):
-            stop = len(prompts[number + 1]) if number + 1 < len(prompts) else len(text)
+        for number, (place, start) in enumerate(zip(places, starts, strict=True), 1):
+            stop = starts[number] if number < len(starts) else len(text)
+            if messages[place].get("tool_calls"):
+                # Some templates write calls between special tokens of their own.
+                turn = self._render(messages[: place + 1], tools=tools)
+                ends = list(re.finditer(self._end_of_turn, text[start : len(turn)])) if text.startswith(turn) else []
+                if not ends:
+                    raise ValueError(f"answer {number} calls tools, and {self.name} doesn't show where that ends")
+                spans.append((start, start + ends[-1].end()))
+                continue
             # Templates write other spaces between words, and around the tags of a thought.
             said = r"\s*".join(map(re.escape, _WORDS.findall(str(messages[place]["content"]))))
-            found = re.compile(rf"{said}\s*({self._end_of_turn})").search(text, len(prompt), stop)
-            calls = bool(messages[place].get("tool_calls")) and re.compile(said).search(text, len(prompt), stop)
-            if calls and (found is None or found[1] != self.tokenizer.convert_ids_to_tokens(self.end_of_answer)):
-                spans.append((len(prompt), self._end_of_calls(messages[: place + 1], text, len(prompt), number + 1)))
-                continue
+            found = re.compile(rf"{said}\s*({self._end_of_turn})").search(text, start, stop)
             if found is None:
                 raise ValueError(
-                    f"answer {number + 1} isn't followed by a special token of the tokenizer, by which the model would "
+                    f"answer {number} isn't followed by a special token of the tokenizer, by which the model would "
                     f"learn to end it, or {self.name} changes its words"
                 )
-            spans.append((len(prompt), found.end()))
+            spans.append((start, found.end()))
         return spans
 
-    def _end_of_calls(self, messages: Messages, text: str, start: int, number: int) -> int:
-        """Return the end of an answer that calls tools, which some templates write between special tokens of their own.
-
-        Args:
-            messages: The conversation up to the answer.
-            text: The rendered text of the whole conversation.
-            start: Where the answer begins in it.
-            number: Number of the answer, for messages.
-
-        Raises:
-            ValueError: If the conversation doesn't go on as it ends there.
-        """
-        turn = self._render(messages)
-        ends = list(re.finditer(self._end_of_turn, text[: len(turn)])) if text.startswith(turn) else []
-        if not ends or ends[-1].start() < start:
-            raise ValueError(f"answer {number} calls tools, and {self.name} doesn't show where that ends")
-        return ends[-1].end()
-
-    def _prompt_in(self, text: str, before: Messages, number: int) -> str:
-        """Return what stands before an answer in the rendered text.
+    def _start(self, text: str, before: Messages, tools: Sequence[Any] | None, number: int) -> int:
+        """Return where an answer begins in the rendered text.
 
         Some options change the prompt alone: with `enable_thinking: false` Qwen3's ends with an empty thought, which
         its template doesn't write before answers that are no longer the last. Such an answer begins where it would
         without the option.
 
         Raises:
-            ValueError: If the text doesn't begin so.
+            ValueError: If the text doesn't begin with the prompt.
         """
         fewer = [{name: self.options[name] for name in self.options if name != left} for left in self.options]
         for options in (self.options, *fewer, {}):
-            prompt = self._render(before, add_generation_prompt=True, options=options)
+            prompt = self._render(before, tools=tools, add_generation_prompt=True, options=options)
             if text.startswith(prompt):
-                return prompt
+                return len(prompt)
         raise ValueError(
             f"{self.name} writes what stands before answer {number} otherwise once the conversation goes on"
         )
@@ -225,28 +221,26 @@ class ChatTemplate:
         Raises:
             ValueError: If it is so.
         """
-        said = [message["content"] for message in _PROBE]
         try:
             ids, is_answer = self.encode(_PROBE)
         except ValueError as error:
             raise ValueError(f"{self.name} doesn't show which tokens are answers: {error}. {_OWN_TEMPLATE}") from error
-        learned = [_squeezed(str(self.tokenizer.decode(ids[start:end]))) for start, end in _runs(is_answer)]
+        runs = _runs(is_answer)
+        learned = [_squeezed(str(self.tokenizer.decode(ids[start:end]))) for start, end in runs]
         context = _squeezed(str(self.tokenizer.decode(ids[~is_answer])))
-        questions, answers = [[_squeezed(text) for text in said[side::2]] for side in (0, 1)]
+        questions, answers = ([_squeezed(message["content"]) for message in _PROBE[side::2]] for side in (0, 1))
         are_whole = all(answer in text for text, answer in zip(learned, answers, strict=True))
         are_alone = not any(question in text for text in learned for question in questions)
         # Without marks, a template that doesn't begin the turn itself would leave its header among what is learned.
         # Only before the last answer may templates write more (a thought that is empty).
         is_clean = self.marks_answers or learned[0].startswith(answers[0])
-        special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
-        special |= set(self.tokenizer.all_special_ids)
-        start, end = _runs(is_answer)[-1]
-        ends = [token for token in ids[start:end].tolist() if token in special]
-        self.end_of_answer = ends[-1] if ends else self.end_of_answer
         if not (are_whole and are_alone and is_clean and all(question in context for question in questions)):
             raise ValueError(
                 f"{self.name} takes other tokens than its answers' for answers: {learned}. {_OWN_TEMPLATE}"
             )
+        special = {self.tokenizer.convert_tokens_to_ids(token) for token in self._special}
+        ends = [token for token in ids[slice(*runs[-1])].tolist() if token in special]
+        self.end_of_answer = ends[-1] if ends else self.end_of_answer
 
     def _render(self, messages: Messages, **arguments: Any) -> str:
         return str(self._apply(messages, tokenize=False, **arguments))
@@ -288,19 +282,14 @@ def read_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> s
 
 
 def _pin_date(source: str, date: str) -> str:
-    """Let a template write a given day instead of today's, whatever it asks for.
-
-    Raises:
-        ValueError: If the day is none.
-    """
+    """Let a template write a given day instead of today's, whatever it asks for."""
     try:
         day = datetime.date.fromisoformat(date)
     except ValueError as error:
-        raise ValueError(f"`date={date!r}` is no day. Write it as 2024-07-26.") from error
-    if "strftime_now" not in source:
-        return source
-    written = {form: day.strftime(form) for _, form in _DATE_FORMAT.findall(source)}
-    return f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(written)}[form] }}}}{{%- endmacro -%}}{source}"
+        raise ValueError(f"`date={date!r}` is not a day. Write it as 2024-07-26.") from error
+    written = {form: day.strftime(form) for form in re.findall(r"strftime_now\s*\(\s*['\"](.*?)['\"]\s*\)", source)}
+    macro = f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(written)}[form] }}}}{{%- endmacro -%}}"
+    return macro + source if written else source
 
 
 def _with_spaces_in_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -312,39 +301,54 @@ def _with_spaces_in_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTok
 
     bare = Tokenizer(models.BPE())
     bare.post_processor = tokenizer.backend_tokenizer.post_processor
-    state = json.loads(bare.to_str())
-    untrimmed = {**state, "post_processor": _untrimmed(state["post_processor"])}
-    if untrimmed == state:
+    untrimmed = bare.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
+    if untrimmed == bare.to_str():
         return tokenizer
     whole = copy.deepcopy(tokenizer)
-    whole.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(untrimmed)).post_processor
+    whole.backend_tokenizer.post_processor = Tokenizer.from_str(untrimmed).post_processor
     return whole
 
 
-def _untrimmed(state: Any) -> Any:
-    if isinstance(state, list):
-        return [_untrimmed(inner) for inner in state]
-    if isinstance(state, dict):
-        return {key: key != "trim_offsets" and _untrimmed(inner) for key, inner in state.items()}
-    return state
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    """Return messages with text as their content, and the arguments of tool calls as objects.
 
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Pattern of the special tokens, any of which may end a turn."""
-    special = {str(token) for token in tokenizer.all_special_tokens}
-    special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return "|".join(re.escape(token) for token in sorted(special, key=lambda token: (-len(token), token)))
-
-
-def _check_messages(messages: Any) -> None:
+    Raises:
+        ValueError: If one is malformed.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError("it is no list of messages")
+        raise ValueError(f"expected a list of messages, got {type(messages).__name__} {str(messages)[:40]!r}")
+    checked = []
     for number, message in enumerate(messages, 1):
+        message = dict(message) if isinstance(message, Mapping) else {}
+        calls = [dict(call) if isinstance(call, Mapping) else call for call in message.get("tool_calls") or ()]
+        if calls:
+            message |= {
+                "content": message.get("content") or "",
+                "tool_calls": [_with_arguments(call) for call in calls],
+            }
         for key in ("role", "content"):
-            value = message.get(key) if isinstance(message, Mapping) else None
+            value = message.get(key)
             if not isinstance(value, str):
                 found = "nothing" if value is None else type(value).__name__
                 raise ValueError(f"message {number} has {found} as {key!r}, where text is wanted")
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(f"message {number} has `weight` {message['weight']!r}, where 0 or 1 is wanted")
+        checked.append(message)
+    return checked
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object, as templates expect it; OpenAI's format has text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+
+
+def _names_of_tools(messages: Messages, tools: Sequence[Any] | None) -> set[str]:
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    functions = [one.get("function", one) for one in (*calls, *(tools or ())) if isinstance(one, Mapping)]
+    return {str(function["name"]) for function in functions if "name" in function}
 
 
 def _runs(mask: np.ndarray) -> list[tuple[int, int]]:

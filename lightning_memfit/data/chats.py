@@ -10,20 +10,22 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.batched import BatchedText
+from lightning_memfit.data.batched import BatchedSamples
 from lightning_memfit.data.chat_template import ChatTemplate
 from lightning_memfit.data.isolation import refuse_mixing
-from lightning_memfit.data.packed import MappedTokens
-from lightning_memfit.data.sources import Documents, content_hash
-from lightning_memfit.data.token_files import Source
+from lightning_memfit.data.sources import Source, check_column, content_hash
+from lightning_memfit.data.text import MappedTokens
+
+if TYPE_CHECKING:
+    import datasets
 
 NOT_PREDICTED = -100
 
@@ -32,11 +34,20 @@ _ANSWER = 1 << 31
 _FIRST = 1 << 30
 _ID = _FIRST - 1
 
+_TOOLS = "tools"
+_CONVERSIONS = {
+    "conversations": """{"messages": [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]), """
+    """"content": m["value"]} for m in r["conversations"]]}""",
+    "instruction": """{"messages": [{"role": "user", "content": (r["instruction"] + "\\n" + (r.get("input") or ""))"""
+    """.strip()}, {"role": "assistant", "content": r["output"]}]}""",
+}
+"""How rows of ShareGPT and of Alpaca, known by a column, become messages."""
+
 # --- from messages to tokens ------------------------------------------------------------------------------------------
 
 
 class ChatEncoder:
-    """Rows are conversations, lists of messages. A `RowEncoder`.
+    """Rows have a conversation, a list of messages, and perhaps the tools that it uses. A `RowEncoder`.
 
     Args:
         column: Column with the messages.
@@ -54,18 +65,18 @@ class ChatEncoder:
         """The column, the template and the tokenizer."""
         return [self.column, self.template.fingerprint]
 
-    def check(self, documents: Documents, dataset: str) -> None:
-        """Refuse data without the column."""
-        if self.column not in documents.column_names:
-            there = ", ".join(documents.column_names)
-            raise ValueError(f"`messages_column={self.column!r}` is not in the data. Its columns: {there}.")
-        if "tools" in documents.column_names:
-            rank_zero_warn(
-                f"The data's column `tools` is not written: templates see the messages of `{self.column}` alone. If "
-                "the model is to know its tools, describe them in a message of the system."
+    def check(self, rows: datasets.Dataset, source: Source) -> None:
+        """Refuse data without the column; rows of ShareGPT and Alpaca with the line that converts them."""
+        known = next((name for name in _CONVERSIONS if name in rows.column_names), None)
+        if self.column not in rows.column_names and known is not None:
+            raise ValueError(
+                f"`messages_column={self.column!r}` is not in the data, which have {known!r}. Convert them once: "
+                f"datasets.load_dataset('json', data_files={source.dataset!r}, split='train').map(lambda r: "
+                f"{_CONVERSIONS[known]}).select_columns(['messages']).to_json('chats.jsonl')"
             )
+        check_column(rows, self.column, "messages_column")
 
-    def encode(self, rows: Sequence[Any], first: int) -> list[tuple[np.ndarray, int]]:
+    def encode(self, rows: Sequence[dict[str, Any]], first: int) -> list[tuple[np.ndarray, int]]:
         """Return flagged tokens and hash of every conversation.
 
         Raises:
@@ -73,23 +84,24 @@ class ChatEncoder:
         """
         return [self._encode(row, number) for number, row in enumerate(rows, first + 1)]
 
-    def _encode(self, row: Any, number: int) -> tuple[np.ndarray, int]:
+    def _encode(self, row: Mapping[str, Any], number: int) -> tuple[np.ndarray, int]:
+        found = row.get(self.column)
         try:
-            messages = [without_gaps(one) for one in row]
-            ids, is_answer = self.template.encode(messages)
+            messages = [without_gaps(one) for one in found or ()]
+            tools = row.get(_TOOLS) or None
+            tools = without_gaps(json.loads(tools) if isinstance(tools, str) else tools)
+            ids, is_answer = self.template.encode(messages, tools)
         except (ValueError, TypeError) as error:
+            text = repr(found)
+            text = text if len(text) <= 80 else f"{text[:77]}..."
             raise ValueError(
-                f"`{self.column}` of conversation {number:,}, {_shortened(row)}, can't be used: {error}. Wanted: a "
-                'list of messages such as {"role": "user", "content": "Hello"}.'
+                f"`{self.column}` of conversation {number:,}, {text}, can't be used: {error}. "
+                f'Wanted: a list of messages such as {{"role": "user", "content": "Hello"}}.'
             ) from error
         codes = ids.astype(np.uint32)
         codes[is_answer] |= _ANSWER
         codes[:1] |= _FIRST
         return codes, content_hash(json.dumps(messages, sort_keys=True))
-
-    def nothing(self, num_rows: int) -> str:
-        """Say that there are no conversations."""
-        return f"`messages_column={self.column!r}`: none of the {num_rows} rows is a conversation."
 
 
 def without_gaps(value: Any) -> Any:
@@ -97,11 +109,6 @@ def without_gaps(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: without_gaps(inner) for key, inner in value.items() if inner is not None}
     return [without_gaps(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _shortened(row: Any) -> str:
-    text = repr(row)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -240,127 +247,61 @@ def _pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 # --- the data modules -------------------------------------------------------------------------------------------------
 
 
-class TemplatedChats(BatchedText):
-    """Conversations that a chat template turns into tokens. Subclasses make the samples.
-
-    Args:
-        tokenizer: `bytes`, a local folder or a hub name.
-        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
-        template_options: Further variables of the template.
-        date: Day for templates that write today's.
-        sequence_length: Tokens of a sequence.
-        batch_size: Samples in a micro-batch of one device.
-        global_batch_size: Samples in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share kept for validation, chosen by content.
-        num_workers: Loader processes.
-        seed: Seed for the order of the training samples.
-
-    Raises:
-        ValueError: If a number is out of range, or the tokenizer cannot be read.
-    """
-
-    def __init__(
-        self,
-        tokenizer: str,
-        chat_template: str | None,
-        template_options: dict[str, Any] | None,
-        date: str,
-        sequence_length: int,
-        batch_size: int,
-        global_batch_size: int | None,
-        val_fraction: float,
-        num_workers: int,
-        seed: int,
-    ) -> None:
-        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
-        if sequence_length < 2:
-            raise ValueError(f"`sequence_length={sequence_length}` must be at least 2.")
-        self.sequence_length = sequence_length
-        self.chat_template = chat_template
-        self.template_options = template_options
-        self.date = date
-
-    def make_template(self) -> ChatTemplate:
-        """Return the template.
-
-        Raises:
-            ValueError: If its answers can't be told from what is around them.
-        """
-        return ChatTemplate(self.tokenizer, self.chat_template, self.date, self.template_options)
-
-    @property
-    def pad(self) -> int:
-        """Id of the padding: the end of a text, where the tokenizer has none of its own."""
-        pad = self.tokenizer.pad_token_id
-        return int(self.tokenizer.eos_token_id if pad is None else pad)
-
-
-class PackedChats(TemplatedChats):
+class PackedChats(BatchedSamples):
     """Conversations in blocks, for causal language models. Subclasses provide the tokens.
 
     Args:
         tokenizer: `bytes`, a local folder or a hub name.
         chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
-        template_options: Further variables of the template.
-        date: Day for templates that write today's.
-        sequence_length: Tokens in a block.
-        batch_size: Blocks in a micro-batch of one device.
-        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
+        template_options: Further variables of the template, for example `enable_thinking: false`.
+        date: Day for templates that write today's, so that tokens don't change from day to day.
+        sequence_length: Tokens in a block; longer conversations are cut.
         packing: Put as many conversations into a block as fit; otherwise one.
-        val_fraction: Share of the conversations kept for validation, chosen by their content.
-        num_workers: Loader processes.
-        seed: Seed for the order of the training blocks.
+        batching: Arguments of `BatchedSamples`; a sample is a block.
 
     Raises:
-        ValueError: If a number is out of range, or the tokenizer or its template can't be used.
+        ValueError: If a number is out of range, or the tokenizer or its template can't be used; before the first batch,
+            if the model lets packed conversations see each other.
     """
 
     def __init__(
         self,
         tokenizer: str,
-        chat_template: str | None,
-        template_options: dict[str, Any] | None,
-        date: str,
-        sequence_length: int,
-        batch_size: int,
-        global_batch_size: int | None,
-        packing: bool,
-        val_fraction: float,
-        num_workers: int,
-        seed: int,
+        chat_template: str | None = None,
+        template_options: dict[str, Any] | None = None,
+        date: str = "2024-07-26",
+        sequence_length: int = 2048,
+        packing: bool = True,
+        **batching: Any,
     ) -> None:
-        super().__init__(
-            tokenizer,
-            chat_template,
-            template_options,
-            date,
-            sequence_length,
-            batch_size,
-            global_batch_size,
-            val_fraction,
-            num_workers,
-            seed,
-        )
+        super().__init__(tokenizer=tokenizer, **batching)
+        self.at_least(2, "sequence_length")
+        self.sequence_length = sequence_length
         self.packing = packing
+        self._template = chat_template, date, template_options
         self._is_tried = False
 
     @abstractmethod
     def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
         """Return flagged tokens for training and validation, each `(tokens,)`, by the encoder."""
 
-    def make_encoder(self, column: str = "messages") -> ChatEncoder:
+    def make_encoder(self) -> ChatEncoder:
         """Return what turns rows into tokens.
 
         Raises:
             ValueError: If the template's answers can't be told from what is around them.
         """
-        return ChatEncoder(column, self.make_template())
+        return ChatEncoder(
+            self.hparams.get("messages_column", "messages"), ChatTemplate(self.tokenizer, *self._template)
+        )
 
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Pack the conversations."""
+        pad = self.tokenizer.pad_token_id
+        pad = int(self.tokenizer.eos_token_id if pad is None else pad)
         train, val = (
-            ConversationBlocks(tokens, self.sequence_length, self.pad, self.packing, name)
+            ConversationBlocks(tokens, self.sequence_length, pad, self.packing, name)
             for tokens, name in zip(self.load_tokens(self.make_encoder()), ("training", "validation"), strict=True)
         )
         rank_zero_info(f"{type(self).__name__}: {train.describe()}")
@@ -389,7 +330,7 @@ class PackedChats(TemplatedChats):
         Returns:
             `input_ids` and `labels`, and with packing `position_ids`, all `(batch_size, sequence_length)`, int64.
         """
-        tokens = self._example_tokens(self.sequence_length, vocab_size)
+        tokens = self.example_tokens(self.sequence_length, vocab_size)
         labels, half = tokens.clone(), max(1, self.sequence_length // 2)
         labels[:, :half] = NOT_PREDICTED
         batch = {"input_ids": tokens, "labels": labels}
@@ -418,31 +359,26 @@ class PackedChats(TemplatedChats):
 class ChatData(PackedChats):
     """Conversations for instruction tuning, tokenized once by a chat template, with the loss on the answers alone.
 
-    A row is a list of messages, `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}`.
-    Conversations are split into training and validation by their content, and packed into blocks in which none sees
-    another.
+    A row is a list of messages, `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}`,
+    as OpenAI's format has it: answers with `weight: 0` are not learned, answers may call tools (`tool_calls`), and a
+    column `tools` has their descriptions. Conversations are split into training and validation by their content, and
+    packed into blocks in which none sees another.
 
     Args:
         dataset: Local file or folder of jsonl or parquet files, a json file with a list, or a hub name.
         tokenizer: A local folder or a hub name, or `bytes`.
         chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
-        template_options: Further variables of the template, for example `enable_thinking: false`.
-        date: Day for templates that write today's, so that tokens don't change from day to day.
         messages_column: Column with the messages.
         dataset_config: Configuration of a hub data set.
         split: Split of a hub data set to train on.
         val_split: Split of a hub data set to validate with. Null: `val_fraction` of the conversations.
-        sequence_length: Tokens in a block; longer conversations are cut.
         batch_size: Blocks in a micro-batch of one device.
-        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
-        packing: Put as many conversations into a block as fit; otherwise one.
-        val_fraction: Share of the conversations kept for validation, chosen by their content.
-        num_workers: Loader processes.
         tokenize_workers: Processes that tokenize.
-        seed: Seed for the order of the training blocks.
         cache_dir: Folder for tokenized data. Null: the cache of `datasets`.
+        packed: Further arguments of `PackedChats` and `BatchedSamples`.
 
     Raises:
+        ModuleNotFoundError: When the data are read, if `datasets` isn't installed.
         ValueError: If a number is out of range; when the data are read, if a row is no conversation or the template
             doesn't show which tokens are answers; before the first batch, if the model lets packed conversations see
             each other.
@@ -453,48 +389,22 @@ class ChatData(PackedChats):
         dataset: str,
         tokenizer: str,
         chat_template: str | None = None,
-        template_options: dict[str, Any] | None = None,
-        date: str = "2024-07-26",
         messages_column: str = "messages",
         dataset_config: str | None = None,
         split: str = "train",
         val_split: str | None = None,
-        sequence_length: int = 2048,
         batch_size: int = 1,
-        global_batch_size: int | None = None,
-        packing: bool = True,
-        val_fraction: float = 0.05,
-        num_workers: int = 2,
         tokenize_workers: int = 1,
-        seed: int = 0,
         cache_dir: str | None = None,
+        **packed: Any,
     ) -> None:
-        super().__init__(
-            tokenizer,
-            chat_template,
-            template_options,
-            date,
-            sequence_length,
-            batch_size,
-            global_batch_size,
-            packing,
-            val_fraction,
-            num_workers,
-            seed,
-        )
-        self.source = Source(dataset, dataset_config, split, val_split, val_fraction, tokenize_workers, cache_dir)
-        self.messages_column = messages_column
-        self.save_hyperparameters()
+        super().__init__(tokenizer, chat_template, batch_size=batch_size, **packed)
+        self.source = Source(dataset, dataset_config, split, val_split, self.val_fraction, tokenize_workers, cache_dir)
 
     @override
     def prepare_data(self) -> None:
         """Download, tokenize and write the token files in one process."""
         self.load_tokens(self.make_encoder())
-
-    @override
-    def make_encoder(self, column: str = "") -> ChatEncoder:
-        """Return what turns rows into tokens, from the column that holds them."""
-        return super().make_encoder(column or self.messages_column)
 
     @override
     def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
@@ -503,7 +413,7 @@ class ChatData(PackedChats):
         Raises:
             ValueError: If there is one conversation only.
         """
-        train, val = self.source.load(encoder)
+        train, val = self.source.tokens(encoder)
         if val is None:
             raise ValueError(
                 f"`dataset={self.source.dataset!r}` has one conversation, which can't be split into training and "

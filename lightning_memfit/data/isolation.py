@@ -17,9 +17,8 @@ _LENGTH = 8
 def refuse_mixing(module: nn.Module, like: torch.Tensor) -> None:
     """Try a pair of short conversations: if the first one changes, the second one's logits must not.
 
-    Masked scores count for exactly nothing, but kernels that group the tokens of several samples, as those of experts
-    do, round by what else is there. How much that is, another sample tells, which no model mixes with this one: a first
-    conversation that moves the second one ten times as far is seen by it.
+    Kernels that group the tokens of several samples, as those of experts do, round by what else is there. That rounding
+    is measured with another sample of the batch; conversations count as mixed if the effect is ten times larger.
 
     The model is called as `module(input_ids=..., position_ids=...)` in evaluation mode, without gradients or
     compilation; nothing of it changes.
@@ -35,64 +34,45 @@ def refuse_mixing(module: nn.Module, like: torch.Tensor) -> None:
     first, other, second = ids % num_ids, torch.full_like(ids, num_ids - 1), (3 * ids + 1) % num_ids
     others = [other, torch.zeros_like(ids), first.flip(0)]
     training = {part: part.training for part in module.modules()}
-    module.eval()
 
     def moved(beginnings: list[torch.Tensor], changed: list[torch.Tensor]) -> float:
         """Return by how much the first sample's second conversation changes, beyond the last digit of its logits."""
-        before, after = (_logits_of_second(module, begin, second) for begin in (beginnings, changed))
+        before, after = (
+            _logits(module, [torch.cat([one, second]) for one in begin]) for begin in (beginnings, changed)
+        )
         change, last_digit = (before - after).abs().max(), torch.finfo(before.dtype).eps * before.abs().max()
         return float(change) if change > last_digit else 0.0
 
-    def is_mixing(size: int) -> bool:
-        effect = moved([first] * size, [other, first][:size])
-        rounding = max(moved([first, first], [first, one]) for one in others)  # in any case: ranks run alike
-        return effect > 0 and effect > 10 * rounding
-
+    module.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            if is_mixing(min(2, len(like))):
-                raise ValueError(_refusal(module, len(like) > 1 and not is_mixing(1)))
+            size = min(2, len(like))
+            effect = moved([first] * size, [other, first][:size])
+            rounding = max(moved([first, first], [first, one]) for one in others)  # in any case: ranks run alike
     finally:
         for part, was_training in training.items():
             part.training = was_training
+    if effect > 10 * rounding:
+        attention = getattr(getattr(getattr(module, "network", module), "config", None), "_attn_implementation", None)
+        name = type(getattr(module, "network", module)).__name__
+        raise ValueError(
+            f"`packing=True`: {name}{f' with attention {attention!r}' if attention else ''} lets packed conversations "
+            "see each other: the second of two changes with the first. Set `data.packing: false`, which gives every "
+            "conversation a block of its own, or `model.attn_implementation: sdpa` if it is another one; flash "
+            "attention keeps them apart with `data.batch_size: 1`."
+        )
 
 
-def _logits_of_second(module: nn.Module, beginnings: list[torch.Tensor], second: torch.Tensor) -> torch.Tensor:
+def _logits(module: nn.Module, rows: list[torch.Tensor]) -> torch.Tensor:
     """Return logits of the second conversation of the first sample, `(length, vocabulary)`."""
-    ids = torch.stack([torch.cat([begin, second]) for begin in beginnings])
-    positions = torch.arange(_LENGTH, device=ids.device).repeat(2).expand(len(ids), -1)
-    return _logits(module, ids, positions)[0, _LENGTH:]
-
-
-def _logits(module: nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    ids = torch.stack(rows)
+    positions = torch.arange(_LENGTH, device=ids.device).repeat(2).expand(len(ids), -1).contiguous()
     try:
-        output: Any = module(input_ids=ids, position_ids=positions.contiguous())
-        logits = output if isinstance(output, torch.Tensor) else output.logits
+        output: Any = module(input_ids=ids, position_ids=positions)
+        logits: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
     except (TypeError, NotImplementedError, AttributeError) as error:
         raise ValueError(
             f"`packing=True`: whether {type(module).__name__} keeps packed conversations apart can't be tried "
             f"({error}). Give it a `forward(input_ids, position_ids)` that returns logits, or set `packing: false`."
         ) from error
-    assert isinstance(logits, torch.Tensor)
-    return logits
-
-
-def _refusal(module: nn.Module, is_apart_alone: bool) -> str:
-    named = {type(part).__name__: kind for part in module.modules() if (kind := _attention(part)) is not None}
-    name = next(iter(named), type(module).__name__)  # the outermost is the whole model
-    kinds = set(named.values())
-    with_kind = f" with attention {', '.join(map(repr, sorted(kinds)))}" if kinds else ""
-    fixes = ["set `data.packing: false`, which gives every conversation a block of its own"]
-    if kinds - {"sdpa", "eager"}:
-        fixes.insert(0, "set `model.attn_implementation: sdpa`")
-    if is_apart_alone:
-        fixes.insert(0, "set `data.batch_size: 1`, where it keeps them apart")
-    return (
-        f"`packing=True`: {name}{with_kind} lets packed conversations see each other: the second of two "
-        f"changes with the first. To train on them, {', or '.join(fixes)}."
-    )
-
-
-def _attention(part: nn.Module) -> str | None:
-    kind = getattr(getattr(part, "config", None), "_attn_implementation", None)
-    return kind if isinstance(kind, str) else None
+    return logits[0, _LENGTH:]

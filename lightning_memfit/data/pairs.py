@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.batched import BatchedText, digest_of
-from lightning_memfit.data.sources import check_texts, load_documents, split_by_content
+from lightning_memfit.data.batched import BatchedSamples, digest_of
+from lightning_memfit.data.sources import Source, split_by_content
 from lightning_memfit.special_tokens import surroundings
 
 if TYPE_CHECKING:
@@ -130,18 +130,17 @@ def set_languages(
     return tokenizer
 
 
-class PairedText(BatchedText):
+class PairedText(BatchedSamples):
     """Pairs of texts for encoder-decoder models. Subclasses provide the pairs.
 
     Args:
         tokenizer: `bytes`, a local folder or a hub name.
         source_length: Tokens of a source; longer ones are cut, shorter ones padded.
         target_length: Tokens of a target.
-        batch_size: Pairs in a micro-batch of one device.
-        global_batch_size: Pairs in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the pairs kept for validation, chosen by their sources.
-        num_workers: Loader processes, which tokenize too.
-        seed: Seed for the order of the training pairs.
+        source_language: What a tokenizer that marks languages calls that of the sources: `eng_Latn` (NLLB), `en_XX`
+            (mBART), `en` (M2M100). Null: the tokenizer's own setting.
+        target_language: The same for the targets.
+        batching: Arguments of `BatchedSamples`; a sample is a pair. Workers tokenize, too.
 
     Raises:
         ValueError: If a number is out of range, or the tokenizer cannot be read.
@@ -150,23 +149,17 @@ class PairedText(BatchedText):
     def __init__(
         self,
         tokenizer: str,
-        source_length: int,
-        target_length: int,
-        batch_size: int,
-        global_batch_size: int | None,
-        val_fraction: float,
-        num_workers: int,
-        seed: int,
+        source_length: int = 128,
+        target_length: int = 128,
+        source_language: str | None = None,
+        target_language: str | None = None,
+        **batching: Any,
     ) -> None:
-        super().__init__(tokenizer, batch_size, global_batch_size, val_fraction, num_workers, seed)
-        for argument, value in (("source_length", source_length), ("target_length", target_length)):
-            if value < 2:
-                raise ValueError(f"`{argument}={value}` must be at least 2.")
+        super().__init__(tokenizer=tokenizer, **batching)
+        self.at_least(2, "source_length", "target_length")
         self.source_length = source_length
         self.target_length = target_length
-
-    source_language: str | None = None
-    target_language: str | None = None
+        self._languages = source_language, target_language
 
     @abstractmethod
     def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -175,7 +168,7 @@ class PairedText(BatchedText):
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Make data sets that tokenize the pairs on access."""
-        tokenizer = set_languages(self.tokenizer, self.source_language, self.target_language)
+        tokenizer = set_languages(self.tokenizer, *self._languages)
         train, val = (
             TokenizedPairs(pairs, tokenizer, self.source_length, self.target_length) for pairs in self.load_pairs()
         )
@@ -193,12 +186,12 @@ class PairedText(BatchedText):
             `input_ids` and `attention_mask`, `(batch_size, source_length)`, and `labels`, `(batch_size,
             target_length)`, int64.
         """
-        input_ids = self._example_tokens(self.source_length, vocab_size)
-        attention_mask, labels = torch.ones_like(input_ids), self._example_tokens(self.target_length, vocab_size)
+        input_ids = self.example_tokens(self.source_length, vocab_size)
+        attention_mask, labels = torch.ones_like(input_ids), self.example_tokens(self.target_length, vocab_size)
         attention_mask[0, -1], labels[0, -1] = 0, _NOT_PREDICTED
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
-    def split(self, pairs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    def divide(self, pairs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         """Keep `val_fraction` for validation; equal sources fall on the same side.
 
         Raises:
@@ -218,19 +211,11 @@ class PairData(PairedText):
         dataset_config: Configuration of a hub data set.
         split: Split of a hub data set to train on.
         val_split: Split of a hub data set to validate with. Null: `val_fraction` of the pairs.
-        source_length: Tokens of a source; longer ones are cut, shorter ones padded.
-        target_length: Tokens of a target.
-        batch_size: Pairs in a micro-batch of one device.
-        global_batch_size: Pairs in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the pairs kept for validation, chosen by their sources.
-        num_workers: Loader processes, which tokenize too.
-        seed: Seed for the order of the training pairs.
         cache_dir: Where `datasets` keeps its files.
-        source_language: What a tokenizer that marks languages calls that of the sources: `eng_Latn` (NLLB), `en_XX`
-            (mBART), `en` (M2M100). Null: the tokenizer's own setting.
-        target_language: The same for the targets.
+        paired: Further arguments of `PairedText` and `BatchedSamples`.
 
     Raises:
+        ModuleNotFoundError: When the data are read, if `datasets` isn't installed.
         ValueError: If a number is out of range, or data or tokenizer cannot be read.
     """
 
@@ -243,30 +228,11 @@ class PairData(PairedText):
         dataset_config: str | None = None,
         split: str = "train",
         val_split: str | None = None,
-        source_length: int = 128,
-        target_length: int = 128,
-        batch_size: int = 8,
-        global_batch_size: int | None = None,
-        val_fraction: float = 0.05,
-        num_workers: int = 2,
-        seed: int = 0,
         cache_dir: str | None = None,
-        source_language: str | None = None,
-        target_language: str | None = None,
+        **paired: Any,
     ) -> None:
-        super().__init__(
-            tokenizer, source_length, target_length, batch_size, global_batch_size, val_fraction, num_workers, seed
-        )
-        self.dataset = dataset
-        self.source_column = source_column
-        self.target_column = target_column
-        self.source_language = source_language
-        self.target_language = target_language
-        self.dataset_config = dataset_config
-        self.train_split = split
-        self.val_split = val_split
-        self.cache_dir = cache_dir
-        self.save_hyperparameters()
+        super().__init__(tokenizer, **paired)
+        self.source = Source(dataset, dataset_config, split, val_split, cache_dir=cache_dir)
 
     @override
     def prepare_data(self) -> None:
@@ -280,14 +246,13 @@ class PairData(PairedText):
         Raises:
             ValueError: If a column is missing, or contains something other than text.
         """
-        pairs = self._read(self.train_split)
-        return self.split(pairs) if self.val_split is None else (pairs, self._read(self.val_split))
+        pairs = self._read(self.source.split)
+        return self.divide(pairs) if self.source.val_split is None else (pairs, self._read(self.source.val_split))
 
     def _read(self, split: str) -> list[tuple[str, str]]:
-        rows = load_documents(self.dataset, self.dataset_config, split, self.cache_dir)
-        columns = []
+        rows, columns = self.source.rows(split), []
         for argument in ("source_column", "target_column"):
-            name = getattr(self, argument)
-            check_texts(rows, name, argument, self.dataset)
+            name = self.hparams[argument]
+            self.source.check_texts(rows, name, argument)
             columns.append(list(rows[name]))
         return list(zip(*columns, strict=True))

@@ -11,6 +11,9 @@ from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedSamples
 
+Specs = Mapping[str, tuple[tuple[int, ...], int | None]]
+"""Shape of a sample, and the bound of integers, by name."""
+
 
 class RandomTensors(BatchedSamples):
     """Random tensors of given shapes: images with their classes, spectrograms with their transcripts, or your own.
@@ -37,12 +40,11 @@ class RandomTensors(BatchedSamples):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__(batch_size, global_batch_size, 0.5, num_workers, seed)
+        super().__init__(batch_size, global_batch_size, num_workers=num_workers, seed=seed)
         if num_samples < batch_size:
             raise ValueError(f"`num_samples={num_samples}` must be at least `batch_size={batch_size}`.")
         self.num_samples = num_samples
         self.specs = _checked(tensors)
-        self.save_hyperparameters()
 
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
@@ -51,26 +53,16 @@ class RandomTensors(BatchedSamples):
         return RandomSample(self.specs, self.num_samples, self.seed), RandomSample(self.specs, held_out, self.seed + 1)
 
     def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
-        """Return a training batch; `vocab_size` is not needed.
-
-        Returns:
-            The tensors by their names, each `(batch_size, *shape)`.
-        """
+        """Return a training batch, each tensor `(batch_size, *shape)`, by their names; `vocab_size` is not needed."""
         samples = RandomSample(self.specs, self.batch_size, self.seed)
         rows = [samples[index] for index in range(self.batch_size)]
         return {name: torch.stack([row[name] for row in rows]) for name in self.specs}
 
 
 class RandomSample(Dataset[dict[str, torch.Tensor]]):
-    """Samples that follow from a seed and their index.
+    """So many samples that follow from a seed and their index."""
 
-    Args:
-        specs: Shape and bound of every tensor.
-        length: Number of samples.
-        seed: The seed.
-    """
-
-    def __init__(self, specs: Mapping[str, tuple[tuple[int, ...], int | None]], length: int, seed: int) -> None:
+    def __init__(self, specs: Specs, length: int, seed: int) -> None:
         self.specs = specs
         self.length = length
         self.seed = seed
@@ -89,7 +81,7 @@ class RandomSample(Dataset[dict[str, torch.Tensor]]):
         }
 
 
-def _checked(tensors: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], int | None]]:
+def _checked(tensors: Mapping[str, Any]) -> Specs:
     """Return shape and bound of every tensor.
 
     Raises:

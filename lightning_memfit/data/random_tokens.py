@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 
@@ -37,58 +37,38 @@ class RandomTokens(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for argument, value, low in (
-            ("num_samples", num_samples, 1),
-            ("sequence_length", sequence_length, 1),
-            ("batch_size", batch_size, 1),
-            ("vocab_size", vocab_size, 2),
-            ("num_labels", 2 if num_labels is None else num_labels, 2),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < low:
+        self.save_hyperparameters()
+        for argument, value in self.hparams.items():
+            low = {"num_workers": 0, "seed": 0, "vocab_size": 2, "num_labels": 2}.get(argument, 1)
+            if value is not None and value < low:
                 raise ValueError(f"`{argument}={value}` must be at least {low}.")
-        self.num_samples = num_samples
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.vocab_size = vocab_size
-        self.num_labels = num_labels
-        self.num_workers = num_workers
-        self.seed = seed
-        self._samples: RandomSamples | None = None
+        self._samples: list[dict[str, torch.Tensor]] = []
 
     @override
     def setup(self, stage: str) -> None:
         """Draw the ids. A second call does nothing."""
-        if self._samples is None:
-            shape = (self.num_samples, self.sequence_length)
-            self._samples = RandomSamples(shape, self.vocab_size, self.num_labels, self.seed)
+        if not self._samples:
+            number, classes = self.hparams["num_samples"], self.hparams["num_labels"]
+            generator = torch.Generator().manual_seed(self.hparams["seed"])
+            ids = torch.randint(self.vocab_size, (number, self.sequence_length), generator=generator)
+            labels = ids if classes is None else torch.randint(classes, (number,), generator=generator)
+            self._samples = [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
         """Return all samples in order."""
-        if self._samples is None:
+        if not self._samples:
             raise RuntimeError("Call `setup` before asking for a loader.")
         return DataLoader(
-            self._samples,
+            self._samples,  # type: ignore[arg-type]
             batch_size=self.batch_size,
-            num_workers=self.num_workers,
+            num_workers=self.hparams["num_workers"],
             pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
-            generator=torch.Generator().manual_seed(self.seed),  # starting an epoch leaves the run's random state alone
+            persistent_workers=self.hparams["num_workers"] > 0,
+            generator=torch.Generator().manual_seed(
+                self.hparams["seed"]
+            ),  # starting an epoch draws nothing of the run's
         )
-
-
-class RandomSamples(Dataset[Any]):
-    """Samples with `input_ids` and `labels`, drawn once from a generator of their own."""
-
-    def __init__(self, shape: tuple[int, int], vocab_size: int, num_labels: int | None, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.ids = torch.randint(vocab_size, shape, generator=generator)
-        self.labels = self.ids if num_labels is None else torch.randint(num_labels, (shape[0],), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @override
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.labels[index]}

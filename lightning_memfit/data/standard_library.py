@@ -20,9 +20,9 @@ from typing_extensions import override
 
 from lightning_memfit.data.chat_template import CHATML
 from lightning_memfit.data.chats import ChatEncoder, PackedChats
-from lightning_memfit.data.packed import PackedText, join
 from lightning_memfit.data.pairs import PairedText
 from lightning_memfit.data.sources import content_hash, validation_mask
+from lightning_memfit.data.text import PackedText
 from lightning_memfit.data.tokenization import BYTES, encode
 
 # Folders that are left out: installed packages, and tests, some of which are deliberately broken files.
@@ -38,12 +38,9 @@ class StandardLibraryText(PackedText):
     Args:
         tokenizer: `bytes`, a local folder or a hub name.
         sequence_length: Tokens in a block.
-        batch_size: Blocks in a micro-batch of one device.
-        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the files kept for validation, chosen by their content.
         num_workers: Loader processes.
-        seed: Seed for the order of the training blocks.
         max_files: Take only this many files, those with the smallest hashes. Null: all of them.
+        batching: Further arguments of `BatchedSamples`.
 
     Raises:
         ValueError: If a number is out of range, or the tokenizer cannot be read.
@@ -53,18 +50,13 @@ class StandardLibraryText(PackedText):
         self,
         tokenizer: str = BYTES,
         sequence_length: int = 256,
-        batch_size: int = 8,
-        global_batch_size: int | None = None,
-        val_fraction: float = 0.05,
         num_workers: int = 1,
-        seed: int = 0,
         max_files: int | None = None,
+        **batching: Any,
     ) -> None:
-        super().__init__(tokenizer, sequence_length, batch_size, global_batch_size, val_fraction, num_workers, seed)
-        if max_files is not None and max_files < 2:
-            raise ValueError(f"`max_files={max_files}` must be at least 2: one to train on, one to validate with.")
+        super().__init__(tokenizer, sequence_length, num_workers=num_workers, **batching)
+        self.at_least(2, "max_files")  # one to train on, one to validate with
         self.max_files = max_files
-        self.save_hyperparameters()
 
     @override
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
@@ -74,10 +66,7 @@ class StandardLibraryText(PackedText):
         if self.max_files is not None and self.max_files < len(texts):
             kept = np.sort(np.argsort(hashes, kind="stable")[: self.max_files])
             texts, hashes = [texts[i] for i in kept], hashes[kept]
-        mask = validation_mask(hashes, self.val_fraction)
-        documents = encode(self.tokenizer, texts)
-        train = join([document for document, is_val in zip(documents, mask, strict=True) if not is_val])
-        val = join([document for document, is_val in zip(documents, mask, strict=True) if is_val])
+        train, val = _joined(list(zip(encode(self.tokenizer, texts), hashes, strict=True)), self.val_fraction)
         digest = hashlib.blake2b(hashes.tobytes(), digest_size=6).hexdigest()
         rank_zero_info(
             f"Standard library text {digest}: {len(texts)} files, {len(train):,} training and {len(val):,} "
@@ -86,10 +75,78 @@ class StandardLibraryText(PackedText):
         return train, val
 
 
-def _checked_max_files(max_files: int | None) -> int | None:
-    if max_files is not None and max_files < 1:
-        raise ValueError(f"`max_files={max_files}` must be at least 1.")
-    return max_files
+class StandardLibraryPairs(PairedText):
+    """Pairs of a function's code and the first line of its documentation, which need no network and no files.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        target_length: Tokens of a line of documentation; longer ones are cut, shorter ones padded.
+        max_files: Read only this many files, in the order of their names. Null: all of them.
+        paired: Further arguments of `PairedText` and `BatchedSamples`.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer cannot be read.
+    """
+
+    def __init__(
+        self, tokenizer: str = BYTES, target_length: int = 64, max_files: int | None = None, **paired: Any
+    ) -> None:
+        super().__init__(tokenizer, target_length=target_length, **paired)
+        self.at_least(1, "max_files")
+        self.max_files = max_files
+
+    @override
+    def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Parse the files and split the pairs; the code is stripped of its documentation."""
+        texts = read_standard_library()[: self.max_files]
+        return self.divide([pair for text in texts for pair in documented_functions(text)])
+
+
+class StandardLibraryChats(PackedChats):
+    """Chats about the functions of a file: what one does, and what another does. They need no network and no files.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
+        sequence_length: Tokens in a block; longer chats are cut.
+        num_workers: Loader processes.
+        max_files: Read only this many files, in the order of their names. Null: all of them.
+        packed: Further arguments of `PackedChats` and `BatchedSamples`.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer or its template can't be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str = BYTES,
+        chat_template: str | None = CHATML,
+        sequence_length: int = 512,
+        num_workers: int = 1,
+        max_files: int | None = None,
+        **packed: Any,
+    ) -> None:
+        super().__init__(tokenizer, chat_template, sequence_length=sequence_length, num_workers=num_workers, **packed)
+        self.at_least(1, "max_files")
+        self.max_files = max_files
+
+    @override
+    def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
+        """Make the chats in memory, and split them."""
+        chats = [
+            {encoder.column: chat} for text in read_standard_library()[: self.max_files] for chat in chats_about(text)
+        ]
+        return _joined(encoder.encode(chats, 0), self.val_fraction)
+
+
+def _joined(encoded: list[tuple[np.ndarray, int]], val_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Split tokens by the hashes beside them, and join those of each side."""
+    mask = validation_mask(np.array([value for _, value in encoded], np.uint64), val_fraction)
+    train, val = (
+        np.concatenate([tokens for (tokens, _), is_val in zip(encoded, mask, strict=True) if is_val == side])
+        for side in (False, True)
+    )
+    return train, val
 
 
 def read_standard_library() -> list[str]:
@@ -103,52 +160,6 @@ def read_standard_library() -> list[str]:
     return [text for text in texts if text]
 
 
-# --- pairs of a function and its documentation ------------------------------------------------------------------------
-
-
-class StandardLibraryPairs(PairedText):
-    """Pairs of a function's code and the first line of its documentation, which need no network and no files.
-
-    Args:
-        tokenizer: `bytes`, a local folder or a hub name.
-        source_length: Tokens of a function; longer ones are cut, shorter ones padded.
-        target_length: Tokens of a line of documentation; longer ones are cut, shorter ones padded.
-        batch_size: Pairs in a micro-batch of one device.
-        global_batch_size: Pairs in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the pairs kept for validation, chosen by their sources.
-        num_workers: Loader processes, which tokenize too.
-        seed: Seed for the order of the training pairs.
-        max_files: Read only this many files, in the order of their names. Null: all of them.
-
-    Raises:
-        ValueError: If a number is out of range, or the tokenizer cannot be read.
-    """
-
-    def __init__(
-        self,
-        tokenizer: str = BYTES,
-        source_length: int = 128,
-        target_length: int = 64,
-        batch_size: int = 8,
-        global_batch_size: int | None = None,
-        val_fraction: float = 0.05,
-        num_workers: int = 2,
-        seed: int = 0,
-        max_files: int | None = None,
-    ) -> None:
-        super().__init__(
-            tokenizer, source_length, target_length, batch_size, global_batch_size, val_fraction, num_workers, seed
-        )
-        self.max_files = _checked_max_files(max_files)
-        self.save_hyperparameters()
-
-    @override
-    def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Parse the files and split the pairs; the code is stripped of its documentation."""
-        texts = read_standard_library()[: self.max_files]
-        return self.split([pair for text in texts for pair in documented_functions(text)])
-
-
 def documented_functions(text: str) -> list[tuple[str, str]]:
     """Return code without documentation, and the documentation's first line, for every documented function."""
     with warnings.catch_warnings():
@@ -160,75 +171,6 @@ def documented_functions(text: str) -> list[tuple[str, str]]:
             node.body = node.body[1:] or [ast.Pass()]
             pairs.append((ast.unparse(node), documentation.splitlines()[0]))
     return pairs
-
-
-# --- chats about a module's functions ---------------------------------------------------------------------------------
-
-
-class StandardLibraryChats(PackedChats):
-    """Chats about the functions of a file: what one does, and what another does. They need no network and no files.
-
-    Args:
-        tokenizer: `bytes`, a local folder or a hub name.
-        chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
-        template_options: Further variables of the template.
-        date: Day for templates that write today's.
-        sequence_length: Tokens in a block; longer chats are cut.
-        batch_size: Blocks in a micro-batch of one device.
-        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
-        packing: Put as many chats into a block as fit; otherwise one.
-        val_fraction: Share of the chats kept for validation, chosen by their content.
-        num_workers: Loader processes.
-        seed: Seed for the order of the training blocks.
-        max_files: Read only this many files, in the order of their names. Null: all of them.
-
-    Raises:
-        ValueError: If a number is out of range, or the tokenizer or its template can't be used.
-    """
-
-    def __init__(
-        self,
-        tokenizer: str = BYTES,
-        chat_template: str | None = CHATML,
-        template_options: dict[str, Any] | None = None,
-        date: str = "2024-07-26",
-        sequence_length: int = 512,
-        batch_size: int = 8,
-        global_batch_size: int | None = None,
-        packing: bool = True,
-        val_fraction: float = 0.05,
-        num_workers: int = 1,
-        seed: int = 0,
-        max_files: int | None = None,
-    ) -> None:
-        super().__init__(
-            tokenizer,
-            chat_template,
-            template_options,
-            date,
-            sequence_length,
-            batch_size,
-            global_batch_size,
-            packing,
-            val_fraction,
-            num_workers,
-            seed,
-        )
-        self.max_files = _checked_max_files(max_files)
-        self.save_hyperparameters()
-
-    @override
-    def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
-        """Make the chats in memory, and split them."""
-        texts = read_standard_library()[: self.max_files]
-        encoded = encoder.encode([chat for text in texts for chat in chats_about(text)], 0)
-        hashes = np.array([value for _, value in encoded], np.uint64)
-        mask = validation_mask(hashes, self.val_fraction)
-        train, val = (
-            join([tokens for (tokens, _), is_val in zip(encoded, mask, strict=True) if is_val == side])
-            for side in (False, True)
-        )
-        return train, val
 
 
 def chats_about(text: str) -> list[list[dict[str, str]]]:

@@ -1,26 +1,111 @@
-"""`TextData`: text from local files or the Hugging Face hub, for causal language models."""
+"""`TextData`: text from local files or the Hugging Face hub, for causal language models.
+
+Documents are packed end to end into blocks of equal length (`PackedBlocks`), so there is no padding.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.packed import PackedText
-from lightning_memfit.data.sources import Documents, check_texts, content_hash
-from lightning_memfit.data.token_files import Source
+from lightning_memfit.data.batched import BatchedSamples, digest_of
+from lightning_memfit.data.sources import Source, content_hash
 from lightning_memfit.data.tokenization import encode, token_dtype, tokenizer_fingerprint
 
 if TYPE_CHECKING:
+    import datasets
     from transformers import PreTrainedTokenizerBase
+
+_CHUNK = 1 << 24
+_NEAR = 128
+"""Tokens on either side of a place of which a digest is made."""
+
+
+class MappedTokens(Dataset[dict[str, torch.Tensor]]):
+    """Samples out of one flat array. A memory-mapped one stays so: workers map the file again instead of copying it.
+
+    Args:
+        tokens: `(tokens,)` integers, in memory or from `np.load(..., mmap_mode="r")`.
+    """
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+
+    def largest(self, bits: int = -1) -> int:
+        """Return the largest of the tokens, of which only the given bits count."""
+        parts = (self.tokens[start : start + _CHUNK] for start in range(0, len(self.tokens), _CHUNK))
+        return max(int((part.astype(np.int64) & bits).max()) for part in parts)
+
+    def content_digest(self, *settings: Any) -> str:
+        """Return a digest of the tokens at some places and of what else samples depend on."""
+
+        def read(place: int) -> bytes:
+            return self.tokens[max(0, place - _NEAR) : place + _NEAR].astype(np.int64).tobytes()
+
+        return digest_of(len(self.tokens), read, *settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        is_mapped = isinstance(self.tokens, np.memmap)
+        return {**self.__dict__, "tokens": str(self.tokens.filename) if is_mapped else self.tokens}  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.tokens, str):
+            self.tokens = np.load(self.tokens, mmap_mode="r")
+
+
+class PackedBlocks(MappedTokens):
+    """Blocks of `sequence_length` consecutive tokens; a remainder at the end of the text is not used.
+
+    Items are `{"input_ids": (sequence_length,), "labels": (sequence_length,)}`, int64; the model shifts the labels.
+
+    Args:
+        tokens: `(tokens,)` integers, in memory or from `np.load(..., mmap_mode="r")`.
+        sequence_length: Tokens in a block.
+        name: Name of the text in error messages.
+
+    Raises:
+        ValueError: If the text does not fill one block.
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int, name: str = "text") -> None:
+        if sequence_length < 2:
+            raise ValueError(f"`sequence_length={sequence_length}` must be at least 2: one token predicts the next.")
+        if len(tokens) < sequence_length:
+            raise ValueError(
+                f"The {name} has {len(tokens)} tokens, less than one block of `sequence_length={sequence_length}`. "
+                "Give more text or a shorter sequence."
+            )
+        super().__init__(tokens)
+        self.sequence_length = sequence_length
+
+    @override
+    def content_digest(self, *settings: Any) -> str:
+        """Return a digest of tokens and their division into blocks."""
+        return super().content_digest(self.sequence_length, *settings)
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.sequence_length
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Block {index} of {len(self)}.")
+        start = index * self.sequence_length
+        block = torch.from_numpy(self.tokens[start : start + self.sequence_length].astype(np.int64))
+        return {"input_ids": block, "labels": block}
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Rows are texts; `encode` says how each begins and ends. A `RowEncoder`."""
+    """Rows have a text; `encode` says how each begins and ends. A `RowEncoder`."""
 
     column: str
     tokenizer: PreTrainedTokenizerBase
@@ -35,18 +120,66 @@ class TextEncoder:
         """The column and the tokenizer."""
         return [self.column, tokenizer_fingerprint(self.tokenizer)]
 
-    def check(self, documents: Documents, dataset: str) -> None:
+    def check(self, rows: datasets.Dataset, source: Source) -> None:
         """Refuse a column that is missing or has something else than text."""
-        check_texts(documents, self.column, "text_column", dataset)
+        source.check_texts(rows, self.column, "text_column")
 
-    def encode(self, rows: Sequence[Any], first: int) -> list[tuple[np.ndarray, int]]:
+    def encode(self, rows: Sequence[dict[str, Any]], first: int) -> list[tuple[np.ndarray, int]]:
         """Return tokens and hash of every text that isn't empty."""
-        texts = [text for text in rows if text]
+        texts = [row[self.column] for row in rows if row[self.column]]
         return list(zip(encode(self.tokenizer, texts), map(content_hash, texts), strict=True))
 
-    def nothing(self, num_rows: int) -> str:
-        """Say that all texts are empty."""
-        return f"`text_column={self.column!r}`: none of the {num_rows} documents has any text."
+
+class PackedText(BatchedSamples):
+    """Text packed into blocks, for causal language models. Subclasses provide the tokens.
+
+    Args:
+        tokenizer: `bytes`, a local folder or a hub name.
+        sequence_length: Tokens in a block.
+        batching: Arguments of `BatchedSamples`; a sample is a block.
+
+    Raises:
+        ValueError: If a number is out of range, or the tokenizer cannot be read.
+    """
+
+    def __init__(self, tokenizer: str, sequence_length: int, **batching: Any) -> None:
+        super().__init__(tokenizer=tokenizer, **batching)
+        self.at_least(2, "sequence_length")
+        self.sequence_length = sequence_length
+
+    @abstractmethod
+    def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens for training and validation, each `(tokens,)`."""
+
+    @override
+    def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        """Cut the tokens into blocks."""
+        train, val = self.load_tokens()
+        blocks = PackedBlocks(train, self.sequence_length, "training text")
+        return blocks, PackedBlocks(val, self.sequence_length, "validation text")
+
+    @override
+    def largest_id(self) -> int | None:
+        """Return the largest token id that occurs; None before `setup`."""
+        made = [blocks for blocks in (self._train, self._val) if isinstance(blocks, PackedBlocks)]
+        return max(blocks.largest() for blocks in made) if made else None
+
+    def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
+        """Return a training batch of the right shapes without reading data or tokenizer, for estimates and plans.
+
+        Any data module may have this method.
+
+        Args:
+            vocab_size: Number of token ids that the model takes; None if it is not known.
+
+        Returns:
+            `input_ids` and `labels`, both `(batch_size, sequence_length)`, int64.
+
+        Raises:
+            ValueError: If the batch sizes contradict each other, or the batch is too large to be made.
+        """
+        tokens = self.example_tokens(self.sequence_length, vocab_size)
+        return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 class TextData(PackedText):
@@ -65,14 +198,12 @@ class TextData(PackedText):
         text_column: Column with the text.
         sequence_length: Tokens in a block.
         batch_size: Blocks in a micro-batch of one device.
-        global_batch_size: Blocks in an optimizer step, accumulation and all devices included. Null: not checked.
-        val_fraction: Share of the documents kept for validation, chosen by their content.
-        num_workers: Loader processes.
         tokenize_workers: Processes that tokenize.
-        seed: Seed for the order of the training blocks.
         cache_dir: Folder for tokenized data. Null: the cache of `datasets`.
+        batching: Further arguments of `BatchedSamples`.
 
     Raises:
+        ModuleNotFoundError: When the data are read, if `datasets` isn't installed.
         ValueError: If a number is out of range, or text or tokenizer cannot be read.
     """
 
@@ -86,17 +217,13 @@ class TextData(PackedText):
         text_column: str = "text",
         sequence_length: int = 1024,
         batch_size: int = 1,
-        global_batch_size: int | None = None,
-        val_fraction: float = 0.05,
-        num_workers: int = 2,
         tokenize_workers: int = 1,
-        seed: int = 0,
         cache_dir: str | None = None,
+        **batching: Any,
     ) -> None:
-        super().__init__(tokenizer, sequence_length, batch_size, global_batch_size, val_fraction, num_workers, seed)
-        self.source = Source(dataset, dataset_config, split, val_split, val_fraction, tokenize_workers, cache_dir)
+        super().__init__(tokenizer, sequence_length, batch_size=batch_size, **batching)
+        self.source = Source(dataset, dataset_config, split, val_split, self.val_fraction, tokenize_workers, cache_dir)
         self.text_column = text_column
-        self.save_hyperparameters()
 
     @override
     def prepare_data(self) -> None:
@@ -106,7 +233,7 @@ class TextData(PackedText):
     @override
     def load_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Map the token files, and write those that are missing."""
-        train, val = self.source.load(TextEncoder(self.text_column, self.tokenizer))
+        train, val = self.source.tokens(TextEncoder(self.text_column, self.tokenizer))
         if val is not None:
             return train, val
         tokens = np.asarray(train)

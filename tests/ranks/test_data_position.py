@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_memfit.data.batched import BatchedText
-from lightning_memfit.data.packed import PackedBlocks
+from lightning_memfit.data.batched import BatchedSamples
+from lightning_memfit.data.text import PackedBlocks
 from tests.helpers.trainers import quiet_trainer
 
 SAMPLES = 48
@@ -19,11 +19,11 @@ Setting = tuple[int, int, int, int]
 """Batch size, accumulation, processes, loader workers."""
 
 
-class Numbers(BatchedText):
+class Numbers(BatchedSamples):
     """Blocks whose first token is their number."""
 
     def __init__(self, batch_size: int, num_workers: int, seed: int) -> None:
-        super().__init__("bytes", batch_size, None, 0.1, num_workers, seed)
+        super().__init__(batch_size, num_workers=num_workers, seed=seed)
 
     def make_samples(self):
         blocks = PackedBlocks(np.repeat(np.arange(SAMPLES, dtype=np.uint16), 2), 2)

@@ -1,19 +1,16 @@
 """What happens without optional packages."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 import lightning_memfit.extras
 from cli.errors import missing_package
 from cli.main import main
-from lightning_memfit.data import PairData, TextData
 from lightning_memfit.extras import EXTRAS, how_to_install, is_installed, require
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -75,46 +72,6 @@ def test_a_run_that_misses_a_package_ends_in_one_line(without, tmp_path, monkeyp
     assert len(told) == 1
     assert told[0].endswith(f'pip install "lightning-memfit[{EXTRAS[package]}]"')
     assert package in told[0]
-
-
-def test_local_text_needs_no_datasets(without, tmp_path):
-    folder, lines = tmp_path / "texts", tmp_path / "lines.jsonl"
-    folder.mkdir()
-    for number in range(12):
-        (folder / f"{number}.txt").write_text(f"text number {number}\r\nof several\n" * 40)
-    lines.write_text("".join(json.dumps({"text": f"line {number} " * 30, "n": number}) + "\n" for number in range(12)))
-    single = tmp_path / "one.txt"
-    single.write_text("one document " * 200)
-
-    def tokens(path):
-        data = TextData(str(path), "bytes", sequence_length=16, num_workers=0, cache_dir=str(tmp_path / "cache"))
-        return data.load_tokens()
-
-    def pairs():
-        return PairData(str(lines), "bytes", "text", "text", num_workers=0).load_pairs()
-
-    whole = {path: tokens(path) for path in (folder, lines, single)}, pairs()
-    without("datasets")
-    for path, parts in whole[0].items():
-        assert all(np.array_equal(one, other) for one, other in zip(parts, tokens(path), strict=True))
-    assert pairs() == whole[1]
-
-
-def test_bad_lines_are_named_without_datasets(without, tmp_path):
-    without("datasets")
-    path = tmp_path / "a.jsonl"
-    for text, told in (
-        ('{"text": "a"}\n[1]\n', "line 2 is list instead of an object"),
-        ('{"text": "a"}\n{"text": null}\n', "number 2 the first"),
-        ('{"other": "a"}\n', "Its columns: other"),
-        ("{", "cannot be read"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=told):
-            TextData(str(path), "bytes", num_workers=0).load_tokens()
-    with pytest.raises(ModuleNotFoundError, match=r"reading \.parquet files needs datasets: pip install"):
-        (tmp_path / "a.parquet").write_bytes(b"x")
-        TextData(str(tmp_path / "a.parquet"), "bytes", num_workers=0).load_tokens()
 
 
 @pytest.mark.nightly

@@ -4,8 +4,8 @@ import torch
 
 from lightning_memfit.data import RandomTensors
 from lightning_memfit.data.batched import EffectiveBatchSampler, ResumableLoader
-from lightning_memfit.data.packed import PackedBlocks
 from lightning_memfit.data.pairs import TokenizedPairs
+from lightning_memfit.data.text import PackedBlocks
 from lightning_memfit.data.tokenization import load_tokenizer
 from tests.helpers.trainers import quiet_trainer
 
@@ -14,12 +14,10 @@ def make_loader(num_blocks=23, batch_size=2, accumulation=2, num_replicas=1, ran
     return loader_of(np.arange(num_blocks * 2), 2, 7, batch_size, accumulation, num_replicas, rank, num_workers)
 
 
-def loader_of(
-    tokens, sequence_length=2, seed=7, batch_size=2, accumulation=2, num_replicas=1, rank=0, num_workers=0, **asked_for
-):
+def loader_of(tokens, sequence_length=2, seed=7, batch_size=2, accumulation=2, num_replicas=1, rank=0, num_workers=0):
     blocks = PackedBlocks(tokens.astype(np.uint16), sequence_length)
     sampler = EffectiveBatchSampler(blocks, batch_size, accumulation, num_replicas, rank, seed)
-    return ResumableLoader(blocks, sampler, asked_for=asked_for, num_workers=num_workers)
+    return ResumableLoader(blocks, sampler, num_workers=num_workers)
 
 
 def first_tokens(batches):
@@ -80,33 +78,29 @@ TOKENS = np.arange(4000)
     ("change", "told"),
     [
         ({"seed": 8}, "`seed` was 7 and is 8"),
-        ({"sequence_length": 4, "named": 4}, "`named` was 2 and is 4"),
         ({"sequence_length": 4}, "there were 2,000 samples and are 1,000"),
-        ({"tokens": TOKENS[::-1], "named": "other.jsonl"}, "`named` was 2 and is 'other.jsonl'"),
         ({"tokens": TOKENS[::-1]}, "their content has changed"),
         ({"tokens": np.delete(TOKENS, 1111)}, "there were 2,000 samples and are 1,999"),
         ({"tokens": np.insert(np.delete(TOKENS, 3000), 1111, 5)}, "their content has changed"),  # as many as before
     ],
 )
 def test_other_data_begin_the_epoch_anew(change, told):
-    loader = loader_of(tokens=TOKENS, named=2)
+    loader = loader_of(tokens=TOKENS)
     for _ in zip(range(3), loader, strict=False):
         pass
-    other = loader_of(**{"tokens": TOKENS, "named": 2} | change)
+    other = loader_of(**{"tokens": TOKENS} | change)
     with pytest.warns(UserWarning, match=rf"those of the checkpoint \({told}\)\. Its position in epoch 0, after 6 "):
         other.load_state_dict(loader.state_dict())
     assert len(list(other)) == len(other)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "change", [{"batch_size": 4}, {"accumulation": 1}, {"num_replicas": 2}, {"num_workers": 1}, {"named": "/elsewhere"}]
-)
+@pytest.mark.parametrize("change", [{"batch_size": 4}, {"accumulation": 1}, {"num_replicas": 2}, {"num_workers": 1}])
 def test_the_same_data_go_on_however_they_are_called_and_dealt_out(change):
-    loader = loader_of(tokens=TOKENS, named=2)
+    loader = loader_of(tokens=TOKENS)
     for _ in zip(range(4), loader, strict=False):
         pass
-    other = loader_of(**{"tokens": TOKENS, "named": 2} | change)
+    other = loader_of(**{"tokens": TOKENS} | change)
     other.load_state_dict(loader.state_dict())
     iterator = iter(other)
     next(iterator)

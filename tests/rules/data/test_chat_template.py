@@ -146,7 +146,7 @@ def test_the_day_is_a_given_one():
     first = tokenizer.decode(ChatTemplate(tokenizer).encode(CHAT).ids)
     assert "Today Date: 26 Jul 2024" in first
     assert "Today Date: 01 Feb 2025" in tokenizer.decode(ChatTemplate(tokenizer, date="2025-02-01").encode(CHAT).ids)
-    with pytest.raises(ValueError, match=r"`date='yesterday'` is no day"):
+    with pytest.raises(ValueError, match=r"`date='yesterday'` is not a day"):
         ChatTemplate(tokenizer, date="yesterday")
 
 
@@ -159,8 +159,8 @@ def test_options_reach_the_template():
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([], "no list of messages"),
-        ("Hello", "no list of messages"),
+        ([], "expected a list of messages, got list"),
+        ("Hello", "expected a list of messages, got str"),
         ([{"from": "human", "value": "Hi"}], "message 1 has nothing as 'role'"),
         ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "message 1 has list as 'content'"),
         ([{"role": "assistant", "content": "Hi"}], "begins with an answer"),

@@ -1,7 +1,6 @@
 import itertools
 import json
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memfit.data import ChatData, StandardLibraryChats, sources
+from lightning_memfit.data import ChatData, StandardLibraryChats
 from lightning_memfit.data.chat_template import ChatTemplate
 from lightning_memfit.data.chats import ChatEncoder, ConversationBlocks, _pack, without_gaps
 from lightning_memfit.data.tokenization import byte_tokenizer
@@ -39,7 +38,7 @@ def chat_data(dataset, tmp_path, **arguments):
 
 def tokens_of(chats):
     encoder = ChatEncoder("messages", ChatTemplate(byte_tokenizer(), "chatml"))
-    return np.concatenate([tokens for tokens, _ in encoder.encode(chats, 0)])
+    return np.concatenate([tokens for tokens, _ in encoder.encode([{"messages": chat} for chat in chats], 0)])
 
 
 def text(ids):
@@ -117,7 +116,8 @@ def test_a_first_token_is_never_predicted():
             "{% endfor %}",
         )
     )
-    tokens = np.concatenate([t for t, _ in ChatEncoder("messages", template).encode([CHATS[0][1:], CHATS[1]], 0)])
+    rows = [{"messages": CHATS[0][1:]}, {"messages": CHATS[1]}]
+    tokens = np.concatenate([t for t, _ in ChatEncoder("messages", template).encode(rows, 0)])
     sample = ConversationBlocks(tokens, 64, PAD)[0]
     assert (sample["labels"][sample["position_ids"] == 0] == -100).all()
 
@@ -131,19 +131,6 @@ def test_a_mapped_file_is_mapped_again_by_workers(tmp_path):
 
 
 # --- the data module --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_every_kind_of_file_gives_the_same_tokens(tmp_path, monkeypatch, name):
-    pytest.importorskip("datasets")
-    read = chat_data(write(tmp_path / "b.jsonl"), tmp_path)
-    train, val = read.load_tokens(read.make_encoder())
-    assert isinstance(train, np.memmap)
-    monkeypatch.setattr(sources, "is_installed", lambda _: False)
-    plain = chat_data(write(tmp_path / name), tmp_path)
-    for mapped, here in zip((train, val), plain.load_tokens(plain.make_encoder()), strict=True):
-        assert not isinstance(here, np.memmap)
-        assert np.array_equal(mapped, here)
 
 
 def test_second_run_reads_the_cache(tmp_path, monkeypatch):
@@ -200,22 +187,14 @@ def test_a_run_goes_on_at_the_sample(tmp_path, num_workers):
     ("row", "reason"),
     [
         ([{"role": "user"}], "message 1 has nothing as 'content'"),
-        ("Hello", "no list of messages|message 1 has nothing"),
+        ("Hello", "message 1 has nothing"),
         ([{"from": "human", "value": "Hi"}], "message 1 has nothing as 'role'.*Wanted: a list of messages"),
     ],
 )
-def test_the_conversation_of_a_fault_is_named(tmp_path, monkeypatch, row, reason):
-    monkeypatch.setattr(sources, "is_installed", lambda _: False)
-    data = chat_data(write(tmp_path / "a.jsonl", [*CHATS[:30], row, *CHATS[30:]]), tmp_path)
+def test_the_conversation_of_a_fault_is_named(row, reason):
+    encoder = ChatEncoder("messages", ChatTemplate(byte_tokenizer(), "chatml"))
     with pytest.raises(ValueError, match=f"`messages` of conversation 31, .*{reason}"):
-        data.prepare_data()
-
-
-def test_the_fault_is_named_through_datasets(tmp_path):
-    pytest.importorskip("datasets")
-    data = chat_data(write(tmp_path / "a.jsonl", [*CHATS[:30], [{"role": "user"}], *CHATS[30:]]), tmp_path)
-    with pytest.raises(ValueError, match="`messages` of conversation 31, .*message 1 has nothing as 'content'"):
-        data.prepare_data()
+        encoder.encode([{"messages": row}], 30)
 
 
 def test_missing_column_and_single_conversation(tmp_path, monkeypatch):
@@ -225,10 +204,73 @@ def test_missing_column_and_single_conversation(tmp_path, monkeypatch):
         chat_data(write(tmp_path / "b.jsonl", CHATS[:1]), tmp_path).prepare_data()
 
 
-def test_a_json_file_that_is_no_list(tmp_path):
-    (tmp_path / "a.json").write_text('{"messages": []}')
-    with pytest.raises(ValueError, match=r"a.json' cannot be read: it is no list of objects"):
-        chat_data(str(tmp_path / "a.json"), tmp_path).prepare_data()
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_the_fault_is_named_through_datasets(tmp_path, name):
+    pytest.importorskip("datasets")
+    data = chat_data(write(tmp_path / name, [*CHATS[:30], [{"role": "user"}], *CHATS[30:]]), tmp_path)
+    with pytest.raises(ValueError, match="`messages` of conversation 31, .*message 1 has nothing as 'content'"):
+        data.prepare_data()
+
+
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": f"Q{n}?"}, {"from": "gpt", "value": f"A{n}"}]} for n in range(9)
+]
+ALPACA = [{"instruction": f"Q{n}?", "input": "", "output": f"A{n}"} for n in range(9)]
+
+
+@pytest.mark.parametrize("rows", [SHAREGPT, ALPACA], ids=["sharegpt", "alpaca"])
+def test_rows_of_other_formats_are_refused_with_the_line_that_converts_them(tmp_path, monkeypatch, rows):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="Convert them once: ") as told:
+        chat_data("a.jsonl", tmp_path).prepare_data()
+    exec(str(told.value).partition("Convert them once: ")[2], {"datasets": datasets})
+    assert json.loads((tmp_path / "chats.jsonl").read_text().splitlines()[3])["messages"] == chat("Q3?", "A3")
+    chat_data("chats.jsonl", tmp_path, sequence_length=64).prepare_data()
+
+
+def test_answers_of_weight_0_are_not_learned():
+    first, second = chat("Hi?", "Wrong"), chat("And?", "Right")
+    messages = [first[0], {**first[1], "weight": 0}, second[0], {**second[1], "weight": 1}]
+    sample = ConversationBlocks(tokens_of([messages]), 256, PAD)[0]
+    assert text(sample["labels"][sample["labels"] != -100]) == "Right<|endoftext|>"
+    with pytest.raises(ValueError, match="message 2 has `weight` 0.5, where 0 or 1 is wanted"):
+        tokens_of([[first[0], {**first[1], "weight": 0.5}]])
+
+
+def test_calls_of_tools_and_their_descriptions_are_written(tmp_path):
+    """In OpenAI's format, where arguments are text and an answer that calls has no content."""
+    pytest.importorskip("datasets")
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "dry"},
+        {"role": "assistant", "content": "No."},
+    ]
+    rows = [{"messages": messages, "tools": [tool]}, *({"messages": one, "tools": None} for one in CHATS[:9])]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = chat_data(str(tmp_path / "a.jsonl"), tmp_path, sequence_length=512, packing=False)
+    data.setup("fit")
+    whole = [text(ids) for side in (data._train, data._val) for ids in (one["input_ids"] for one in side)]
+    (written,) = (one for one in whole if "Rain?" in one)
+    assert '"name": "weather", "parameters"' in written
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' in written
+    (sample,) = (one for side in (data._train, data._val) for one in side if "Rain?" in text(one["input_ids"]))
+    learned = text(sample["labels"][sample["labels"] != -100])
+    assert learned.startswith("<tool_call>")
+    assert learned.endswith("No.<|endoftext|>")
+    assert "dry" not in learned
+
+
+def test_a_template_that_leaves_tools_out_is_refused():
+    encoder = ChatEncoder("messages", ChatTemplate(chat_tokenizer("qwen3")))
+    call = {"function": {"name": "weather", "arguments": {}}}
+    row = {"messages": [CHATS[0][0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    with pytest.raises(ValueError, match="doesn't write the tool 'weather'"):
+        encoder.encode([row], 0)
 
 
 def test_chats_of_the_standard_library_need_no_files():
@@ -255,11 +297,5 @@ def test_keys_that_only_other_rows_have_are_left_out_at_any_depth():
     file += "{{ m.tool_calls | default([]) | tojson }}"
     file += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     template = ChatTemplate(chat_tokenizer("qwen3", file))
-    [(tokens, _)] = ChatEncoder("messages", template).encode([[asked, *row]], 0)
+    [(tokens, _)] = ChatEncoder("messages", template).encode([{"messages": [asked, *row]}], 0)
     assert "amount" not in template.tokenizer.decode((tokens & ((1 << 30) - 1)).tolist())
-
-
-def test_tools_that_are_not_written_are_said():
-    encoder = ChatEncoder("messages", ChatTemplate(byte_tokenizer(), "chatml"))
-    with pytest.warns(UserWarning, match="column `tools` is not written"):
-        encoder.check(SimpleNamespace(column_names=["messages", "tools"]), "")

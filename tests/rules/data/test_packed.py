@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
-from lightning_memfit.data.packed import PackedBlocks, join
+from lightning_memfit.data.text import PackedBlocks
 
 
 def test_blocks_are_consecutive_and_the_rest_is_left_out():
@@ -18,11 +18,6 @@ def test_blocks_are_consecutive_and_the_rest_is_left_out():
 def test_too_little_text_is_refused():
     with pytest.raises(ValueError, match=r"has 3 tokens, less than one block of `sequence_length=4`"):
         PackedBlocks(np.arange(3), sequence_length=4)
-
-
-def test_joining_nothing_is_refused():
-    with pytest.raises(ValueError, match="no documents"):
-        join([])
 
 
 def test_a_mapped_file_is_mapped_again_by_workers(tmp_path):

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memfit.data import TextData
+from lightning_memfit.data import TextData, sources
 from lightning_memfit.data import text as text_module
-from lightning_memfit.data import token_files as token_files_module
-from lightning_memfit.data.sources import _change_in
 
 DOCUMENTS = [f"document {i} " * (i % 7 + 1) for i in range(60)]
 
@@ -49,7 +47,7 @@ def test_second_run_reads_the_cache(tmp_path, cache, monkeypatch):
     folder = write_folder(tmp_path / "txt", "txt")
     first = TextData(folder, "bytes", cache_dir=cache).load_tokens()
     monkeypatch.setattr(text_module, "encode", lambda *_: pytest.fail("tokenized again"))
-    monkeypatch.setattr(token_files_module, "_fill", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(sources, "write_tokens", lambda *_: pytest.fail("written again"))
     second = TextData(folder, "bytes", cache_dir=cache).load_tokens()
     assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -141,7 +139,8 @@ ROWS = [f'{{"text": "number {number} and some more"}}' for number in range(40)]
         ("a.jsonl", b'{"text": "caf\xe9"}', r"line 31 is not UTF-8 \(byte 14 of it is 0xe9\): save the file as UTF-8"),
         ("a.jsonl", b'{"text": "x', "line 31 is no JSON"),
         ("a.txt", b"caf\xe9", r"line 31 is not UTF-8 \(byte 4 of it is 0xe9\): save the file as UTF-8"),
-        ("a.parquet", b"", "a.parquet' is no parquet file"),
+        ("a.jsonl", b"[1, 2]", "line 31 is list instead of an object"),
+        ("a.parquet", b"", "cannot be read as parquet files"),
     ],
 )
 def test_the_file_and_the_line_of_a_fault_are_named(tmp_path, cache, name, row, words):
@@ -152,14 +151,6 @@ def test_the_file_and_the_line_of_a_fault_are_named(tmp_path, cache, name, row, 
         TextData(str(tmp_path / name), "bytes", cache_dir=cache).load_tokens()
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_column_that_changes_its_type_is_named_where_no_type_was_asked_for(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"a": null, "n": 1}\n\n{"a": "x", "n": 2.5}\n{"a": null, "n": null}\n{"a": 7, "n": 3}\n')
-    assert _change_in(file) == f"In {str(file)!r}, line 5 has int as 'a', where line 3 has str."
-    file.write_text('{"a": null, "n": 1}\n{"a": "x", "n": 2.5}\n')
-    assert _change_in(file) is None
 
 
 def test_links_to_nothing(tmp_path, cache):

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
-from lightning_memfit.data.packed import PackedBlocks
+from lightning_memfit.data.text import PackedBlocks
 from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM
 from lightning_memfit.models.metrics import LossPerplexity
