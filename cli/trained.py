@@ -10,8 +10,7 @@ from lightning_memfit.data.pairs import set_languages
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.hub import asked_once
 from lightning_memfit.models.architecture import auto_class
-from lightning_memfit.models.network_module import ARCHITECTURE_KEY
-from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
+from lightning_memfit.models.trained import ARCHITECTURE_KEY, load_checkpoint, network_from_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,83 +55,32 @@ def resolve_config(
     return base
 
 
-def without_dropout(config: PretrainedConfig, chosen: Mapping[str, Any] | None) -> PretrainedConfig:
-    """Set all probabilities of dropout to 0, and return the architecture.
-
-    Args:
-        config: The architecture, which changes.
-        chosen: Entries that the user has chosen; those among them stay.
-    """
-    kept = {config.attribute_map.get(key, key) for key in chosen or {}}
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float) and config.attribute_map.get(name, name) not in kept:
-            setattr(config, name, 0.0)
-    return config
-
-
-def build(
-    config: PretrainedConfig,
-    pretrained: str | None,
-    attn_implementation: str | None,
-    kind: Any = None,
-    num_labels: int | None = None,
-) -> PreTrainedModel:
+def build(config: PretrainedConfig, pretrained: str | None, attn_implementation: str | None) -> PreTrainedModel:
     """Build the model once, in torch's default dtype (which Lightning's `*-true` precisions set), without an fp32 copy.
 
     Args:
         config: The architecture.
         pretrained: Hub name or local folder of the weights; None for random ones.
         attn_implementation: `sdpa`, `eager` or `flash_attention_2`; None for what transformers chooses.
-        kind: Auto class of transformers; that of the architecture's language models by default.
-        num_labels: Number of classes, for which a pretrained head for others gives way to a new one.
 
     Raises:
-        ValueError: If the weights cannot be read or have other shapes than the architecture, or transformers refuses
-            that.
+        ValueError: If the weights cannot be read, or transformers refuses the architecture.
     """
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": attn_implementation}
-    kind = auto_class(config) if kind is None else kind
     network: PreTrainedModel
     if pretrained is None:
         with _buildable(config):
-            network = kind.from_config(config, **options)
+            network = auto_class(config).from_config(config, **options)
     else:
+        options |= {"use_safetensors": True, "trust_remote_code": False}
         with _readable("pretrained", pretrained):
-            folder = _local_or_hub("pretrained", pretrained)
-            options |= {"use_safetensors": True, "trust_remote_code": False}
-            if num_labels is None:
-                network = kind.from_pretrained(folder, config=config, **options)
-            else:
-                options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-                network, told = kind.from_pretrained(folder, config=config, **options)
-                _refuse_other_shapes(told.get("mismatched_keys", ()), num_labels, pretrained)
+            network = auto_class(config).from_pretrained(
+                _local_or_hub("pretrained", pretrained), config=config, **options
+            )
     network.config.use_cache = False  # keys and values of past tokens, which training never reads
     if not is_encoder_decoder(config) and type(network).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
     return network
-
-
-def _refuse_other_shapes(found: Iterable[tuple[str, Any, Any]], num_labels: int, pretrained: str) -> None:
-    """Refuse to begin at random with weights that the architecture has in another shape than the pretrained model.
-
-    A head may have another number of classes.
-
-    Args:
-        found: Names of such weights, and their shapes there and here.
-        num_labels: The number of classes.
-        pretrained: Of the model, for messages.
-
-    Raises:
-        ValueError: If there are others.
-    """
-    shapes = sorted((name, tuple(there), tuple(here)) for name, there, here in found)
-    others = [one for one in shapes if one[1][1:] != one[2][1:] or one[2][:1] != (num_labels,)]
-    if others:
-        name, there, here = others[0]
-        raise ValueError(
-            f"`config`: {name} has the shape {list(there)} in `pretrained={pretrained!r}` and would have {list(here)}, "
-            "with random values. Leave out of `config` what gives pretrained weights another shape."
-        )
 
 
 @contextmanager
@@ -145,22 +94,15 @@ def _buildable(config: PretrainedConfig) -> Iterator[None]:
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
-    """Whether the model has an encoder, which reads a text or hears one, and a decoder, which writes one."""
+    """Whether the model has an encoder, which reads a text, and a decoder, which writes one."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Return the class of transformers that builds and loads language models of this architecture."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    if not is_encoder_decoder(config):
-        return AutoModelForCausalLM
-    return AutoModelForSpeechSeq2Seq if hears_speech(config) else AutoModelForSeq2SeqLM
-
-
-def hears_speech(config: PretrainedConfig) -> bool:
-    """Whether an encoder-decoder's input is sound: it has bins of a spectrogram."""
-    return is_encoder_decoder(config) and hasattr(config, "num_mel_bins")
+    return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
 
 
 def max_positions(config: PretrainedConfig) -> int | None:

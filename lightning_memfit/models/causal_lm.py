@@ -1,24 +1,39 @@
-"""`CausalLM`: any Hugging Face causal language model as a LightningModule."""
+"""`CausalLM`: any Hugging Face causal language model as a LightningModule.
+
+The random state of every rank, on the CPU and on the rank's own device, is kept in checkpoints, so that dropout
+continues where it stopped on as many ranks.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from lightning_memfit.memory.collectives import of_every_rank
+from lightning_memfit.memory.generators import random_state, set_random_state
 from lightning_memfit.models.architecture import build, is_encoder_decoder, max_positions, resolve_config
 from lightning_memfit.models.metrics import LossPerplexity, WeightedMean
-from lightning_memfit.models.network_module import NetworkModule
+from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
 from lightning_memfit.models.sampling import continue_text
-from lightning_memfit.models.trained import export_folder
+from lightning_memfit.models.trained import ARCHITECTURE_KEY, GENERATION_KEY, export_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_RANDOM_STATE = "memfit_random_state"
 
-class CausalLM(NetworkModule):
+
+class CausalLM(pl.LightningModule):
     """Fine-tune a pretrained causal language model, or train the same architecture from random weights.
 
     Batches are dictionaries with `input_ids` and `labels`, both `(batch, length)` integers; labels of -100 are not
@@ -55,18 +70,34 @@ class CausalLM(NetworkModule):
         optimizer: str = "AdamW",
         optimizer_options: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(
-            learning_rate, min_learning_rate_fraction, warmup_steps, weight_decay, optimizer, optimizer_options
-        )
+        super().__init__()
         self.save_hyperparameters()
+        for argument in ("learning_rate", "min_learning_rate_fraction", "warmup_steps", "weight_decay"):
+            high = 1.0 if argument == "min_learning_rate_fraction" else math.inf
+            if not 0 <= self.hparams[argument] <= high or math.isinf(self.hparams[argument]):
+                raise ValueError(f"`{argument}={self.hparams[argument]}` must be between 0 and {high}.")
+        self._optimizer_class: Callable[..., torch.optim.Optimizer] = optimizer_class(optimizer)
+        self._optimizer_options = checked_options(optimizer_options)
+        self.model: PreTrainedModel | None = None
+        self._architecture: PretrainedConfig | None = None
+        self._random_state: dict[str, Any] | None = None
         self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
         self.val_perplexity, self.test_perplexity = LossPerplexity(), LossPerplexity()
 
     # --- the model --------------------------------------------------------------------------------------------------
 
-    @override
-    def read_architecture(self) -> PretrainedConfig:
-        """Return the Hugging Face configuration."""
+    @property
+    def architecture(self) -> PretrainedConfig:
+        """The Hugging Face configuration, read once.
+
+        Raises:
+            ValueError: If there is none, or it is one of another kind of model.
+        """
+        if self._architecture is None:
+            self._architecture = self._read_architecture()
+        return self._architecture
+
+    def _read_architecture(self) -> PretrainedConfig:
         hparams = self.hparams
         config = resolve_config(hparams["pretrained"], hparams["config_name"], hparams["config"])
         if is_encoder_decoder(config) != self.encoder_decoder:
@@ -75,9 +106,22 @@ class CausalLM(NetworkModule):
         return config
 
     @override
-    def make_network(self) -> PreTrainedModel:
-        """Build the Hugging Face model."""
-        return build(self.architecture, self.hparams["pretrained"], self.hparams["attn_implementation"])
+    def configure_model(self) -> None:
+        """Build the model in the precision and on the device that Lightning asks for. A second call does nothing."""
+        if self.model is None:
+            self.model = build(self.architecture, self.hparams["pretrained"], self.hparams["attn_implementation"])
+            self.model.train()
+
+    @property
+    def network(self) -> Any:
+        """The Hugging Face model.
+
+        Raises:
+            RuntimeError: If it is not built yet.
+        """
+        if self.model is None:
+            raise RuntimeError("The model is built by `configure_model()`, which has not been called yet.")
+        return self.model
 
     @override
     def setup(self, stage: str) -> None:
@@ -113,10 +157,8 @@ class CausalLM(NetworkModule):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    @override
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if "input_ids" in batch:
-            self._check_length(batch["input_ids"].shape[1])
+        self._check_length(batch["input_ids"].shape[1])
         loss: torch.Tensor = self(**batch).loss
         return loss
 
@@ -128,6 +170,22 @@ class CausalLM(NetworkModule):
         return tokens
 
     @override
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the mean loss of a micro-batch."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(batch["labels"]))
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log loss and perplexity."""
+        self._evaluate("val", batch, batch_idx)
+
+    @override
+    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log loss and perplexity."""
+        self._evaluate("test", batch, batch_idx)
+
     def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         """Log loss and perplexity, weighted by predicted tokens."""
         mean, perplexity = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_perplexity")
@@ -148,6 +206,77 @@ class CausalLM(NetworkModule):
 
     def _num_predicted(self, labels: torch.Tensor) -> torch.Tensor:
         return (labels[:, 1:] != -100).sum()
+
+    # --- optimization -----------------------------------------------------------------------------------------------
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Make the optimizer (biases and norms undecayed) and a cosine schedule that counts optimizer steps."""
+        groups = weight_decay_groups(self, self.hparams["weight_decay"])
+        optimizer = self._optimizer_class(groups, lr=self.hparams["learning_rate"], **self._optimizer_options)
+        factor = partial(
+            cosine_with_warmup,
+            warmup_steps=self.hparams["warmup_steps"],
+            total_steps=self._total_steps(),
+            floor=self.hparams["min_learning_rate_fraction"],
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def _total_steps(self) -> int:
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError("The cosine schedule needs the run's length: set `max_steps` or `max_epochs`.")
+        warmup = self.hparams["warmup_steps"]
+        if warmup >= total:
+            rank_zero_warn(f"`warmup_steps={warmup}`, but the run has {total} optimizer steps: it ends warming up.")
+        return int(total)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add architecture (a checkpoint loads without the hub) and every rank's random state (dropout continues).
+
+        What the pretrained model says of generation (ends, suppressed tokens, languages) goes along.
+
+        With several processes all of them have to save, as Lightning does. While an error is handled, each may save
+        alone; random numbers of several processes are drawn anew after that.
+        """
+        checkpoint[ARCHITECTURE_KEY] = self.network.config.to_dict()
+        generation = getattr(self.network, "generation_config", None)
+        if generation is not None:
+            checkpoint[GENERATION_KEY] = generation.to_dict()
+        mine = random_state(self._random_device)
+        checkpoint[_RANDOM_STATE] = [mine] if self._trainer is None else of_every_rank(self._trainer, mine)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep this rank's random state for the first batch, if there are as many ranks as before.
+
+        It is left to a callback that finds its own there (`WholeSteps`), which knows of a validation that is repeated.
+        """
+        callbacks: list[Any] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+        if any(getattr(callback, "random_state_key", None) in checkpoint for callback in callbacks):
+            return
+        states = checkpoint.get(_RANDOM_STATE)
+        states = [states] if isinstance(states, dict) else states  # version 0.1 kept that of the first rank alone
+        if states and len(states) == self._num_ranks:
+            self._random_state = states[self.global_rank]
+
+    @property
+    def _random_device(self) -> torch.device:
+        return self.device if self._trainer is None else self._trainer.strategy.root_device
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self._trainer is None else self._trainer.world_size
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Restore the checkpoint's random state once, after everything that draws random numbers at the start."""
+        if self._random_state is not None:
+            set_random_state(self._random_state, self._random_device)
+            self._random_state = None
 
     # --- what comes out ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memfit.models.architecture import hears_speech, is_encoder_decoder, max_positions
+from lightning_memfit.models.architecture import is_encoder_decoder, max_positions
 from lightning_memfit.special_tokens import surroundings
 
 if TYPE_CHECKING:
@@ -72,11 +72,6 @@ def continue_ids(
         ValueError: If a number is out of range, or prompt and continuation exceed the model's positions.
     """
     check_sampling(max_new_tokens, temperature, top_k)
-    if hears_speech(network.config):
-        raise ValueError(
-            f"A {network.config.model_type!r} model writes what it hears, and reads no text. Use it in transformers' "
-            "pipeline for speech recognition (`memfit export` writes its folder)."
-        )
     answers = is_encoder_decoder(network.config)
     positions = max_positions(network.config)
     longest = max(len(ids), max_new_tokens) if answers else len(ids) + max_new_tokens

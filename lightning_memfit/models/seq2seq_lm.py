@@ -12,9 +12,8 @@ class Seq2SeqLM(CausalLM):
     """Fine-tune a pretrained encoder-decoder language model, or train the same architecture from random weights.
 
     Batches are dictionaries with `input_ids` and `attention_mask`, `(batch, source_length)`, and `labels`,
-    `(batch, target_length)` integers; labels of -100 are not predicted. A model of speech such as Whisper has
-    `input_features`, `(batch, mel_bins, frames)`, in their place. The model makes the decoder's input from the labels.
-    Arguments and logged values are those of `CausalLM`.
+    `(batch, target_length)` integers; labels of -100 are not predicted. The model makes the decoder's input from the
+    labels. Arguments and logged values are those of `CausalLM`.
     """
 
     encoder_decoder = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -52,10 +51,9 @@ class SequenceClassifier(pl.LightningModule):
             raise ValueError(f"`num_labels={num_labels}` must be at least 2.")
         if learning_rate < 0:
             raise ValueError(f"`learning_rate={learning_rate}` must not be negative.")
+        optimizer_class(optimizer), checked_options(optimizer_options)
         self.save_hyperparameters()
-        self._optimizer_class: Callable[..., torch.optim.Optimizer] = optimizer_class(optimizer)
-        self._optimizer_options = checked_options(optimizer_options)
-        self.model: torch.nn.Module | None = None
+        self.model: Any = None
 
     @property
     def architecture(self) -> PretrainedConfig:
@@ -67,21 +65,18 @@ class SequenceClassifier(pl.LightningModule):
     @override
     def configure_model(self) -> None:
         """Build the model in the precision and on the device that Lightning asks for. A second call does nothing."""
-        if self.model is not None:
-            return
         from transformers import AutoModelForSequenceClassification
 
-        network = AutoModelForSequenceClassification.from_config(
-            self.architecture,
-            dtype=torch.get_default_dtype(),
-            attn_implementation=self.hparams["attn_implementation"],
-        )
-        self.model = network.train()
+        if self.model is None:
+            attention, dtype = self.hparams["attn_implementation"], torch.get_default_dtype()
+            network = AutoModelForSequenceClassification.from_config(
+                self.architecture, dtype=dtype, attn_implementation=attention
+            )
+            self.model = network.train()
 
     @override
     def forward(self, **batch: torch.Tensor) -> Any:
         """Call the Hugging Face model."""
-        assert self.model is not None
         return self.model(**batch)
 
     @override
@@ -94,5 +89,6 @@ class SequenceClassifier(pl.LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Make the optimizer, with all parameters in one group."""
-        options = {"weight_decay": self.hparams["weight_decay"], **self._optimizer_options}
-        return self._optimizer_class(self.parameters(), lr=self.hparams["learning_rate"], **options)
+        options = {"weight_decay": self.hparams["weight_decay"], **checked_options(self.hparams["optimizer_options"])}
+        make: Any = optimizer_class(self.hparams["optimizer"])
+        return make(self.parameters(), lr=self.hparams["learning_rate"], **options)  # type: ignore[no-any-return]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,15 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
 from lightning_memfit.adapters.checkpoint import base_checksum, base_weights
 from lightning_memfit.memory.collectives import is_divided, on_first_rank, whole_state_dict
-from lightning_memfit.models.architecture import auto_class, hears_speech, is_encoder_decoder
-from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
+from lightning_memfit.models.architecture import auto_class, is_encoder_decoder
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+ARCHITECTURE_KEY = "memfit_architecture"
+GENERATION_KEY = "memfit_generation"
 _PREFIX = "model."
-_FRAMES_PER_SECOND = 100
-"""Of Whisper's spectrograms."""
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -164,15 +162,9 @@ def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
                 f"The adapters were not checked against the weights of {base!r}, which are not here: {error}"
             )
     target = new_folder(folder)
-    write_peft_folder(target, checkpoint, _PREFIX, network, base, _peft_task(config))
+    task = "SEQ_2_SEQ_LM" if is_encoder_decoder(config) else "CAUSAL_LM"
+    write_peft_folder(target, checkpoint, _PREFIX, network, base, task)
     return target
-
-
-def _peft_task(config: PretrainedConfig) -> str | None:
-    """Return peft's name of an architecture's task, by which it passes on arguments; it has none for speech."""
-    if not is_encoder_decoder(config):
-        return "CAUSAL_LM"
-    return None if hears_speech(config) else "SEQ_2_SEQ_LM"
 
 
 def new_folder(folder: str | Path) -> Path:
@@ -194,67 +186,41 @@ def new_folder(folder: str | Path) -> Path:
 def _written(own: GenerationConfig, config: PretrainedConfig, folder: Path) -> GenerationConfig:
     """Write how a network generates, without what transformers refuses to write; return what was written.
 
-    That depends on its version, and on whether the settings are as they were read. Where nothing is sampled, older
-    models often have settings of sampling, which transformers reads and ignores.
-
-    Args:
-        own: Its settings of generation.
-        config: Its architecture.
-        folder: Where to.
+    Where nothing is sampled, older models often have settings of sampling, which transformers reads and ignores.
     """
+    try:
+        own.save_pretrained(folder)
+        return own
+    except ValueError as error:
+        reason = error
     greedy = deepcopy(own)
-    of_sampling = {name: value for name in _OF_SAMPLING if (value := getattr(greedy, name, None)) is not None}
-    for name in of_sampling:
+    sampling = {name: value for name in _OF_SAMPLING if (value := getattr(greedy, name, None)) is not None}
+    for name in sampling:
         setattr(greedy, name, None)
-    for settings in (own, *([] if own.do_sample else [greedy])):
+    if sampling and not own.do_sample:
         try:
-            settings.save_pretrained(folder)
+            greedy.save_pretrained(folder)
         except ValueError as error:
             reason = error
-            continue
-        if settings is greedy:
-            left_out = ", ".join(f"{name}={value}" for name, value in of_sampling.items())
+        else:
+            left_out = ", ".join(f"{name}={value}" for name, value in sampling.items())
             rank_zero_warn(
                 f"The exported model lacks {left_out} of its settings of generation: without `do_sample=True` they "
                 "have no effect, and transformers refuses to write them."
             )
-        return settings
-    what = "The exported model has no settings of generation, as transformers refuses to write them"
-    rank_zero_warn(f"{what}: {reason}")
+            return greedy
+    rank_zero_warn(f"The exported model has no settings of generation, as transformers refuses to write them: {reason}")
     return type(own).from_model_config(config)
 
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
-def write_folder(
-    network: torch.nn.Module, folder: str | Path, write: Callable[[Path, dict[str, Any] | None], Any]
-) -> Path:
-    """Make a folder and write a network into it, with whole weights where ranks have parts of them.
+def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Path:
+    """Write a Hugging Face folder that `from_pretrained` loads again, with the weights gathered from all ranks.
 
     Of several ranks the first one writes. Where they divide the weights, under ZeRO-3, FSDP2 or tensor parallelism, all
     of them have to come, and return when the folder is complete; else the others return at once.
-
-    Args:
-        network: The network.
-        folder: Folder to write; created if missing.
-        write: Called with the folder and a state dict of whole weights, which is None where the network has them.
-
-    Raises:
-        ValueError: If the folder is not empty, or the weights can't be made whole.
-    """
-    divided = is_divided(network)
-    on_first_rank(partial(new_folder, folder), divided)
-    target = Path(folder).expanduser()
-    weights = whole_state_dict(network) if divided else None
-    on_first_rank(partial(write, target, weights), divided)
-    return target
-
-
-def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Path:
-    """Write a Hugging Face folder that `from_pretrained` loads again; see `write_folder` for runs of several ranks.
-
-    One of Whisper gets the feature extractor of its spectrograms, with which transformers' pipeline hears.
 
     Args:
         network: The model.
@@ -264,7 +230,12 @@ def export_folder(network: PreTrainedModel, folder: str | Path, tokenizer: PreTr
     Raises:
         ValueError: If the folder is not empty, or the weights can't be made whole.
     """
-    return write_folder(network, folder, partial(_write_network, network, tokenizer))
+    divided = is_divided(network)
+    on_first_rank(partial(new_folder, folder), divided)
+    target = Path(folder).expanduser()
+    weights = whole_state_dict(network) if divided else None
+    on_first_rank(partial(_write_network, network, tokenizer, target, weights), divided)
+    return target
 
 
 def _write_network(
@@ -282,8 +253,3 @@ def _write_network(
             network.generation_config = generation
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
-    if network.config.model_type == "whisper":
-        from transformers import WhisperFeatureExtractor
-
-        seconds = 2 * network.config.max_source_positions // _FRAMES_PER_SECOND  # two frames for each position
-        WhisperFeatureExtractor(network.config.num_mel_bins, chunk_length=seconds).save_pretrained(target)

@@ -3,14 +3,15 @@ import json
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig, WhisperFeatureExtractor
+from transformers import GenerationConfig
 
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, describe, write_peft_folder
 from lightning_memfit.adapters.linears import linear_layers
 from lightning_memfit.models import CausalLM, Seq2SeqLM
-from lightning_memfit.models.network_module import ARCHITECTURE_KEY, GENERATION_KEY
 from lightning_memfit.models.trained import (
+    ARCHITECTURE_KEY,
+    GENERATION_KEY,
     export_adapters,
     export_folder,
     network_from_checkpoint,
@@ -50,28 +51,15 @@ BART = {
     "decoder_ffn_dim": 32,
     "max_position_embeddings": 32,
 }
-WHISPER = {
-    **{name: value for name, value in BART.items() if name != "max_position_embeddings"},
-    "model_type": "whisper",
-    "num_mel_bins": 8,
-    "max_source_positions": 8,
-    "max_target_positions": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
 
 
 def inputs_of(config):
-    if config["model_type"] == "whisper":
-        return {"input_features": torch.ones(2, 8, 16), "decoder_input_ids": IDS}
     return {"input_ids": IDS, **({"decoder_input_ids": IDS} if config in (T5, BART) else {})}
 
 
 def trained_adapters(folder, config, train=(), changes=None, dtype=torch.float32, but=()):
     """A checkpoint of adapters that were trained beside a saved model, and what the trained model computes."""
-    kind = Seq2SeqLM if config in (T5, BART, WHISPER) else CausalLM
+    kind = Seq2SeqLM if config in (T5, BART) else CausalLM
     torch.manual_seed(0)
     base = kind(config=config)
     base.configure_model()
@@ -109,7 +97,6 @@ def trained_adapters(folder, config, train=(), changes=None, dtype=torch.float32
         (GPT2, ("model.lm_head",), "CAUSAL_LM"),  # tied to the embedding
         (T5, ("model.lm_head",), "SEQ_2_SEQ_LM"),
         (BART, (), "SEQ_2_SEQ_LM"),
-        (WHISPER, (), None),
     ],
 )
 def test_merged_and_alone_adapters_compute_what_was_trained(tmp_path, config, train, task):
@@ -121,7 +108,7 @@ def test_merged_and_alone_adapters_compute_what_was_trained(tmp_path, config, tr
         torch.testing.assert_close(network_from_checkpoint(checkpoint)(**inputs).logits, trained)
     folder = export_adapters(checkpoint, tmp_path / "alone")
     assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == task
-    base = (Seq2SeqLM if config in (T5, BART, WHISPER) else CausalLM)(pretrained=str(tmp_path / "base"))
+    base = (Seq2SeqLM if config in (T5, BART) else CausalLM)(pretrained=str(tmp_path / "base"))
     base.configure_model()
     with torch.no_grad():
         alone = PeftModel.from_pretrained(base.network, folder).eval().base_model.model(**inputs).logits
@@ -171,9 +158,9 @@ def test_a_layer_with_an_adapter_that_was_also_trained_is_refused(tmp_path):
         export_adapters(checkpoint, tmp_path / "alone")
 
 
-def test_what_a_model_says_of_generation_and_hears_is_exported(tmp_path):
+def test_what_a_model_says_of_generation_is_exported(tmp_path):
     said = {"lang_to_id": {"<|en|>": 5}, "is_multilingual": True, "begin_suppress_tokens": [4]}
-    base = Seq2SeqLM(config=WHISPER | {"max_source_positions": 50})
+    base = Seq2SeqLM(config=BART)
     base.configure_model()
     base.network.save_pretrained(tmp_path / "base")
     file = tmp_path / "base" / "generation_config.json"
@@ -186,8 +173,6 @@ def test_what_a_model_says_of_generation_and_hears_is_exported(tmp_path):
     folder = export_folder(network_from_checkpoint(checkpoint), tmp_path / "exported", None)
     exported = json.loads((folder / "generation_config.json").read_text())
     assert {name: exported[name] for name in said} == said
-    hears = WhisperFeatureExtractor.from_pretrained(folder)
-    assert (hears.feature_size, hears.chunk_length) == (8, 1)
     del checkpoint[GENERATION_KEY]  # as an earlier version wrote them
     assert network_from_checkpoint(checkpoint).generation_config.begin_suppress_tokens != [4]
 

@@ -1,4 +1,4 @@
-"""`NetworkModule`: random numbers go on after a checkpoint, on every rank with its own."""
+"""Random numbers go on after a checkpoint, on every rank with its own."""
 
 import time
 from pathlib import Path
