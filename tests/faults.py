@@ -276,7 +276,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ),
             ("after two such changes", "the same", "test_after_two_changes"),
             (
-                "resumed with other data, another seed or sequence length",
+                "resumed with another seed, or another number of samples",
                 "a warning names what changed, and the epoch's data begin anew",
                 "test_another_order_begins_the_epoch_anew",
             ),

@@ -1,15 +1,13 @@
 """`BatchedSamples`: the base of every data module, from samples to loaders.
 
 A loader's order is a pure function of seed, epoch and position, so that a resumed run sees the same batches
-(`EffectiveBatchSampler`, `ResumableLoader`). `digest_of` tells other content by samples of it.
+(`EffectiveBatchSampler`, `ResumableLoader`).
 """
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import lightning.pytorch as pl
@@ -29,16 +27,6 @@ if TYPE_CHECKING:
 # --- the resumable loader ---------------------------------------------------------------------------------------------
 
 
-class Identity(TypedDict):
-    """What the order of an epoch's samples, and what they are, depends on."""
-
-    seed: int
-    samples: int
-    """Their number."""
-    content: str | None
-    """`content_digest` of the data set; None if it has no such method."""
-
-
 class Position(TypedDict):
     """Where in an epoch a loader is."""
 
@@ -53,8 +41,8 @@ class Position(TypedDict):
     """Samples of an optimizer step, over all processes."""
     end: int
     """Where in the order the last effective batch ends."""
-    data: NotRequired[Identity]
-    """The data that the position is of; earlier checkpoints have none."""
+    data: NotRequired[dict[str, int]]
+    """`seed` and number of `samples`, on which the order depends; earlier checkpoints have none."""
 
 
 class Part(NamedTuple):
@@ -192,16 +180,12 @@ class ResumableLoader(DataLoader[Any]):
             self._position["samples"] += sampler.samples_per_batch
             yield batch
 
-    @cached_property
-    def identity(self) -> Identity:
-        """What the order depends on; cheap, as only samples of the content are read."""
-        digest = getattr(self.dataset, "content_digest", None)
-        samples = len(self.dataset)  # type: ignore[arg-type]
-        return {"seed": self.sampler.seed, "samples": samples, "content": None if digest is None else digest()}
-
     def state_dict(self) -> Position:
         """Return the epoch, the number of its batches and samples that were handed out so far, and of which data."""
-        return {**self._position, "data": self.identity}
+        return {**self._position, "data": self._identity()}
+
+    def _identity(self) -> dict[str, int]:
+        return {"seed": self.sampler.seed, "samples": len(self.dataset)}  # type: ignore[arg-type]
 
     def load_state_dict(self, state: Position) -> None:
         """Continue from a position in the next iteration, if that is of the same epoch and of these data."""
@@ -209,7 +193,12 @@ class ResumableLoader(DataLoader[Any]):
         # Earlier checkpoints count batches only; they were of the present size, or else nothing can be known.
         earlier = sampler.position_at(Part(state["batches"] * sampler.samples_per_batch, sampler.total_size, 0))
         position: Position = {**earlier, **state}
-        changed = _changes(state.get("data"), self.identity)
+        now, changed = self._identity(), ""
+        before = state.get("data", now)
+        if before["seed"] != now["seed"]:
+            changed = f"`seed` was {before['seed']} and is {now['seed']}"
+        elif before["samples"] != now["samples"]:
+            changed = f"there were {before['samples']:,} samples and are {now['samples']:,}"
         self._resume = None if changed else position
         goes_on = position["samples"] < position["end"]
         if self.on_resume is not None:
@@ -223,36 +212,7 @@ class ResumableLoader(DataLoader[Any]):
             )
 
 
-def _changes(before: Identity | None, now: Identity) -> str:
-    """Say what makes another order, or other samples of it; empty if nothing does."""
-    if before is None:
-        return ""
-    if before["seed"] != now["seed"]:
-        return f"`seed` was {before['seed']} and is {now['seed']}"
-    if before["samples"] != now["samples"]:
-        return f"there were {before['samples']:,} samples and are {now['samples']:,}"
-    return "" if before["content"] in (None, now["content"]) or now["content"] is None else "their content has changed"
-
-
-def digest_of(length: int, read: Callable[[int], bytes], *settings: Any) -> str:
-    """Return a digest of a long sequence by its length and 64 places in it, the first and the last among them.
-
-    What is put in or taken out shifts all that follows, so that a change at one place is seen at many.
-
-    Args:
-        length: Number of places.
-        read: Returns what is at one of them.
-        settings: What else samples depend on.
-    """
-    digest = hashlib.blake2b(repr((length, *settings)).encode(), digest_size=16)
-    for place in np.unique(np.linspace(0, max(0, length - 1), 64).astype(np.int64)).tolist() if length else ():
-        digest.update(read(place))
-    return digest.hexdigest()
-
-
 # --- the data module --------------------------------------------------------------------------------------------------
-
-_MOST_EXAMPLE_TOKENS = 1 << 26
 
 
 class BatchedSamples(pl.LightningDataModule):
@@ -281,8 +241,8 @@ class BatchedSamples(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()  # those of subclasses, too
-        self.at_least(1, "batch_size")
-        self.at_least(0, "num_workers")
+        at_least(1, batch_size=batch_size)
+        at_least(0, num_workers=num_workers)
         if not 0 < val_fraction < 1:
             raise ValueError(f"`val_fraction={val_fraction}` must lie between 0 and 1.")
         self.batch_size = batch_size
@@ -294,17 +254,6 @@ class BatchedSamples(pl.LightningDataModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._train: Dataset[Any] | None = None
         self._val: Dataset[Any] | None = None
-
-    def at_least(self, low: int, *arguments: str) -> None:
-        """Refuse arguments of the constructor that are below a number; None is not.
-
-        Raises:
-            ValueError: If one is.
-        """
-        for argument in arguments:
-            value = self.hparams[argument]
-            if value is not None and value < low:
-                raise ValueError(f"`{argument}={value}` must be at least {low}.")
 
     # --- samples ----------------------------------------------------------------------------------------------------
 
@@ -343,15 +292,14 @@ class BatchedSamples(pl.LightningDataModule):
             ValueError: If the batch sizes contradict each other, or the batch is too large to be made.
         """
         self._check_global_batch_size()
-        count = self.batch_size * length
-        if count > _MOST_EXAMPLE_TOKENS:
+        if self.batch_size * length > 1 << 26:
             raise ValueError(
                 f"`batch_size={self.batch_size}` x {length} tokens are too many for a batch that is only looked at. "
                 "Estimate a smaller one; `--micro-batch-size` says what another would need."
             )
         limit = min(vocab_size or 100, 1000)
         first = 3 if limit > 3 else 0
-        return first + torch.arange(count).view(self.batch_size, length) % (limit - first)
+        return first + torch.arange(self.batch_size * length).view(self.batch_size, length) % (limit - first)
 
     # --- loaders ----------------------------------------------------------------------------------------------------
 
@@ -373,15 +321,7 @@ class BatchedSamples(pl.LightningDataModule):
         """Let Lightning count an epoch that it resumes in batches of the present size.
 
         It would compare the number of batches that were done with the epoch's length in batches of another size, and
-        end the epoch too early.
-
-        Args:
-            position: Where the epoch was left.
-            batches: The batches of the present size that stand for it.
-            whole: Those of a whole epoch.
-
-        Returns:
-            Whether the epoch goes on.
+        end the epoch too early. See `on_resume` of `ResumableLoader`.
         """
         if self.trainer is None:
             return True
@@ -444,6 +384,17 @@ class BatchedSamples(pl.LightningDataModule):
             f"`global_batch_size={wanted}`, but `batch_size={self.batch_size}` x `accumulate_grad_batches="
             f"{accumulation}` x {processes} devices is {per_pass * accumulation}. {fix}."
         )
+
+
+def at_least(low: int, **arguments: int | None) -> None:
+    """Refuse arguments of a constructor that are below a number; None is not.
+
+    Raises:
+        ValueError: If one is.
+    """
+    for name, value in arguments.items():
+        if value is not None and value < low:
+            raise ValueError(f"`{name}={value}` must be at least {low}.")
 
 
 def _ready(samples: Dataset[Any] | None) -> Dataset[Any]:

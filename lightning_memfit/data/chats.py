@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.batched import BatchedSamples
+from lightning_memfit.data.batched import BatchedSamples, at_least
 from lightning_memfit.data.chat_template import ChatTemplate
 from lightning_memfit.data.isolation import refuse_mixing
 from lightning_memfit.data.sources import Source, check_column, content_hash
@@ -156,11 +156,6 @@ class ConversationBlocks(MappedTokens):
         self._starts, self._lengths = starts[kept], used[kept]
         self._order, self._bounds = _pack(self._lengths, sequence_length if packing else 0)
 
-    @override
-    def content_digest(self, *settings: Any) -> str:
-        """Return a digest of tokens and their division into blocks."""
-        return super().content_digest(self.sequence_length, self.packing, *settings)
-
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
@@ -275,11 +270,13 @@ class PackedChats(BatchedSamples):
         **batching: Any,
     ) -> None:
         super().__init__(tokenizer=tokenizer, **batching)
-        self.at_least(2, "sequence_length")
+        at_least(2, sequence_length=sequence_length)
         self.sequence_length = sequence_length
         self.packing = packing
         self._template = chat_template, date, template_options
         self._is_tried = False
+
+    messages_column = "messages"
 
     @abstractmethod
     def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
@@ -291,9 +288,7 @@ class PackedChats(BatchedSamples):
         Raises:
             ValueError: If the template's answers can't be told from what is around them.
         """
-        return ChatEncoder(
-            self.hparams.get("messages_column", "messages"), ChatTemplate(self.tokenizer, *self._template)
-        )
+        return ChatEncoder(self.messages_column, ChatTemplate(self.tokenizer, *self._template))
 
     @override
     def make_samples(self) -> tuple[Dataset[Any], Dataset[Any]]:
@@ -399,6 +394,7 @@ class ChatData(PackedChats):
         **packed: Any,
     ) -> None:
         super().__init__(tokenizer, chat_template, batch_size=batch_size, **packed)
+        self.messages_column = messages_column
         self.source = Source(dataset, dataset_config, split, val_split, self.val_fraction, tokenize_workers, cache_dir)
 
     @override

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.batched import BatchedSamples, digest_of
+from lightning_memfit.data.batched import BatchedSamples, at_least
 from lightning_memfit.data.sources import Source, split_by_content
 from lightning_memfit.special_tokens import surroundings
 
@@ -61,10 +61,6 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
                     f"`{argument}={length}` leaves no room for a text: the tokenizer puts {special} special tokens "
                     f"around it. Set it to at least {special + 1}."
                 )
-
-    def content_digest(self) -> str:
-        """Return a digest of some of the pairs; lengths and tokenizer change none, nor their order."""
-        return digest_of(len(self.pairs), lambda place: repr(self.pairs[place]).encode())
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -156,7 +152,7 @@ class PairedText(BatchedSamples):
         **batching: Any,
     ) -> None:
         super().__init__(tokenizer=tokenizer, **batching)
-        self.at_least(2, "source_length", "target_length")
+        at_least(2, source_length=source_length, target_length=target_length)
         self.source_length = source_length
         self.target_length = target_length
         self._languages = source_language, target_language
@@ -233,6 +229,7 @@ class PairData(PairedText):
     ) -> None:
         super().__init__(tokenizer, **paired)
         self.source = Source(dataset, dataset_config, split, val_split, cache_dir=cache_dir)
+        self._columns = {"source_column": source_column, "target_column": target_column}
 
     @override
     def prepare_data(self) -> None:
@@ -251,8 +248,7 @@ class PairData(PairedText):
 
     def _read(self, split: str) -> list[tuple[str, str]]:
         rows, columns = self.source.rows(split), []
-        for argument in ("source_column", "target_column"):
-            name = self.hparams[argument]
+        for argument, name in self._columns.items():
             self.source.check_texts(rows, name, argument)
             columns.append(list(rows[name]))
         return list(zip(*columns, strict=True))

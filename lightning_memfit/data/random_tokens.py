@@ -9,6 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_memfit.data.batched import at_least
+
 
 class RandomTokens(pl.LightningDataModule):
     """Random token ids with random classes, or with the ids themselves as labels of a language model.
@@ -37,22 +39,24 @@ class RandomTokens(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        for argument, value in self.hparams.items():
-            low = {"num_workers": 0, "seed": 0, "vocab_size": 2, "num_labels": 2}.get(argument, 1)
-            if value is not None and value < low:
-                raise ValueError(f"`{argument}={value}` must be at least {low}.")
+        at_least(1, num_samples=num_samples, sequence_length=sequence_length, batch_size=batch_size)
+        at_least(2, vocab_size=vocab_size, num_labels=num_labels)
+        at_least(0, num_workers=num_workers)
+        self.num_samples = num_samples
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.vocab_size = vocab_size
+        self.num_labels = num_labels
+        self.num_workers = num_workers
+        self.seed = seed
         self._samples: list[dict[str, torch.Tensor]] = []
 
     @override
     def setup(self, stage: str) -> None:
         """Draw the ids. A second call does nothing."""
         if not self._samples:
-            number, classes = self.hparams["num_samples"], self.hparams["num_labels"]
-            generator = torch.Generator().manual_seed(self.hparams["seed"])
+            number, classes = self.num_samples, self.num_labels
+            generator = torch.Generator().manual_seed(self.seed)
             ids = torch.randint(self.vocab_size, (number, self.sequence_length), generator=generator)
             labels = ids if classes is None else torch.randint(classes, (number,), generator=generator)
             self._samples = [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
@@ -65,10 +69,8 @@ class RandomTokens(pl.LightningDataModule):
         return DataLoader(
             self._samples,  # type: ignore[arg-type]
             batch_size=self.batch_size,
-            num_workers=self.hparams["num_workers"],
+            num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.hparams["num_workers"] > 0,
-            generator=torch.Generator().manual_seed(
-                self.hparams["seed"]
-            ),  # starting an epoch draws nothing of the run's
+            persistent_workers=self.num_workers > 0,
+            generator=torch.Generator().manual_seed(self.seed),  # starting an epoch draws nothing of the run's
         )

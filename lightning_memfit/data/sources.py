@@ -47,7 +47,7 @@ class RowEncoder(Protocol):
 
     @property
     def column(self) -> str:
-        """The column that has to have text, for messages."""
+        """The column that has to have something, for messages."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -61,12 +61,7 @@ class RowEncoder(Protocol):
         """Refuse data without the column, or with something else in it."""
 
     def encode(self, rows: Sequence[dict[str, Any]], first: int) -> list[tuple[np.ndarray, int]]:
-        """Return tokens and content hash of every row that has any.
-
-        Args:
-            rows: Some rows.
-            first: Number of the first of them in the data, from 0, for messages.
-        """
+        """Return tokens and content hash of every row that has any; `first` is the number of the first, from 0."""
 
 
 @dataclass(frozen=True)

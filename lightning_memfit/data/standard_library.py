@@ -18,6 +18,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_memfit.data.batched import at_least
 from lightning_memfit.data.chat_template import CHATML
 from lightning_memfit.data.chats import ChatEncoder, PackedChats
 from lightning_memfit.data.pairs import PairedText
@@ -55,7 +56,7 @@ class StandardLibraryText(PackedText):
         **batching: Any,
     ) -> None:
         super().__init__(tokenizer, sequence_length, num_workers=num_workers, **batching)
-        self.at_least(2, "max_files")  # one to train on, one to validate with
+        at_least(2, max_files=max_files)  # one to train on, one to validate with
         self.max_files = max_files
 
     @override
@@ -92,7 +93,7 @@ class StandardLibraryPairs(PairedText):
         self, tokenizer: str = BYTES, target_length: int = 64, max_files: int | None = None, **paired: Any
     ) -> None:
         super().__init__(tokenizer, target_length=target_length, **paired)
-        self.at_least(1, "max_files")
+        at_least(1, max_files=max_files)
         self.max_files = max_files
 
     @override
@@ -127,7 +128,7 @@ class StandardLibraryChats(PackedChats):
         **packed: Any,
     ) -> None:
         super().__init__(tokenizer, chat_template, sequence_length=sequence_length, num_workers=num_workers, **packed)
-        self.at_least(1, "max_files")
+        at_least(1, max_files=max_files)
         self.max_files = max_files
 
     @override

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memfit.data.batched import BatchedSamples, digest_of
+from lightning_memfit.data.batched import BatchedSamples, at_least
 from lightning_memfit.data.sources import Source, content_hash
 from lightning_memfit.data.tokenization import encode, token_dtype, tokenizer_fingerprint
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1 << 24
-_NEAR = 128
-"""Tokens on either side of a place of which a digest is made."""
 
 
 class MappedTokens(Dataset[dict[str, torch.Tensor]]):
@@ -42,14 +40,6 @@ class MappedTokens(Dataset[dict[str, torch.Tensor]]):
         """Return the largest of the tokens, of which only the given bits count."""
         parts = (self.tokens[start : start + _CHUNK] for start in range(0, len(self.tokens), _CHUNK))
         return max(int((part.astype(np.int64) & bits).max()) for part in parts)
-
-    def content_digest(self, *settings: Any) -> str:
-        """Return a digest of the tokens at some places and of what else samples depend on."""
-
-        def read(place: int) -> bytes:
-            return self.tokens[max(0, place - _NEAR) : place + _NEAR].astype(np.int64).tobytes()
-
-        return digest_of(len(self.tokens), read, *settings)
 
     def __getstate__(self) -> dict[str, Any]:
         is_mapped = isinstance(self.tokens, np.memmap)
@@ -85,11 +75,6 @@ class PackedBlocks(MappedTokens):
             )
         super().__init__(tokens)
         self.sequence_length = sequence_length
-
-    @override
-    def content_digest(self, *settings: Any) -> str:
-        """Return a digest of tokens and their division into blocks."""
-        return super().content_digest(self.sequence_length, *settings)
 
     def __len__(self) -> int:
         return len(self.tokens) // self.sequence_length
@@ -144,7 +129,7 @@ class PackedText(BatchedSamples):
 
     def __init__(self, tokenizer: str, sequence_length: int, **batching: Any) -> None:
         super().__init__(tokenizer=tokenizer, **batching)
-        self.at_least(2, "sequence_length")
+        at_least(2, sequence_length=sequence_length)
         self.sequence_length = sequence_length
 
     @abstractmethod
@@ -176,7 +161,7 @@ class PackedText(BatchedSamples):
             `input_ids` and `labels`, both `(batch_size, sequence_length)`, int64.
 
         Raises:
-            ValueError: If the batch sizes contradict each other, or the batch is too large to be made.
+            ValueError: If the batch sizes contradict each other.
         """
         tokens = self.example_tokens(self.sequence_length, vocab_size)
         return {"input_ids": tokens, "labels": tokens.clone()}

@@ -4,9 +4,7 @@ import torch
 
 from lightning_memfit.data import RandomTensors
 from lightning_memfit.data.batched import EffectiveBatchSampler, ResumableLoader
-from lightning_memfit.data.pairs import TokenizedPairs
 from lightning_memfit.data.text import PackedBlocks
-from lightning_memfit.data.tokenization import load_tokenizer
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -53,12 +51,19 @@ def test_continues_in_the_middle_of_an_epoch(num_workers):
     iterator = iter(loader)
     before = [next(iterator) for _ in range(4)]
     state = loader.state_dict()
-    assert state.pop("data") == loader.identity
-    assert state == {"epoch": 3, "batches": 4, "samples": 8, "per_batch": 2, "per_step": 4, "end": 20}
+    assert state["data"] == {"seed": 7, "samples": 23}
+    assert {name: state[name] for name in state if name != "data"} == {
+        "epoch": 3,
+        "batches": 4,
+        "samples": 8,
+        "per_batch": 2,
+        "per_step": 4,
+        "end": 20,
+    }
     rest = first_tokens(iterator)
 
     resumed = make_loader(num_workers=num_workers)
-    resumed.load_state_dict(state | {"data": loader.identity})
+    resumed.load_state_dict(state)
     resumed.sampler.set_epoch(3)
     assert first_tokens(resumed) == rest
     assert first_tokens(before) + rest == first_tokens(resumed)  # the next pass is whole again
@@ -79,9 +84,7 @@ TOKENS = np.arange(4000)
     [
         ({"seed": 8}, "`seed` was 7 and is 8"),
         ({"sequence_length": 4}, "there were 2,000 samples and are 1,000"),
-        ({"tokens": TOKENS[::-1]}, "their content has changed"),
         ({"tokens": np.delete(TOKENS, 1111)}, "there were 2,000 samples and are 1,999"),
-        ({"tokens": np.insert(np.delete(TOKENS, 3000), 1111, 5)}, "their content has changed"),  # as many as before
     ],
 )
 def test_other_data_begin_the_epoch_anew(change, told):
@@ -124,15 +127,6 @@ def test_a_loader_made_outside_a_trainer_refuses_several_processes(with_trainer,
     else:
         with pytest.raises(ValueError, match="would give all 2 processes the same samples. Give the Trainer the data"):
             list(loader)
-
-
-def test_pairs_are_the_same_at_any_length():
-    tokenizer = load_tokenizer("bytes")
-    pairs = [(str(number), "answer") for number in range(100)]
-    first = TokenizedPairs(pairs, tokenizer, 8, 8).content_digest()
-    assert TokenizedPairs(pairs, tokenizer, 4, 8).content_digest() == first
-    assert TokenizedPairs(pairs[1:], tokenizer, 8, 8).content_digest() != first
-    assert TokenizedPairs(pairs[::-1], tokenizer, 8, 8).content_digest() != first
 
 
 def test_too_little_text_for_one_step():
