@@ -163,10 +163,10 @@ class ResumableLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if not self.knows_ranks and distributed.is_initialized() and distributed.get_world_size() > 1:
+        if not self.knows_ranks and distributed.is_available() and _num_processes() > 1:
             raise ValueError(  # Lightning, which would divide another sampler's samples, leaves a `DistributedSampler`
                 "`train_dataloader()` was called outside a Trainer: its loader would give all "
-                f"{distributed.get_world_size()} processes the same samples. Give the Trainer the data module instead: "
+                f"{_num_processes()} processes the same samples. Give the Trainer the data module instead: "
                 "`trainer.fit(model, datamodule=data)`."
             )
         sampler, resume = self.sampler, self._resume
@@ -210,6 +210,10 @@ class ResumableLoader(DataLoader[Any]):
                 f"{position['epoch']}, after {position['samples']:,} samples, means nothing in them: the epoch's data "
                 "begin anew, and samples that were seen in it may come again. Steps go on counting."
             )
+
+
+def _num_processes() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 # --- the data module --------------------------------------------------------------------------------------------------

@@ -120,8 +120,9 @@ class ChatTemplate:
         messages = _checked(messages)
         if not self.marks_answers and messages[0]["role"] == _ANSWERING:
             raise ValueError("the conversation begins with an answer, before which the model sees nothing")
-        text = self._render(messages, tools=tools)
-        for name in _names_of_tools(messages, tools):
+        names = _names_of_tools(messages, tools)
+        text = self._render(messages, tools=tools) if names or not self.marks_answers else ""
+        for name in names:
             if name not in text:
                 raise ValueError(f"{self.name} doesn't write the tool {name!r}. Use a template that writes tools")
         found = self._by_marks(messages, tools) if self.marks_answers else self._by_prefixes(messages, tools, text)
