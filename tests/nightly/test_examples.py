@@ -10,6 +10,9 @@ from tests.helpers.strategy_launch import run_program
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
+SIZES = ("mel_bins", "target_length", "image_size", "seconds")
+NO_ADAPTERS = {"preference": ["--model.lora_rank=null"]}
+"""Adapters of peft that `configure_model` makes can't be traced."""
 EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py"))
 RUN = """
 import sys
@@ -43,13 +46,10 @@ def test_an_estimate_reads_no_data(tmp_path, name):
     skip_without_libraries(name)
     quick = yaml.safe_load((FOLDER / f"{name}_quick.yaml").read_text())
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"model": quick["model"]}))
-    sizes = [
-        f"--data.{key}={quick['data']['init_args'][key]}"
-        for key in ("mel_bins", "target_length", "image_size", "seconds")
-        if key in quick["data"]["init_args"]
-    ]
+    asked = [f"--data.{key}={value}" for key, value in quick["data"]["init_args"].items() if key in SIZES]
+    asked += NO_ADAPTERS.get(name, [])
     configs = [f"--config={file}" for file in (FOLDER / f"{name}.yaml", tmp_path / "tiny.yaml")]
-    run = run_here(tmp_path, "estimate", *configs, *sizes, "--data.batch_size=2", "--device=12GiB", "--no-cache")
+    run = run_here(tmp_path, "estimate", *configs, *asked, "--data.batch_size=2", "--device=12GiB", "--no-cache")
     assert "RESULT 0" in run.stdout, run.stderr[-4000:]
 
 
