@@ -76,6 +76,10 @@ class Source:
     tokenize_workers: int = 1
     cache_dir: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.tokenize_workers < 1:
+            raise ValueError(f"`tokenize_workers={self.tokenize_workers}` must be at least 1.")
+
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def rows(self, split: str | None = None) -> Dataset:
@@ -185,8 +189,6 @@ class Source:
         from datasets import Features, List, Value
         from datasets.fingerprint import Hasher
 
-        if self.tokenize_workers < 1:
-            raise ValueError(f"`tokenize_workers={self.tokenize_workers}` must be at least 1.")
         encoder.check(rows, self)
         # The code that tokens depend on: this package's by a number, that of others by their versions.
         code = [str(TOKENS_FORMAT), *(f"{name} {version(name)}" for name in ("tokenizers", "transformers"))]
