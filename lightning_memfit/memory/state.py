@@ -8,7 +8,7 @@ tuples of these. Objects of other classes, globals, closures and files are not p
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.memory.generators import NUMPY, PYTHON
 
+_FEW_ITEMS = 16
 _MAX_ITEMS = 1000
 """Containers with more entries are kept as they are: a data set, a vocabulary."""
 
@@ -71,38 +72,57 @@ def restore_dict(target: dict[Any, Any], values: dict[Any, Any], keep: frozenset
 # --- one value --------------------------------------------------------------------------------------------------------
 
 
-class _Held:
+class Held:
     """A value as it is now: the object, and a copy of its content where that can change in place.
+
+    Containers of few entries are followed into; longer ones are copied with the entries as they are, and of a list of
+    very many its length is kept.
 
     Args:
         value: Anything.
         copies_tensors: Whether the values of tensors are copied. If not, torch's count of writes stands for them.
         keeps_graphs: Whether a tensor is held with the graph that made it.
+        copy: Makes a copy of a tensor, such as `HostCopy`, which can write itself back; by default a clone.
         depth: How many containers it lies in.
     """
 
-    __slots__ = ("back", "content", "identity", "version")
+    __slots__ = ("back", "content", "identity", "is_deep", "version")
 
-    def __init__(self, value: Any, copies_tensors: bool, keeps_graphs: bool, depth: int = 0) -> None:
+    def __init__(
+        self,
+        value: Any,
+        copies_tensors: bool = True,
+        keeps_graphs: bool = False,
+        copy: Callable[[Tensor], Any] | None = None,
+        depth: int = 0,
+    ) -> None:
         self.identity = id(value)
         self.back = value
         self.content: Any = None
-        self.version = 0
+        self.version: Any = None
+        self.is_deep = False
         if isinstance(value, nn.Parameter) and depth:
             return  # of another group: DeepSpeed and others keep lists of weights that they give and take
         if isinstance(value, Tensor):
-            self.version = value._version
+            self.version = _version(value)
             if value.grad_fn is not None and not keeps_graphs:
                 self.back = value.detach().requires_grad_()
             if copies_tensors and value.grad_fn is None:
-                self.content = _copied(value)
+                self.content = _copied(value) if copy is None else copy(value)
         elif is_random_source(value):
             self.content = random_source_state(value)
         elif isinstance(value, np.ndarray):
             self.content = value.copy()
-        elif isinstance(value, (tuple, *_CONTAINERS)) and len(value) <= _MAX_ITEMS and depth < _MAX_DEPTH:
-            held = [_Held(item, copies_tensors, keeps_graphs, depth + 1) for item in _items(value)]
-            self.content = list(zip(value, held, strict=True)) if isinstance(value, dict) else held
+        elif isinstance(value, (tuple, *_CONTAINERS)):
+            size = len(value)
+            self.is_deep = size <= _FEW_ITEMS and depth < _MAX_DEPTH
+            if self.is_deep:
+                held = [Held(item, copies_tensors, keeps_graphs, copy, depth + 1) for item in _items(value)]
+                self.content = list(zip(value, held, strict=True)) if isinstance(value, dict) else held
+            elif size <= _MAX_ITEMS:
+                self.content = dict(value) if isinstance(value, dict) else list(value)
+            elif isinstance(value, list):
+                self.content = size
 
     def is_now(self, value: Any) -> bool:
         """Whether a value is the same object with the same content, or an equal number or text."""
@@ -111,8 +131,10 @@ class _Held:
             return type(value) is type(self.back) and isinstance(value, simple) and bool(value == self.back)
         if isinstance(value, Tensor):
             if self.content is None:
-                return value._version == self.version
-            return value.shape == self.content.shape and _equal(value, self.content)
+                return bool(_version(value) == self.version)
+            if not isinstance(self.content, Tensor):
+                return bool(self.content.is_in(value))
+            return bool(value.shape == self.content.shape and _equal(value, self.content))
         if self.content is None:
             return True
         if is_random_source(value):
@@ -120,11 +142,23 @@ class _Held:
             return torch.equal(state, self.content) if isinstance(state, Tensor) else str(state) == str(self.content)
         if isinstance(value, np.ndarray):
             return bool(np.array_equal(value, self.content))
-        keys = [key for key, _ in self.content] if isinstance(value, dict) else None
-        if len(value) != len(self.content) or (keys is not None and list(value) != keys):
+        return self._holds_the_same(value)
+
+    def _holds_the_same(self, value: Any) -> bool:
+        content = self.content
+        if isinstance(content, int):
+            return len(value) == content
+        if len(value) != len(content):
             return False
-        held = self.content if keys is None else [item for _, item in self.content]
-        return all(one.is_now(item) for one, item in zip(held, _items(value), strict=True))
+        if not self.is_deep:
+            pairs = zip(_items(content), _items(value), strict=True)
+            keys_are_same = not isinstance(value, dict) or list(value) == list(content)
+            return keys_are_same and all(one is other for one, other in pairs)
+        if isinstance(value, dict):
+            if list(value) != [key for key, _ in content]:
+                return False
+            content = [held for _, held in content]
+        return all(one.is_now(item) for one, item in zip(content, _items(value), strict=True))
 
     def restored(self) -> Any:
         """The object, with its content as it was."""
@@ -132,26 +166,38 @@ class _Held:
         if content is None:
             return value
         if isinstance(value, Tensor):
+            if not isinstance(content, Tensor):
+                if not content.equals(value):  # writing would count as a change of the tensor, which a batch may share
+                    content.restore(value)
+                return value
             with _unseen(value):
                 value.data.copy_(content)  # no write that torch counts: autograd may have saved it
         elif is_random_source(value):
             set_random_source_state(value, content)
         elif isinstance(value, np.ndarray):
             value[...] = content
+        elif isinstance(content, int):
+            del value[content:]
         elif isinstance(value, dict):
-            items = {key: held.restored() for key, held in content}
+            items = {key: held.restored() for key, held in content} if self.is_deep else content
             if list(value) != list(items):
                 value.clear()
             restore_dict(value, items)
-        elif isinstance(value, list):
-            value[:] = [held.restored() for held in content]
-        elif isinstance(value, (set, deque)):
-            value.clear()
-            (value.update if isinstance(value, set) else value.extend)(held.restored() for held in content)
         else:
-            for held in content:
-                held.restored()
+            items = [held.restored() for held in content] if self.is_deep else content
+            if isinstance(value, list):
+                value[:] = items
+            elif isinstance(value, (set, deque)):
+                value.clear()
+                (value.update if isinstance(value, set) else value.extend)(items)
         return value
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """What changes when a tensor is written to, or gets another storage; as far as that can be told."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return (0 if tensor.is_inference() else tensor._version), 0
+    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
 
 
 def _unseen(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -238,7 +284,7 @@ class State:
         has_generators: bool = True,
     ) -> None:
         self._held = [
-            (group, {name: _Held(value, copies_tensors, keeps_graphs) for name, value in group.values().items()})
+            (group, {name: Held(value, copies_tensors, keeps_graphs) for name, value in group.values().items()})
             for group in groups
         ]
         self._generators = _host_generators() if has_generators else None
@@ -291,5 +337,5 @@ def _bytes_of(generators: tuple[Any, Any]) -> bytes:
     return pickle.dumps(generators)
 
 
-def _is_now(held: dict[str, _Held], values: dict[str, Any]) -> bool:
+def _is_now(held: dict[str, Held], values: dict[str, Any]) -> bool:
     return held.keys() == values.keys() and all(held[name].is_now(value) for name, value in values.items())
