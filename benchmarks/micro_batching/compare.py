@@ -73,7 +73,7 @@ def trainer_of(*callbacks: pl.Callback, max_steps: int = 2, device: str = "cpu",
 def peak_with(case: Case, size: int, share: int = SHARE) -> int:
     """Peak of steps that consist of several micro-batches."""
     limit = MemoryLimit(HUGE)
-    trainer_of(MicroBatching(micro_batch_size=size, allow_batch_statistics=True), limit).fit(Lit(case, share))
+    trainer_of(MicroBatching(micro_batch_size=size), limit).fit(Lit(case, share))
     assert limit.ledger is not None
     return limit.ledger.peak_bytes
 
@@ -87,7 +87,7 @@ def fits(case: Case, size: int, limit_bytes: int, *callbacks: pl.Callback, share
 
 
 def ours_fits(case: Case, size: int, limit_bytes: int, share: int = SHARE) -> bool:
-    callback = MicroBatching(micro_batch_size=size, recover=False, allow_batch_statistics=True)
+    callback = MicroBatching(micro_batch_size=size, recover=False)
     return fits(case, size, limit_bytes, callback, share=share)
 
 
@@ -132,7 +132,7 @@ class SizesUsed(pl.Callback):
 
 
 def run_ours(case: Case, limit_bytes: int, share: int = SHARE, later_steps: int = 0) -> dict[str, Any]:
-    callback, limit, module = MicroBatching(allow_batch_statistics=True), MemoryLimit(limit_bytes), Lit(case, share)
+    callback, limit, module = MicroBatching(), MemoryLimit(limit_bytes), Lit(case, share)
     used = SizesUsed()
     started = time.perf_counter()
     trainer_of(callback, limit, used, max_steps=1 + later_steps).fit(module)

@@ -57,6 +57,10 @@ class PeerFailed(RuntimeError):
     """Another rank has failed, which is why this one stops."""
 
 
+class ShortElsewhere(PeerFailed):
+    """Another rank has run out of memory, and has told all."""
+
+
 class Astray(PeerFailed):
     """The ranks are at different places of the run, and none of them can go on."""
 
@@ -167,6 +171,10 @@ class RankConsensus:
             )
         return [one[1 : 1 + len(numbers)] for one in told]
 
+    def highest(self, number: int) -> int:
+        """Return the highest number of all ranks, inside an action in which they communicate."""
+        return number
+
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank."""
         if self._group is None:
@@ -216,6 +224,18 @@ class Apart(OfModule):
     """
 
     meets_inside = True
+
+    @override
+    def highest(self, number: int) -> int:
+        """Return the highest number of all ranks.
+
+        Raises:
+            ShortElsewhere: If another rank doesn't come, having run out of memory.
+        """
+        told = self.exchange(0, number)
+        if any(status for status, _ in told):
+            raise ShortElsewhere("Memory ran out on another rank.")
+        return int(max(theirs for _, theirs in told))
 
     @override
     def together(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_memfit.fitting.step.noise import RecordedNoise
+from lightning_memfit.fitting.step.noise import SameNoise
 
 VOCABULARY = 11
 MASKED = -100
@@ -89,7 +89,7 @@ class Tally:
 
 def is_checking() -> bool:
     """Whether this call of `training_step` is part of the comparison before the first split."""
-    return any(isinstance(mode, RecordedNoise) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, SameNoise) for mode in _get_current_dispatch_mode_stack())
 
 
 class Failing(Tagger):

@@ -23,6 +23,7 @@ from lightning_memfit.strategies import FullyShardedStrategy
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from tests.helpers.trainers import quiet_trainer
+from tests.zoo.split_steps import Record
 
 WIDTH, LAYERS, SAMPLES = 128, 8, 64
 LIMIT = 6 << 20
@@ -305,7 +306,7 @@ class Packed(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.LSTM(4, 32, batch_first=True)
-        self.sizes: list[int] = []
+        self.sizes = Record()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.sizes.append(len(batch[0]))
@@ -328,7 +329,7 @@ class Graphs(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
-        self.sizes: list[int] = []
+        self.sizes = Record()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.sizes.append(len(batch["y"]))
@@ -372,7 +373,7 @@ def test_what_cannot_be_planned_is_measured(kind: Any, reason: str, recwarn: pyt
     run.fit(module)
     assert run.global_step == 3
     assert mem_fit.plan is None
-    assert max(module.sizes[-2:]) < 16
+    assert max([*module.sizes][-2:]) < 16
     told = [str(one.message) for one in recwarn if "can't be planned" in str(one.message)]
     assert len(told) == 1
     assert reason in told[0]

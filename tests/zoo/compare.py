@@ -10,8 +10,9 @@ Verdicts on training:
 - `equal`: no number differs by more than 1e-9, relative to the largest of its tensor
 - `refused`: an error of ours ended the run before the first step (or, when memory ran out, before the step in which it
   did), and weights are what plain Lightning had there
+- `refused later`: the same before the first step that would have been wrong
 - `accepted`: the run ended well, and its random numbers can't be compared
-- `crashed`: another error ended the run, or one of ours came after steps had been taken
+- `crashed`: another error ended the run
 - `WRONG`: weights differ
 
 Verdicts on logged values: `equal`, `warned` (they differ, and a warning named each of them) or `WRONG`. What
@@ -50,7 +51,7 @@ MOST_SAMPLES = 5  # that fit from then on
 TOLERANCE = 1e-9
 MESSAGE = 300  # characters kept in the record
 _SMALLEST = 1e-6  # numbers below it are compared with it: rounding of what is exactly zero in exact arithmetic
-TRAINING = ("WRONG", "crashed", "refused", "accepted", "equal")  # the worst first
+TRAINING = ("WRONG", "crashed", "refused later", "refused", "accepted", "equal")  # the worst first
 LOGS = ("WRONG", "warned", "equal", "none")
 RESULT = Path("benchmarks/results/micro_batching_exactness.json")
 _OURS = str(Path(lightning_memfit.__file__).parent)
@@ -279,7 +280,7 @@ def _judge_error(plain: Run, cut: Run, error: Exception, may_be_late: bool) -> s
     if cut.weights and not _largest(plain.weights[cut.steps], cut.weights[-1])[1] <= TOLERANCE:
         return "WRONG"
     is_in_time = not cut.steps or (may_be_late and cut.steps == FAILING_STEP - 1)
-    return "refused" if is_in_time and is_refusal(error) else "crashed"
+    return "crashed" if not is_refusal(error) else "refused" if is_in_time else "refused later"
 
 
 def is_refusal(error: BaseException) -> bool:

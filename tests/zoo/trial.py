@@ -51,7 +51,7 @@ class Trial:
 
 def is_met(wanted: str, verdict: str) -> bool:
     """Whether a verdict is what is wanted. What stands behind a semicolon is a remark."""
-    words = verdict.split(";")[0].split(", ")
+    words = verdict.split(";")[0].replace("refused later", "refused").split(", ")
     is_bad = any(word.split(":")[0].split(" ")[-1] in NEVER or word in NEVER for word in words)
     return not is_bad and any(set(way.split(", ")) <= set(words) for way in wanted.split(" or "))
 

@@ -313,6 +313,15 @@ class Lockstep(OfModule):
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
+    @override
+    def highest(self, number: int) -> int:
+        """Return the highest number of all ranks.
+
+        Raises:
+            PeerFailed: If one has failed and won't come.
+        """
+        return self._agree(number)
+
     def agree(self, number: int) -> None:
         """Wait until all ranks are before this collective.
 

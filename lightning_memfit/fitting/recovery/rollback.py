@@ -5,10 +5,9 @@ what forward and backward change. `TrainingSnapshot` is for trial steps: after `
 exactly as it would have without them. `OptimizerSnapshot` is the part that an optimizer step changes.
 """
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,22 +16,19 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.step_state import (
-    MAX_ITEMS,
-    MODULE_INTERNALS,
     Saved,
     StepState,
-    callback_slots,
-    content_of,
-    copies_of,
+    copies_frozen_weights,
+    held,
     hidden_metrics,
-    metric_collections,
-    with_content,
-    with_notes,
+    places_of,
+    put_back,
+    restore_all,
 )
 from lightning_memfit.memory.generators import NUMPY, PYTHON, TORCH
 from lightning_memfit.memory.host_copy import HostCopy
 from lightning_memfit.memory.kind import DeviceKind
-from lightning_memfit.memory.state import restore_dict
+from lightning_memfit.memory.state import Held, restore_dict
 from lightning_memfit.reliability.upstream.deepspeed import held_weight
 
 # --- random generators ------------------------------------------------------------------------------------------------
@@ -87,7 +83,10 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._parameters = [(p, HostCopy(p)) for group in optimizer.param_groups for p in group["params"]]
-        self._states = [(p, state, _Values(dict(state))) for p, state in optimizer.state.items()]
+        self._states = [
+            (p, state, {key: Held(value, copy=HostCopy) for key, value in state.items()})
+            for p, state in optimizer.state.items()
+        ]
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._group_tensors = [(v, HostCopy(v)) for group in self._groups for v in group.values() if _is_tensor(v)]
         self._attributes = dict(vars(optimizer))
@@ -101,7 +100,7 @@ class OptimizerSnapshot:
             copy.restore(tensor)
         optimizer.state.clear()
         for parameter, state, values in self._states:  # the same dicts, which a step in progress may hold (LBFGS)
-            restore_dict(state, values.restored())
+            restore_dict(state, {key: value.restored() for key, value in values.items()})
             optimizer.state[parameter] = state
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             for key in [key for key in group if key != "params" and key not in saved]:
@@ -111,19 +110,17 @@ class OptimizerSnapshot:
 
 
 class TrainingSnapshot:
-    """All state of a module in training: what trial steps on it may change.
+    """All state of a module in training that passes which are undone may change.
 
-    Parameters, buffers (also those not in `state_dict`), gradients, optimizers, LR schedulers, the gradient scaler,
-    random generators, the modules' Python attributes (metric states among them), training flags, and cuDNN's switches.
-    Iterators that modules and callbacks hold give again what was drawn.
-    Objects the module merely refers to (trainer, datasets, open files) are not copied.
+    Weights in training, gradients, optimizers, what `step_state` lists, metrics, random generators, training flags, and
+    cuDNN's switches.
 
     Args:
         module: The module in training.
-        optimizers: Its optimizers.
+        optimizers: Its optimizers, if the passes step them.
         device: The device in use.
         others: Further plain objects whose attributes may change: schedulers, the gradient scaler.
-        with_parameters: Whether to save parameters and gradients; trials of forward alone don't change them.
+        with_parameters: Whether to save parameters and gradients; passes of forward alone don't change them.
     """
 
     def __init__(
@@ -134,18 +131,20 @@ class TrainingSnapshot:
         others: Iterable[object] = (),
         with_parameters: bool = True,
     ) -> None:
+        self._module = module
         self._random = RandomState(device)
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
         stepped = {id(p) for snapshot in self._optimizers for p, _ in snapshot._parameters}
-        parameters = list(module.parameters()) if with_parameters else []
-        self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in parameters if id(p) not in stepped]
+        parameters = [p for p in module.parameters() if with_parameters]
+        trained = [p for p in parameters if p.requires_grad and id(p) not in stepped]
+        self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in trained]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
-        hidden = (metric for _, metric in hidden_metrics(module))
-        children = dict.fromkeys([*module.modules(), *hidden, *metric_collections(module)])
-        self._modules = [(child, _Values(dict(child._buffers)), _attributes(child)) for child in children]
-        self._of_callbacks = copies_of(list(callback_slots(module)))
-        self._others = [(vars(other), _Values(dict(vars(other)))) for other in others]
+        self._state = held(places_of(module).values(), copies_frozen_weights(module))
+        self._modes = [(child, child.training) for child in module.modules()]
+        self._metrics = MetricStates(module)
+        self._of_metrics = self._metrics.save()
+        self._others = [(vars(other), {key: Held(value) for key, value in vars(other).items()}) for other in others]
         cudnn = torch.backends.cudnn
         self._cudnn = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
 
@@ -153,42 +152,44 @@ class TrainingSnapshot:
         """Put everything back."""
         for snapshot in self._optimizers:
             snapshot.restore()
-        for parameter, copy in self._parameters:
-            copy.restore(parameter)
+        self.restore_weights()
         for parameter, requires_grad in self._flags:
             parameter.requires_grad_(requires_grad)
         for parameter, grad, grad_copy in self._gradients:
             parameter.grad = grad
             if grad is not None and grad_copy is not None:
                 grad_copy.restore(grad)
-        for child, buffers, attributes in self._modules:
-            restore_dict(child._buffers, buffers.restored())
-            restore_dict(vars(child), attributes.restored(), keep=MODULE_INTERNALS - {"training"})
-        StepState.load(self._of_callbacks)
+        restore_all(self._state, places_of(self._module))
+        for child, mode in self._modes:
+            child.training = mode
+        self._metrics.load(self._of_metrics)
         for target, values in self._others:
-            restore_dict(target, values.restored())
+            restore_dict(target, {key: value.restored() for key, value in values.items()})
         cudnn = torch.backends.cudnn
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self._cudnn
         self._random.restore()
 
+    def restore_weights(self) -> None:
+        """Put the weights in training back that no optimizer's snapshot holds."""
+        for parameter, copy in self._parameters:
+            copy.restore(parameter)
 
-class _Values:
-    """A dict of attributes, with the contents of its tensors, arrays and plain containers."""
+    def restore_metrics(self) -> None:
+        """Put the states of metrics back."""
+        self._metrics.load(self._of_metrics)
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = {key: (value, content_of(value)) for key, value in values.items()}
+    def restore_random(self) -> None:
+        """Let the generators of Python and NumPy draw again what they drew, and torch's from a seed of our own."""
+        self._random.restore()
+        torch.default_generator.manual_seed(_SEED)
 
-    def restored(self) -> dict[str, Any]:
-        """Return the same objects with the contents that they had."""
-        return {key: with_content(value, content) for key, (value, content) in self._values.items()}
+    @property
+    def is_seeded_anew(self) -> bool:
+        """Whether torch's generator has got another seed since `restore_random`."""
+        return torch.default_generator.initial_seed() != _SEED
 
 
-def _attributes(module: nn.Module) -> _Values:
-    """The attributes of a module, the iterators in which note from now on what is drawn."""
-    attributes = {k: v for k, v in vars(module).items() if k not in MODULE_INTERNALS or k == "training"}
-    noted = {key: with_notes(value, f"{type(module).__name__}.{key}") for key, value in attributes.items()}
-    vars(module).update((key, value) for key, value in noted.items() if value is not attributes[key])
-    return _Values(noted)
+_SEED = 0x5EED_C4EC
 
 
 def _is_tensor(value: Any) -> bool:
@@ -218,79 +219,6 @@ class MetricStates:
         for metric, state in zip(self._metrics, states, strict=True):
             for name, value in state.items():
                 object.__setattr__(metric, name, _copy(value))
-
-
-class OwnAttributes:
-    """What an evaluation step writes to attributes of the module itself, which may hold the outputs of an epoch.
-
-    Taken back are attributes that are set, items that are appended to lists (also to lists in dicts), changes of dicts
-    and sets, and of small tensors. To copy everything would take longer from batch to batch.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def save(self) -> Callable[[], None]:
-        """Return a function that puts back what is there now."""
-        owners = (vars(self._module), self._module._buffers)
-        saved = [({k: v for k, v in owner.items() if k not in MODULE_INTERNALS}, owner) for owner in owners]
-        undo = [back for values, _ in saved for value in values.values() if (back := _way_back(value)) is not None]
-
-        def restore() -> None:
-            for values, owner in saved:
-                restore_dict(owner, values, keep=MODULE_INTERNALS)
-            for back in undo:
-                back()
-
-        return restore
-
-
-def _way_back(value: Any, depth: int = 0) -> Callable[[], None] | None:
-    """Return a function that puts back what a value holds; None for one of a kind that stays as it is."""
-    if isinstance(value, list):
-        return partial(_shorten, value, len(value))
-    if isinstance(value, Tensor):
-        return partial(_write, value, value.detach().clone(), value._version) if _is_small(value) else None
-    if isinstance(value, set) and len(value) <= MAX_ITEMS:
-        return partial(_refill, value, set(value))
-    if type(value) is deque and len(value) <= MAX_ITEMS:
-        return partial(_refill_deque, value, list(value))
-    if type(value) in (dict, defaultdict, OrderedDict, Counter) and len(value) <= MAX_ITEMS and not depth:
-        inner = [back for item in value.values() if (back := _way_back(item, depth + 1)) is not None]
-        return partial(_restore_all, value, dict(value), inner)
-    return None
-
-
-def _is_small(value: Tensor) -> bool:
-    return type(value) is Tensor and not value.is_inference() and value.numel() <= MAX_ITEMS
-
-
-def _shorten(value: list[Any], length: int) -> None:
-    del value[length:]
-
-
-def _write(value: Tensor, content: Tensor, version: int) -> None:
-    if value._version != version:
-        value.detach().copy_(content)
-
-
-def _refill(value: set[Any], content: set[Any]) -> None:
-    value.clear()
-    value.update(content)
-
-
-def _refill_deque(value: deque[Any], content: list[Any]) -> None:
-    value.clear()
-    value.extend(content)
-
-
-def _restore_all(value: dict[Any, Any], content: dict[Any, Any], inner: list[Callable[[], None]]) -> None:
-    restore_dict(value, content)
-    for back in inner:
-        back()
 
 
 _METRIC_INTERNALS = frozenset(vars(nn.Module())) | {
@@ -354,7 +282,7 @@ class Rollback:
         self._module._current_fx_name = point.hook_name
         point.random.restore()
         self._metrics.load(point.metrics)
-        self.state.load(point.state)
+        put_back(point.state)
 
     def remember_zeros(self, may_hold: bool = False) -> None:
         """Remember which gradients `zero_grad` left instead of None: zeros, unless the user's own decides.

@@ -56,6 +56,13 @@ class MicroBatching(KeepsRandomNumbers):
     `global_step` are those of a run with the whole batch at once. Out-of-memory errors lower the micro-batch and
     repeat the effective batch; they don't end the run.
 
+    The contract: `training_step` returns a loss that is a mean over samples, over labels that count, or a sum, or
+    `loss_weight` says what it is a mean over. Tensors whose first dimension is the batch are cut, everything else is
+    passed whole, or `split_batch` cuts it. Every micro-batch starts from the buffers and attributes that the batch
+    started from; afterwards floating values are the mean over samples, anything else is what the last micro-batch
+    left. Noise is drawn for each micro-batch. Before the first split, at split steps 2, 4 ... 64 and at new kinds of
+    cuts, samples are run together and in parts: a step that doesn't keep the contract is refused before weights change.
+
     Works with automatic optimization on one device, with DDP and with FSDP2 (recovery needs torch 2.13 there), where
     one rank may run out of memory alone. With tensor parallelism it recovers while a size or shape is new. With ZeRO
     and other sharded strategies a size is found, but an out-of-memory error ends the run and says with which size to
@@ -66,8 +73,8 @@ class MicroBatching(KeepsRandomNumbers):
             devices x `accumulate_grad_batches`; a `batch_size` attribute of the datamodule or module is set to
             match. None takes what the loader delivers.
         micro_batch_size: `auto`, or a number of samples.
-        allow_batch_statistics: Accept layers and losses that depend on the other samples of their micro-batch
-            (BatchNorm, in-batch contrastive losses).
+        allow_batch_statistics: Accept that BatchNorm layers take their statistics over a micro-batch. Everything else
+            is compared with them held fixed.
         max_sequence_length: Longest sequence that the data can contain, for the trial steps. Not needed if the data set
             has `lengths` or a column `length`.
         recover: Whether to recover from out-of-memory errors; False lets such an error end the run.

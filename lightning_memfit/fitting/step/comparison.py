@@ -1,458 +1,407 @@
-"""`Comparison`: run some samples together and in two parts, from the same state, and keep what shows differences.
+"""`Comparison`: whether two parts of some samples give what the samples give together, tried twice in a row."""
 
-Gradients are kept as random projections of every parameter (a count sketch: Charikar, Chen, Farach-Colton, "Finding
-frequent items in data streams", 2002), so that no copies of them are needed. Weights are moved a little meanwhile: at
-initialisation teachers equal their students, and heads and adapters that start at zero hide what depends on them.
-"""
-
-import random
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.rollback import MetricStates, TrainingSnapshot
-from lightning_memfit.fitting.recovery.step_state import (
-    StepState,
-    alike,
-    copies_of,
-    find_slots,
-    reading_of,
-    sampled_weights,
-)
-from lightning_memfit.fitting.step.gradient_hooks import HooksOfBatch
-from lightning_memfit.fitting.step.log_rules import LogCall, metric_values
+from lightning_memfit.fitting.recovery.step_state import Saved, alike, places_of, restore_all
+from lightning_memfit.fitting.step.accumulation import Accumulation
+from lightning_memfit.fitting.step.log_rules import LogRules, check_metrics
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.noise import RecordedNoise, SlicedNoise, without_recurrent_dropout
-from lightning_memfit.fitting.step.outputs import StepLogs, returned
-from lightning_memfit.fitting.step.split import BatchSplitter, with_own_tensors
-from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.memory.float32_products import exact_products
-from lightning_memfit.memory.oom import is_out_of_memory
-from lightning_memfit.memory.state import is_random_source
-from lightning_memfit.reliability.upstream.deepspeed import held_weight
+from lightning_memfit.fitting.step.loss_weights import SUM, LossWeights, Rule
+from lightning_memfit.fitting.step.passes import NotFiniteError, Pass, Passes
+from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.reliability.consensus import RankConsensus
+from lightning_memfit.techniques.core.facts import batch_statistics
 
-_NUM_PROJECTIONS = 32
-_CHUNK = 1 << 18
-_MOVED = 0.01
+_USERS = Rule("users")
+_MAX_WINDOWS = 4
+_ACCEPT = "or keep the whole share in one micro-batch."
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Some neighbouring samples of a batch, and where they are cut in two.
+class Tolerance:
+    """How far apart rounding may bring numbers.
 
     Attributes:
-        offset: Index of the first sample.
-        first: Samples in the first part.
-        second: Samples in the second part.
+        relative: Of the norm of a parameter's own gradient.
+        floor: Of the norm of all gradients, for parameters whose own is nearly zero (keys' biases in attention).
+        state: Relative, of values that the step writes on the module.
     """
 
-    offset: int
-    first: int
-    second: int
+    relative: float
+    floor: float
+    state: float
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Samples in the two parts."""
-        return self.first, self.second
+    @classmethod
+    def of(cls, module: nn.Module, least_bits: int) -> "Tolerance":
+        """Return the tolerance for a module in which numbers of some width were computed."""
+        widths = [torch.finfo(p.dtype).bits for p in module.parameters() if p.is_floating_point()]
+        width = min(widths, default=32)
+        if width < 32:
+            return cls(0.1, 1e-2, 5e-2)
+        if width == 32:
+            return cls(1e-3, 1e-5, 1e-4) if least_bits >= 32 else cls(3e-2, 3e-3, 1e-2)
+        return cls(1e-8, 1e-10, 1e-9) if least_bits >= 64 else cls(1e-5, 1e-7, 1e-6)
 
-    @property
-    def count(self) -> int:
-        """Samples in both."""
-        return self.first + self.second
 
-
-@dataclass
-class Pass:
-    """What one pass over some samples gave.
+@dataclass(frozen=True)
+class Samples:
+    """What is compared.
 
     Attributes:
-        sketch: Projections of the gradients, (parameters + 1, projections) in float64; the last row is the loss.
-        before: Readings of what a step may change on the module, by name.
-        after: The same after the pass.
-        logs: Calls of `self.log`.
-        returned: The numbers that it returned beside the loss.
-        metrics: What the module's metrics would compute after it.
-        written: Values that the pass has changed, to go on with.
-        host_random: States of Python's and NumPy's generators after the pass.
-        draws_on_host: Whether it drew from one of these.
-        draws_otherwise: Whether it drew something that the samples together had not drawn.
+        request: The step.
+        batch: The loader batch.
+        num_samples: Its number of samples.
+        count: Samples that run together.
+        size: The micro-batch size about to be used.
     """
 
-    sketch: Tensor
-    before: dict[str, Any]
-    after: dict[str, Any]
-    logs: list[LogCall]
-    returned: list[LogCall]
-    metrics: dict[str, Any] = field(default_factory=dict)
-    metric_states: list[dict[str, Any]] = field(default_factory=list)
-    written: dict[str, Any] = field(default_factory=dict)
-    host_random: Any = None
-    draws_on_host: bool = False
-    draws_otherwise: bool = False
-
-    @property
-    def values(self) -> list[LogCall]:
-        """All numbers that are to be those of the whole batch, though gradients don't depend on them."""
-        return [*self.logs, *self.returned]
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all gradients and the loss are finite."""
-        return bool(torch.isfinite(self.sketch).all())
-
-
-class PartFailed(MisconfigurationException):
-    """A part of the batch can't be run alone, for another reason than memory."""
+    request: StepRequest
+    batch: Any
+    num_samples: int
+    count: int
+    size: int
 
 
 class Comparison:
-    """Runs samples of a batch together and in two parts; use it as a context manager, which puts everything back.
+    """Compares samples together with two parts of them.
 
     Args:
-        loop: Runs forward and backward.
-        request: The step.
+        loop: The loop in training.
         splitter: Splits batches.
-        batch: The loader batch.
-        num_samples: Its number of samples.
-        cut: Which samples, and where they are cut.
-        autocast: Whether to compute in mixed precision, if the run does.
-        divisor: Divides the loss, so that gradients of 16 bits don't overflow; gradients are multiplied again.
-
-    Attributes:
-        parts: The two parts.
-        trained: Names of the parameters in training.
-        least_bits: Width of the least exact floating-point numbers seen so far.
+        weights: Candidates for what the loss is a mean over; those that the comparison refutes are left out.
+        consensus: Communication between the ranks.
+        rules: How logged values are put together.
+        passes: Runs samples.
+        accumulation: Knows what steps write on the module.
+        holds_statistics: Whether layers of batch statistics are held fixed, which the user accepts.
+        only_weights: Whether nothing but what losses are means over is to be learned.
     """
 
     def __init__(
         self,
         loop: MicroBatchLoop,
-        request: StepRequest,
         splitter: BatchSplitter,
-        batch: Any,
-        num_samples: int,
-        cut: Cut,
-        autocast: bool,
-        divisor: float = 1.0,
+        weights: LossWeights,
+        consensus: RankConsensus,
+        rules: LogRules,
+        passes: Passes,
+        accumulation: Accumulation,
+        holds_statistics: bool,
+        only_weights: bool,
     ) -> None:
-        sizes = [cut.offset, cut.count, num_samples - cut.offset - cut.count]
-        self._window = splitter.split(batch, [size for size in sizes if size])[1 if cut.offset else 0]
-        self._is_whole = cut.count == num_samples
         self._loop = loop
-        self._request = request
-        self._autocast = autocast
-        self._divisor = divisor
-        self._noise = RecordedNoise(cut.count)
-        self._stack = ExitStack()
-        self._start: Pass | None = None
-        self._metrics = MetricStates(loop.module)
-        self.cut = cut
-        self.parts = splitter.split(self._window, list(cut.sizes))
-        self.trained = {name for name, p in loop.module.named_parameters() if p.requires_grad}
-        self.least_bits = 64
+        self._splitter = splitter
+        self._weights = weights
+        self._consensus = consensus
+        self._rules = rules
+        self._passes = passes
+        self._accumulation = accumulation
+        self._holds_statistics = holds_statistics
+        self._only_weights = only_weights
+        self._warned: set[str] = set()
 
-    @property
-    def ignored(self) -> set[int]:
-        """Entries of labels that losses of the samples together were told to leave out."""
-        return self._noise.ignored
-
-    def __enter__(self) -> "Comparison":
-        module, trainer = self._loop.module, self._loop.trainer
-        steps_in_backward = self._loop.engine is None and any(
-            getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters()
-        )
-        self.loggers = self._stack.enter_context(silenced(trainer))
-        self._stack.enter_context(without_recurrent_dropout(module))
-        self._stack.enter_context(_exact_products())
-        if not self._loop.is_sharded:  # else they are called for every micro-batch
-            self._stack.enter_context(HooksOfBatch(module.parameters()).aside())
-        if isinstance(trainer.precision_plugin, MixedPrecision) and not self._autocast:
-            self._stack.enter_context(_without_autocast(trainer))
-        optimizers = trainer.optimizers if steps_in_backward else ()
-        self._settle()
-        self._snapshot = TrainingSnapshot(module, optimizers, trainer.strategy.root_device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for parameter in self._loop.module.parameters():
-            parameter.grad = None
-        self._settle()
-        self._snapshot.restore()
-        self._stack.close()
-        _SIGNS.clear()
-        for callback in self._loop.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, MemoryMonitor):
-                callback.reset_peak()
-
-    def _settle(self) -> None:
-        """Divide what a pass has left gathered, so that the next one begins with the weights that are put back."""
-        if self._loop.engine is not None:
-            self._loop.engine.settle()
-
-    def go_on_from(self, start: Pass) -> None:
-        """Let all passes begin with what another one has written on the module, as the next step will."""
-        self._start = start
-
-    def _go_back(self) -> None:
-        self._snapshot.restore()
-        if self._start is not None:
-            StepState.load(self._start.written)
-
-    def whole(self, after: Pass | None = None, carried: Collection[str] = ()) -> Pass:
-        """Run the samples together.
-
-        Args:
-            after: The pass before it, if it goes on with some of what that wrote on the module.
-            carried: Names of what it goes on with.
+    def run(self, samples: Samples) -> None:
+        """Compare some samples twice in a row, each time cut elsewhere, and others where candidates still differ.
 
         Raises:
-            PartFailed: If they fail for another reason than memory, being fewer than the batch.
+            MisconfigurationException: If the parts don't give the whole.
+            NotFiniteError: If gradients are not finite.
         """
-        self._go_back()
-        if after is not None:
-            StepState.load(after.written, carried)
-        return self._try(self._window, self.cut.count, self._noise, self._divisor)
+        room = samples.num_samples - samples.count
+        step = max(1, room // (_MAX_WINDOWS - 1))
+        offsets = dict.fromkeys(min(index * step, room) for index in range(_MAX_WINDOWS))
+        first_offset, first = self._most_disputed(samples) or (0, 0)
+        unseen: NotFiniteError | None = None
+        for offset in dict.fromkeys((first_offset, *offsets)):
+            try:
+                self._compare(samples, offset, first)
+                break
+            except NotFiniteError as error:
+                unseen = error
+                if self._consensus.meets_inside:  # ranks run the same passes
+                    raise
+        else:
+            assert unseen is not None
+            raise unseen
+        for _ in range(_MAX_WINDOWS):
+            found = self._most_disputed(samples)
+            if found is None:
+                return
+            self._compare(samples, *found)
 
-    def part(
-        self, index: int, after: Pass | None = None, carried: Collection[str] = (), continues_random: bool = False
-    ) -> Pass:
-        """Run a part.
+    def _compare(self, samples: Samples, offset: int, first: int) -> None:
+        """Compare the samples from an offset on twice in a row."""
+        count, num_samples = samples.count, samples.num_samples
+        around = [offset, count, num_samples - count - offset]
+        window = samples.batch
+        if num_samples > count:
+            window = self._splitter.split(samples.batch, [one for one in around if one])[1 if offset else 0]
+        start = self._passes.state()
+        starts = (start, start)
+        for turn, at in enumerate(_firsts(num_samples, count, samples.size, first)):
+            sizes = [at, count - at]
+            whole = self._passes.run(samples.request, [window], [count], [1.0], starts[0], num_samples)
+            self._weights.ignore(self._passes.ignored)
+            ended = self._passes.state()
+            if self._anywhere(not whole.shows):
+                raise NotFiniteError(whole.least_bits < 32 and not whole.is_finite)
+            parts, weights = self._first_right(samples, window, offset, sizes, whole, starts[1], turn)
+            if self._only_weights:
+                break
+            self._judge_state(whole, parts)
+            self._judge_logs(whole, parts, sizes, weights, turn)
+            starts = (ended, self._passes.state())
+        restore_all(start, places_of(self._loop.module))
 
-        Args:
-            index: Which.
-            after: The pass before it, if it goes on with the states of metrics and with some of what that wrote.
-            carried: Names of what it goes on with.
-            continues_random: Whether Python's and NumPy's generators go on as well.
-
-        Raises:
-            PartFailed: If the part fails for another reason than memory, though the whole did not.
-        """
-        self._go_back()
-        if after is not None:
-            StepState.load(after.written, carried)
-            self._metrics.load(after.metric_states)
-            if continues_random:
-                random.setstate(after.host_random[0])
-                numpy.random.set_state(after.host_random[1])  # noqa: NPY002
-        size = self.cut.sizes[index]
-        noise = SlicedNoise(self._noise, self.cut.first * index, size, self.cut.count)
-        # Divided and multiplied again: gradients that the loss's weight does not reach show.
-        found = self._try(self.parts[index], size, noise, 2 * self._divisor)
-        found.draws_otherwise = noise.is_other
+    def _most_disputed(self, samples: Samples) -> tuple[int, int] | None:
+        """Return where candidates that may be right weigh two parts most differently; None if they agree everywhere."""
+        if self._weights.is_users or self._weights.is_sum:
+            return None
+        count, num_samples = samples.count, samples.num_samples
+        rules = list(self._weights.weights(samples.batch, num_samples).values())
+        best, found = 1e-6, None
+        least = _least(count, samples.size)
+        firsts = sorted({least, max(least, count // 3), count // 2, count - least})
+        for offset in range(num_samples - count + 1) if len(rules) > 1 else ():
+            for first in firsts:
+                shares = [_share(rows[offset : offset + first], rows[offset : offset + count]) for rows in rules]
+                if max(shares) - min(shares) > best * (1 + 1e-6):
+                    best, found = max(shares) - min(shares), (offset, first)
         return found
 
-    def change_again(self, names: Collection[str]) -> list[str]:
-        """Weights in training to which a part writes something else when it is run again from what it left there."""
-        parameters = dict(self._loop.module.named_parameters())
-        self.part(0)
-        left = [parameters[name].detach().clone() for name in names]
-        self._run(self.parts[0], SlicedNoise(self._noise, 0, self.cut.first, self.cut.count), self._divisor, False)
-        return [name for name, one in zip(names, left, strict=True) if not one.equal(parameters[name])]
+    def _first_right(
+        self,
+        samples: Samples,
+        window: Any,
+        offset: int,
+        sizes: list[int],
+        whole: Pass,
+        start: Saved,
+        turn: int,
+    ) -> tuple[Pass, list[float]]:
+        """Return the pass over the parts that gives the whole, and how they weigh in it.
 
-    def _try(self, batch: Any, size: int, noise: RecordedNoise, divisor: float) -> Pass:
-        try:
-            return self._run(batch, noise, divisor)
-        except Exception as error:
-            if is_out_of_memory(error) or (self._is_whole and size == self.cut.count):
-                raise
-            raise PartFailed(
-                f"`training_step` can't be run on {size} samples of the batch alone: {type(error).__name__}: {error}. "
-                "Parts are as wide as the batch: a module that needs the longest of its samples, as packed sequences "
-                "do, or whose samples lie elsewhere than in the first dimension (graphs, lists of parts), says how to "
-                "cut a batch by `split_batch(batch, sizes)` on the LightningModule."
-            ) from error
+        The likeliest candidate is tried first. If it is wrong, the parts are run alone, which tells which one is right.
+        """
+        parts = self._splitter.split(window, sizes)
+        shares = self._shares(samples, offset, parts, sizes)
+        run = partial(self._passes.run, samples.request, start=start, num_samples=samples.num_samples)
+        likeliest = next(iter(shares))
+        found = run(parts, sizes, shares[likeliest])
+        tolerance = Tolerance.of(self._loop.module, min(whole.least_bits, found.least_bits))
+        if not self._anywhere(_distance(whole, found.sketch, tolerance) > 1.0):
+            if likeliest.is_usual or 0.0 < shares[likeliest][0] < 1.0:
+                self._settle_rules(likeliest, shares)
+            return found, shares[likeliest]
+        is_state = False
+        alone = [run([part], [size], [1.0]) for part, size in zip(parts, sizes, strict=True)]
+        shows = [one.shows for one in alone]
+        for rule, (a, b) in shares.items():
+            if not rule.is_usual and any(not share and shown for share, shown in zip((a, b), shows, strict=True)):
+                continue  # that one of two parts counts may be chance, unless nothing in the other counts
+            mixed = sum(
+                share * one.sketch for share, one in zip((a, b), alone, strict=True) if share
+            ) + torch.zeros_like(whole.sketch)
+            if self._anywhere(_distance(whole, mixed, tolerance) > 1.0):
+                continue
+            is_state = True
+            found = run(parts, sizes, [a, b])
+            if not self._anywhere(_distance(whole, found.sketch, tolerance) > 1.0):
+                self._settle_rules(rule, shares, shows)
+                return found, [a, b]
+        has_overflowed = not all(one.is_finite for one in (found, *alone))
+        if min(one.least_bits for one in alone) < 32 and self._anywhere(has_overflowed):
+            raise NotFiniteError(is_narrow=True)  # of a part, whose samples' mean may be larger
+        solution = _solve(whole, alone, tolerance)
+        if is_state:
+            raise MisconfigurationException(_ONE_AFTER_THE_OTHER.format(*sizes, self._written_words()))
+        raise MisconfigurationException(self._reason(sizes, solution, shares.get(_USERS), turn))
 
-    def _run(self, batch: Any, noise: RecordedNoise, divisor: float, moves_weights: bool = True) -> Pass:
-        loop, module = self._loop, self._loop.module
-        for parameter in module.parameters():
-            parameter.grad = None
-        self._settle()
-        if moves_weights:
-            _move_weights(module)
-        before = _readings(module)
-        logs, sketches, host_random = StepLogs(), _Sketches(module), _host_random()
-        try:
-            with noise, logs.capture(loop.results):
-                output = loop.forward(self._request, with_own_tensors(batch), divisor)
-                if self._request.zero_grad is not None and loop.engine is None:
-                    sketches.clear()  # of passes that the step itself runs
-                loss, numbers = output.closure_loss, returned(output.extra)
-                del output
-                if loss is not None:
-                    loop.backward(self._request, loss, announce=False)
-        finally:
-            sketches.remove()
-            self.least_bits = min(self.least_bits, noise.least_bits)
-        after, slots = _readings(module), find_slots(module)
-        changed = [slots[n] for n in slots if n in after and not alike(before.get(n), after[n], 0.0)]
-        return Pass(
-            divisor * sketches.matrix(0.0 if loss is None else float(loss.detach())),
-            before,
-            after,
-            logs.calls,
-            numbers,
-            metric_values(module),
-            self._metrics.save(),
-            written=copies_of(changed),
-            host_random=_host_random(),
-            draws_on_host=_differs(host_random, _host_random()),
+    def _anywhere(self, is_so: bool) -> bool:
+        """Return whether something is so on any rank, where each sees its part of the gradients alone.
+
+        All of them run the same passes: they would wait for each other otherwise.
+        """
+        return bool(self._consensus.highest(int(is_so))) if self._consensus.meets_inside else is_so
+
+    def _shares(self, samples: Samples, offset: int, parts: list[Any], sizes: list[int]) -> dict[Rule, list[float]]:
+        """Return by what each candidate multiplies the losses of the two parts, the likeliest first."""
+        if self._weights.is_users:
+            counted = [self._weights.read(part, size).weight for part, size in zip(parts, sizes, strict=True)]
+            return {_USERS: [one / (sum(counted) or 1.0) for one in counted]}
+        if self._weights.is_sum:
+            return {SUM: [1.0, 1.0]}
+        found: dict[Rule, list[float]] = {}
+        for rule, rows in self._weights.weights(samples.batch, samples.num_samples).items():
+            values = rows[offset : offset + sum(sizes)]
+            if total := sum(values):
+                found[rule] = [sum(values[: sizes[0]]) / total, sum(values[sizes[0] :]) / total]
+        return found | {SUM: [1.0, 1.0]}
+
+    def _settle_rules(self, right: Rule, shares: dict[Rule, list[float]], shows: Sequence[bool] = (True, True)) -> None:
+        """Refute the candidates that would have weighed parts otherwise, of those that show it."""
+        if right == SUM:
+            if all(shows):
+                self._weights.take_sum()
+        elif right != _USERS:
+            wrong = [
+                rule
+                for rule, theirs in shares.items()
+                if any(
+                    shown and abs(one - other) > 1e-9
+                    for one, other, shown in zip(theirs, shares[right], shows, strict=True)
+                )
+            ]
+            self._weights.refute(rule for rule in wrong if rule != SUM)
+
+    # --- what a step leaves -----------------------------------------------------------------------------------------
+
+    def _judge_state(self, whole: Pass, parts: Pass) -> None:
+        """Compare what the parts have left on the module with what the whole has.
+
+        Raises:
+            MisconfigurationException: If weights, buffers or frozen weights differ, which checkpoints hold.
+        """
+        module = self._loop.module
+        tolerance = Tolerance.of(module, min(whole.least_bits, parts.least_bits)).state
+        layers = [] if self._holds_statistics else batch_statistics(module)
+        for name, weight in whole.weights.items():
+            if not alike(weight, parts.weights[name], tolerance):
+                raise MisconfigurationException(_state_reason(name, layers))
+        saved = {name for name, _ in (*module.named_buffers(), *module.named_parameters())}
+        names = dict.fromkeys((*whole.after, *parts.after))
+        differ = [name for name in names if not alike(whole.after.get(name), parts.after.get(name), tolerance)]
+        if odd := [name for name in differ if name in saved]:
+            raise MisconfigurationException(_state_reason(odd[0], layers))
+        if new := [name for name in differ if name not in self._warned]:
+            self._warned.update(new)
+            rank_zero_warn(
+                f"`training_step` changes {', '.join(f'`{name}`' for name in new)} of the module per micro-batch: "
+                "not what the whole batch would make of it. Gradients don't depend on it, so that training is exact; "
+                "whatever else reads it finds a value per micro-batch. Change it in `on_train_batch_end`, which is "
+                "called once per batch."
+            )
+
+    def _judge_logs(self, whole: Pass, parts: Pass, sizes: list[int], weights: list[float], turn: int) -> None:
+        tolerance = Tolerance.of(self._loop.module, min(whole.least_bits, parts.least_bits)).state
+        self._rules.compare(whole.logs, parts.logs, list(zip(weights, sizes, strict=True)), tolerance)
+        if not turn:
+            new = {n: v for n, v in whole.metrics.items() if n not in self._warned}
+            self._warned.update(check_metrics(new, parts.metrics, max(tolerance, 1e-5)))
+
+    # --- words ------------------------------------------------------------------------------------------------------
+
+    def _written_words(self) -> str:
+        names = [
+            f"`{name}`" for name in (*sorted(self._passes.changed_weights), *sorted(self._accumulation.written))[:3]
+        ]
+        return ", ".join(names) or "weights, or what an object holds that is no part of the module"
+
+    def _reason(
+        self, sizes: list[int], solution: tuple[float, float] | None, users: list[float] | None, turn: int
+    ) -> str:
+        head = (
+            f"Micro-batches would give other weights than the whole batch: the gradient of {sum(sizes)} samples is not "
+            f"the mean of those of {sizes[0]} and {sizes[1]} of them"
+        )
+        layers = [] if self._holds_statistics else batch_statistics(self._loop.module)
+        later = f" This is so from the second step on: the first one changes {self._written_words()}." if turn else ""
+        if solution is not None and users is not None:
+            return (
+                f"{head} weighted {users[0]:.4g} to {users[1]:.4g}, as `loss_weight` says, but {solution[0]:.4g} to "
+                f"{solution[1]:.4g}.{later}"
+            )
+        if solution is not None:
+            return (
+                f"{head}: they count {solution[0]:.4g} and {solution[1]:.4g} times. What the loss is a mean over is "
+                "nothing that the batch shows (samples, unmasked labels, masks, class weights). Return a mean over "
+                "samples, or define `loss_weight(batch)`, the number that the loss of a batch is averaged over." + later
+            )
+        if layers:
+            return f"{head}. {normalised(layers)}{later}"
+        return (
+            f"{head}, however they are weighted. Samples affect each other (contrastive losses, statistics of "
+            "the batch, mixing), the loss has several means that count different things, the module needs the longest "
+            "sample of its batch, or the batch is cut in the wrong place. Define `split_batch(batch, sizes)` if the "
+            f"cut is wrong, return a mean over samples if there are several, {_ACCEPT}{later}"
         )
 
 
-def _readings(module: nn.Module) -> dict[str, Any]:
-    """Return readings of everything that a step may change, but for generators of random numbers."""
-    found = {name: slot.read() for name, slot in find_slots(module).items()}
-    return {name: reading_of(value) for name, value in found.items() if not is_random_source(value)} | {
-        name: reading_of(sample) for name, sample in sampled_weights(module).items()
-    }
+_ONE_AFTER_THE_OTHER = (
+    "Micro-batches would give other weights than the whole batch: the gradients of {} and {} samples add up to that of "
+    "all, but not where one runs after the other. A hook on weights changes gradients, which are those of a "
+    "micro-batch and not of the batch yet, or the step changes something that the next micro-batch sees: {}. Change "
+    "gradients in `on_before_optimizer_step` and other things in `on_train_batch_end`, which are called once per "
+    "batch, or keep the whole share in one micro-batch."
+)
 
 
-def _move_weights(module: nn.Module) -> None:
-    """Move every trained weight by about one per cent of its tensor's size, always in the same way."""
-    with torch.no_grad(), _disable_current_modes():
-        for parameter in module.parameters():
-            data = held_weight(parameter).data
-            if not parameter.requires_grad or not data.is_floating_point() or type(data) is not Tensor:
-                continue
-            values = data.view(-1) if data.is_contiguous() else data.flatten()[:0]
-            scale = _MOVED * float(values.float().std()) if values.numel() > 1 else 0.0
-            for chunk in values.split(_CHUNK):
-                chunk.add_(_signs(chunk.device)[: len(chunk)], alpha=scale or _MOVED)
+def _state_reason(name: str, layers: list[str]) -> str:
+    if any(name.startswith(layer) for layer in layers):
+        return normalised(layers)
+    return (
+        f"`training_step` changes `{name}` of the module, and what micro-batches make of it is not what the whole "
+        f"batch makes of it. Change it in `on_train_batch_end`, which is called once per batch, {_ACCEPT}"
+    )
 
 
-# --- projections of gradients ---------------------------------------------------------------------------------------
+def normalised(layers: list[str]) -> str:
+    """Say that layers normalise with the statistics of their batch."""
+    return (
+        f"{len(layers)} BatchNorm layers ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''}) normalise with "
+        "the statistics of their batch: with micro-batches they are those of the micro-batch, and results change. "
+        "Replace them by GroupNorm or LayerNorm, freeze them with `.eval()`, or accept that they see a micro-batch "
+        "only: `MicroBatching(allow_batch_statistics=True)`."
+    )
 
 
-class _Sketches:
-    """Random projections of the gradients of a backward pass.
+# --- comparing gradients ----------------------------------------------------------------------------------------------
 
-    Args:
-        module: The module; its gradients are read as they are made, for some techniques free them at once.
+
+def _share(part: list[float], whole: list[float]) -> float:
+    return sum(part) / sum(whole) if sum(whole) else 0.0
+
+
+def _least(count: int, size: int) -> int:
+    """Return the fewest samples of a part: one only if micro-batches have one."""
+    return 2 if count >= 4 and size > 1 else 1
+
+
+def _firsts(num_samples: int, count: int, size: int, first: int) -> list[int]:
+    """Return where samples are cut in each turn, unequally; the first cut may be given."""
+    least = _least(count, size)
+    usual = min(size, count - 1) if count == num_samples else max(least, count // 3)
+    usual = max(1, usual - (2 * usual == count > 2))
+    last = count - max(least, count // 4)
+    second = next(one for one in (last, usual, count - usual, first, usual) if one != (first or usual) or count == 2)
+    return [first or usual, max(1, second)]
+
+
+def _distance(whole: Pass, mixed: Tensor, tolerance: Tolerance) -> float:
+    """Return how far projections are from those of the whole, in tolerances.
+
+    Numbers that are not finite are infinitely far from any.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._rows: dict[int, Tensor] = {}
-        self._handles = [p.register_hook(self._hook(index)) for index, p in enumerate(self._parameters)]
-
-    def _hook(self, index: int) -> Any:
-        def add(gradient: Tensor) -> None:
-            found = _project(gradient)
-            self._rows[index] = self._rows[index] + found if index in self._rows else found
-
-        return add
-
-    def clear(self) -> None:
-        """Clear gradients and projections, as a step does between forward and backward."""
-        self._rows.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def remove(self) -> None:
-        """Read gradients no more."""
-        for handle in self._handles:
-            handle.remove()
-
-    def matrix(self, loss: float) -> Tensor:
-        """Return the projections, (parameters + 1, projections) in float64 on the CPU; the last row is the loss."""
-        rows = []
-        for index, parameter in enumerate(self._parameters):
-            # What hooks left of it, unless it was freed at once, as some techniques do.
-            found = self._rows.get(index) if parameter.grad is None else _project(parameter.grad)
-            rows.append(torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64) if found is None else found.cpu().double())
-        last = torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64)
-        last[0] = loss
-        return torch.stack([*rows, last])
+    norms = torch.maximum(whole.sketch.norm(dim=1), mixed.norm(dim=1))
+    gradients = torch.cat([norms[:-1].square().sum().sqrt().expand(len(norms) - 1), norms[-1:]])
+    allowed = tolerance.relative * norms + tolerance.floor * gradients + 1e-300
+    distance = float(((mixed - whole.sketch).norm(dim=1) / allowed).max())
+    return distance if distance == distance else float("inf")
 
 
-def _project(gradient: Tensor) -> Tensor:
-    """Return random projections of a gradient, in float64 where the device has it."""
-    with torch.no_grad(), _disable_current_modes():
-        if isinstance(gradient, DTensor):
-            gradient = gradient.to_local()
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient.resolve_conj())
-        wide = torch.float32 if gradient.device.type == "mps" else torch.float64
-        total = torch.zeros(_NUM_PROJECTIONS, dtype=wide, device=gradient.device)
-        for index, chunk in enumerate(gradient.reshape(-1).split(_CHUNK)):
-            signed = chunk.to(wide) * _signs(gradient.device)[: len(chunk)]
-            padded = nn.functional.pad(signed, (0, -len(chunk) % _NUM_PROJECTIONS))
-            total += (1 if index.bit_count() % 2 else -1) * padded.view(-1, _NUM_PROJECTIONS).sum(0)
-        return total
-
-
-_SIGNS: dict[torch.device, Tensor] = {}
-
-
-def _signs(device: torch.device) -> Tensor:
-    if device not in _SIGNS:
-        generator = torch.Generator().manual_seed(0)
-        values = torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
-        _SIGNS[device] = values.to(device)
-    return _SIGNS[device]
-
-
-# --- surroundings of a pass -----------------------------------------------------------------------------------------
-
-
-def _host_random() -> tuple[Any, Any]:
-    return random.getstate(), numpy.random.get_state()  # noqa: NPY002
-
-
-def _differs(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    return one[0] != other[0] or one[1][2] != other[1][2] or not numpy.array_equal(one[1][1], other[1][1])
-
-
-class SilentLogger(DummyLogger):
-    """Writes nothing, and remembers the names that it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    @override
-    def log_metrics(self, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        self.names.update(metrics)
-
-
-@contextmanager
-def silenced(trainer: Trainer) -> Iterator[list["SilentLogger"]]:
-    """Give the module loggers that write nothing, for steps that are not part of training."""
-    before = trainer.loggers
-    silent = [SilentLogger() for _ in before]
-    trainer.loggers = silent  # type: ignore[assignment]
-    try:
-        yield silent
-    finally:
-        trainer.loggers = before
-
-
-@contextmanager
-def _without_autocast(trainer: Trainer) -> Iterator[None]:
-    """Compute in the parameters' own precision: gradients of 16 bits differ by more than many a wrong weight."""
-    attributes = vars(trainer.precision_plugin)
-    attributes["forward_context"] = nullcontext
-    try:
-        yield
-    finally:
-        del attributes["forward_context"]
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    with exact_products(), torch.compiler.set_stance("force_eager"):
-        yield
+def _solve(whole: Pass, alone: list[Pass], tolerance: Tolerance) -> tuple[float, float] | None:
+    """Return the weights by which the parts give the whole; None if no weights do."""
+    columns = torch.stack([one.sketch.flatten() for one in alone], dim=1)
+    if not bool(torch.isfinite(columns).all() and torch.isfinite(whole.sketch).all()):
+        return None
+    a, b = torch.linalg.lstsq(columns, whole.sketch.reshape(-1, 1)).solution.flatten().tolist()
+    mixed = a * alone[0].sketch + b * alone[1].sketch
+    return (a, b) if _distance(whole, mixed, tolerance) <= 1.0 else None

@@ -19,16 +19,20 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
-from lightning_memfit.fitting.recovery.rollback import MetricStates, OwnAttributes, RandomState, TrainingSnapshot
+from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
     MODULE_INTERNALS,
+    Place,
+    Saved,
     alike,
-    find_slots,
+    held,
     hidden_metrics,
+    places_of,
     reading_of,
+    restore_all,
 )
 from lightning_memfit.fitting.step.loss_weights import LossWeights
-from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge, merge_kept
+from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of, with_own_tensors
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.ledger import tensors_among
@@ -87,7 +91,6 @@ class EvaluationSplitter:
         self._splitter = splitter
         self._find_weights = weights
         self.sizes = sizes
-        self._attributes = OwnAttributes(module)
         self._added: dict[_Place, _Added] = {}
         self._merged: dict[_Kind, set[_Place]] = {}
         self._checked: set[_Kind] = set()
@@ -109,7 +112,7 @@ class EvaluationSplitter:
         point = (
             RandomState(self._trainer.strategy.root_device),
             self._states.save(),
-            self._attributes.save(),
+            self._attributes(),
             self._module._current_fx_name,
         )
         self._kind = name, self._loader(name, args)
@@ -137,8 +140,8 @@ class EvaluationSplitter:
             if failure is not None:
                 release(failure)
             del failure, run
-            random, states, put_back, hook_name = point
-            put_back()
+            random, states, attributes, hook_name = point
+            restore_all(attributes, self._own_places())
             self._module._current_fx_name = hook_name
             random.restore()
             self._states.load(states)
@@ -244,12 +247,10 @@ class EvaluationSplitter:
         finally:
             self._metrics.end()
         self._metrics.finish(logs.metrics_on_step())
-        self._merge_kept(name, lengths, weights, sizes)
+        self._merge(name, lengths, weights, sizes)
         return merge(outputs, weights, sizes)
 
-    def _merge_kept(
-        self, name: str, lengths: list[dict["_Place", int]], weights: list[float], sizes: list[int]
-    ) -> None:
+    def _merge(self, name: str, lengths: list[dict["_Place", int]], weights: list[float], sizes: list[int]) -> None:
         """Put together what parts have added to lists of the module, which the end of the epoch reads."""
         lists = _lists_of(self._module)
         self._added = {
@@ -362,8 +363,15 @@ class EvaluationSplitter:
 
     def _readings(self) -> dict[str, Any]:
         """What the module's attributes hold."""
-        values = {name: slot.read() for name, slot in find_slots(self._module).items()}
+        values = {name: place.read() for name, place in places_of(self._module).items()}
         return {name: reading_of(value) for name, value in values.items() if not is_random_source(value)}
+
+    def _attributes(self) -> Saved:
+        """Save what the module itself holds, which may be the outputs of an epoch."""
+        return held(self._own_places().values())
+
+    def _own_places(self) -> dict[str, Place]:
+        return {name: place for name, place in places_of(self._module).items() if "." not in name}
 
     def _values(
         self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int, size: int
@@ -442,7 +450,7 @@ class _Added:
         """Return what the parts have added first, second and so on, merged; None if they haven't added equally many."""
         if len(set(map(len, self.parts))) > 1:
             return None
-        return [merge_kept(list(row), self.weights, self.sizes) for row in zip(*self.parts, strict=True)]
+        return [merge(list(row), self.weights, self.sizes) for row in zip(*self.parts, strict=True)]
 
 
 def _lists_of(module: LightningModule) -> dict[_Place, list[Any]]:

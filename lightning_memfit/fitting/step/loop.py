@@ -9,9 +9,8 @@ Counters, hooks, precision plugins, clipping, schedulers and checkpoints stay Li
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,24 +24,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.retry import WITH_SEVERAL_DEVICES, retry
-from lightning_memfit.fitting.step.gradient_hooks import refusing_early_changes
-from lightning_memfit.fitting.upstream.torch import num_writes
-from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine
 
-REMEDY_FOR_HOOKS = "Let hooks and clipping use less memory, or leave more of it free: `MicroBatching(limit_bytes=...)`."
-_OWN_BACKWARD = (
-    "`{}.backward` does more than `loss.backward()`, and the batch is split: it would run once per micro-batch, on "
-    "gradients that are not those of the batch yet. Do the rest in `on_after_backward` or `on_before_optimizer_step`, "
-    "which are called when they are complete, or keep the whole share in one micro-batch."
-)
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
-_CLIPPING_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
-_STEP_HOOKS = ("on_after_backward", *_CLIPPING_HOOKS)
 _ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
 
 
@@ -99,9 +85,6 @@ class MicroBatchLoop(_AutomaticOptimization):
             the hooks of callbacks.
         engine: The DeepSpeed engine that accumulates gradients and divides them among ranks; None under strategies that
             leave that to the loop.
-        go_back: Returns to the start of the effective batch that `run_step` has run, so that its next call repeats it;
-            None if it can't.
-        recover: Whether what runs out of memory between backward and the optimizer's step is repeated.
         results: Collection that `self.log` writes to in training.
     """
 
@@ -114,14 +97,8 @@ class MicroBatchLoop(_AutomaticOptimization):
         self.results: Any = trainer.fit_loop.epoch_loop._results
         self._replaced: _AutomaticOptimization | None = None
         self._overridden: dict[tuple[str, ...], bool] = {}
-        self._overrides_backward: bool | None = None
         self._is_alone = trainer.world_size == 1
         self.engine: ZeroEngine | None = None
-        self.go_back: Callable[[], None] | None = None
-        self.recover = True
-        self._closure: Callable[[], Any] | None = None
-        self._guarded_plugin: Any = None
-        self._unwrap_plugin: Callable[[], None] | None = None
 
     # --- taking Lightning's place -----------------------------------------------------------------------------------
 
@@ -132,14 +109,10 @@ class MicroBatchLoop(_AutomaticOptimization):
         self.optim_progress = self._replaced.optim_progress
         self._skip_backward = self._replaced._skip_backward
         epoch_loop.automatic_optimization = self
-        self._guarded_plugin = self.trainer.strategy.precision_plugin
 
     def uninstall(self) -> None:
         """Restore the Trainer's own loop."""
         if self._replaced is not None:
-            if self._unwrap_plugin is not None:
-                self._unwrap_plugin()
-                self._unwrap_plugin = None
             self._replaced.optim_progress = self.optim_progress
             self.trainer.fit_loop.epoch_loop.automatic_optimization = self._replaced
             self._replaced = None
@@ -165,85 +138,8 @@ class MicroBatchLoop(_AutomaticOptimization):
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
-        self._closure = train_step_and_backward_closure
-        if self._unwrap_plugin is None and self.recover and self._changes_gradients():
-            self._unwrap_plugin = wrap_method(self._guarded_plugin, "_after_closure", self._after_closure)
-        try:
-            with self.guard(self.trainer.optimizers[0]):
-                super()._optimizer_step(batch_idx, train_step_and_backward_closure)
-        finally:
-            self._closure = None
-
-    def _after_closure(self, after_closure: Callable[..., None], model: LightningModule, optimizer: Optimizer) -> None:
-        """Call `on_before_optimizer_step` and clip gradients, in the precision plugin's place.
-
-        If memory runs out, gradients may be changed by half. So forward and backward of the effective batch are run
-        again before the hooks are. What hooks log counts once they have succeeded.
-        """
-        closure = self._closure
-        if closure is None:
-            after_closure(model, optimizer)
-            return
-        scaler = getattr(self._guarded_plugin, "scaler", None)
-        hook = model._current_fx_name
-
-        def undo() -> None:
-            model._current_fx_name = hook  # Lightning doesn't reset it when a hook raises
-            if self.go_back is not None:
-                self.go_back()  # which the closure notices
-
-        def run_again() -> None:
-            closure()
-            if scaler is not None and scaler._per_optimizer_states.pop(id(optimizer), None) is not None:
-                scaler.unscale_(optimizer)
-
-        retry(
-            partial(self._held_logs, partial(after_closure, model, optimizer)),
-            lambda: f"`{model._current_fx_name}`",
-            REMEDY_FOR_HOOKS,
-            undo,
-            run_again,
-            self._obstacle(),
-        )
-
-    def _obstacle(self) -> Callable[[], str | None]:
-        """Return a function that says why what runs now can't be repeated after an error; it returns None if it can."""
-        before = self._weights_version()
-
-        def obstacle() -> str | None:
-            if self.go_back is None:
-                return WITH_SEVERAL_DEVICES
-            if self._weights_version() != before:
-                return "Hooks had changed weights, which only `optimizer.step` may if the batch is to be repeated."
-            return None
-
-        return obstacle
-
-    def _weights_version(self) -> int:
-        return num_writes(self.module) if self._overrides(_STEP_HOOKS) else 0
-
-    @contextmanager
-    def logged_already(self) -> Iterator[None]:
-        """Let `self.log` keep what this batch has logged, which the first batch of an epoch would begin anew."""
-        self.results.reset = _do_nothing
-        try:
-            yield
-        finally:
-            del self.results.reset
-
-    def _held_logs(self, hooks: Callable[[], None], is_repeated: bool = False) -> None:
-        """Call hooks, and log what they log when all have succeeded; not at all if it is logged already."""
-        held: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        results = self.results
-        results.log = lambda *args, **kwargs: held.append((args, kwargs))
-        try:
-            with self.logged_already() if is_repeated else _NOTHING:
-                hooks()
-        finally:
-            del results.log
-        if not is_repeated:
-            for args, kwargs in held:
-                results.log(*args, **kwargs)
+        with self.guard(self.trainer.optimizers[0]):
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -280,35 +176,6 @@ class MicroBatchLoop(_AutomaticOptimization):
                 "a loss of zero weight."
             )
         return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
-
-    def backward_of_part(self, request: StepRequest, loss: Tensor, announce: bool, is_final: bool = False) -> None:
-        """Run backward of one micro-batch of several, as `backward` does.
-
-        Raises:
-            MisconfigurationException: If the module's own `backward` does more than calling `loss.backward`, or a hook
-                for accumulated gradients changes what is no whole batch's yet.
-        """
-        if self._overrides_backward is None:
-            self._overrides_backward = is_overridden("backward", self.module)
-        with ExitStack() as stack:
-            stack.enter_context(refusing_early_changes(self.module, self._trained()))
-            if self._overrides_backward and not self._skip_backward:
-                stack.callback(wrap_method(self.module, "backward", self._only_backward, innermost=True))
-            self.backward(request, loss, announce, is_final)
-
-    def _trained(self) -> Iterator[Tensor]:
-        """Weights of the module and of its optimizers, which step others while FSDP2 has gathered the module's."""
-        yield from self.module.parameters()
-        for optimizer in self.trainer.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
-
-    def _only_backward(self, backward: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Call the module's own `backward`, and refuse it if it does anything with tensors but `loss.backward`."""
-        with _TorchCalls() as calls:
-            backward(loss, *args, **kwargs)
-        if calls.others or calls.roots != [id(loss)]:
-            raise MisconfigurationException(_OWN_BACKWARD.format(type(self.module).__name__))
 
     def backward(self, request: StepRequest, loss: Tensor, announce: bool, is_final: bool = False) -> None:
         """Run backward without synchronising ranks and without calling `on_after_backward`.
@@ -354,29 +221,10 @@ class MicroBatchLoop(_AutomaticOptimization):
         """Whether there is anything to call after backward."""
         return self._overrides(_BACKWARD_HOOKS) and not self._skip_backward
 
-    def after_backward(self, run_again: Callable[[], object], is_repeated: bool = False) -> None:
-        """Call `on_after_backward`, when the gradients of the whole batch are complete.
-
-        Args:
-            run_again: Goes back to the start of the effective batch and runs forward and backward again, if memory
-                runs out in the hook, which may have changed gradients by half.
-            is_repeated: Whether what the hook logs is logged already.
-        """
-
-        def hooks() -> None:
-            call._call_callback_hooks(self.trainer, "on_after_backward")
-            call._call_lightning_module_hook(self.trainer, "on_after_backward")
-
-        if not self.recover:
-            hooks()
-            return
-        retry(
-            lambda: self._held_logs(hooks, is_repeated),
-            "`on_after_backward`",
-            REMEDY_FOR_HOOKS,
-            prepare=run_again,
-            obstacle=self._obstacle(),
-        )
+    def after_backward(self) -> None:
+        """Call `on_after_backward`, when the gradients of the whole batch are complete."""
+        call._call_callback_hooks(self.trainer, "on_after_backward")
+        call._call_lightning_module_hook(self.trainer, "on_after_backward")
 
     def unsynchronized(self) -> AbstractContextManager[None]:
         """Return a context in which backward does not reduce gradients over ranks."""
@@ -385,10 +233,6 @@ class MicroBatchLoop(_AutomaticOptimization):
         return _block_parallel_sync_behavior(self.trainer.strategy, block=True)
 
     # --- hooks ------------------------------------------------------------------------------------------------------
-
-    def _changes_gradients(self) -> bool:
-        """Whether anything happens between backward and the optimizer's step."""
-        return self._overrides(_CLIPPING_HOOKS) or bool(self.trainer.gradient_clip_val)
 
     @property
     def has_zero_grad_hooks(self) -> bool:
@@ -428,28 +272,6 @@ class MicroBatchLoop(_AutomaticOptimization):
                 object.__delattr__(owner, name)
                 if own is not None:
                     object.__setattr__(owner, name, own)
-
-
-class _TorchCalls(TorchFunctionMode):
-    """Notes calls of `Tensor.backward` and whether torch is called otherwise; what backward itself runs stays unseen.
-
-    Attributes:
-        roots: Identities of the tensors whose `backward` was called.
-        others: Number of other calls: operations, or reading `Tensor.grad`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.roots: list[int] = []
-        self.others = 0
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward:
-            self.roots.append(id(args[0]))
-        else:
-            self.others += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:

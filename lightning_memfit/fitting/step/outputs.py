@@ -7,7 +7,6 @@ ranks and `commit` is called.
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,37 +24,22 @@ _RETURNED = "training_step returns"
 """Stands for the hook that logged."""
 
 
-def merge_kept(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
-    """Merge values that micro-batches have put into a list of the module: as outputs, and numbers to their mean."""
-    total = sum(weights)
-    if all(isinstance(value, float) for value in values) and total:
-        return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
-    if isinstance(values[0], Mapping):
-        return {key: merge_kept([value[key] for value in values], weights, sizes) for key in values[0]}
-    return merge(values, weights, sizes)
-
-
 def merge(
     values: list[Any],
     weights: list[float],
     sizes: list[int],
-    known: Mapping[str, Any] = MappingProxyType({}),
-    path: str = "outputs",
 ) -> Any:
     """Merge values of equal structure.
 
-    Scalars become their weighted mean, tensors of samples are concatenated, everything else becomes a list.
+    Scalars become their weighted mean, whole numbers add up, tensors of samples are concatenated, everything else
+    becomes a list.
 
     Args:
         values: Value of each micro-batch.
         weights: Weight of each micro-batch.
         sizes: Number of samples of each micro-batch.
-        known: What is merged already, by its path.
-        path: Where the values are.
     """
     first = values[0]
-    if path in known:
-        return known[path]
     if len(values) == 1:
         return first
     if isinstance(first, Tensor):
@@ -65,16 +49,15 @@ def merge(
         for key in dict.fromkeys(key for value in values for key in value):
             rows = [row for row in zip(values, weights, sizes, strict=True) if key in row[0]]
             mine, of_loss, of_samples = ([*column] for column in zip(*rows, strict=True))
-            merged[key] = merge([value[key] for value in mine], of_loss, of_samples, known, f"{path}[{key!r}]")
+            merged[key] = merge([value[key] for value in mine], of_loss, of_samples)
         return merged if is_batched(first, sizes[0]) else _of_kind(first, merged)
     if isinstance(first, tuple):
-        columns = [
-            merge(list(column), weights, sizes, known, f"{path}[{index}]")
-            for index, column in enumerate(zip(*values, strict=True))
-        ]
+        columns = [merge(list(column), weights, sizes) for column in zip(*values, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if isinstance(first, list):
         return [item for value in values for item in value]
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
+        return sum(values) if all(isinstance(value, int) for value in values) else _mean(values, weights)
     is_one = isinstance(first, (str, bool)) and all(value == first for value in values)
     return first if is_one or first is None else values
 
@@ -85,6 +68,13 @@ def _merge_tensors(values: list[Tensor], weights: list[float], sizes: list[int])
         return torch.cat(values) if same_shape else values
     if any(value.ndim for value in values):
         return values
+    if not (first := values[0]).is_floating_point() and not first.is_complex():
+        return values if first.dtype == torch.bool else sum(values)
+    return _mean(values, weights)
+
+
+def _mean(values: list[Any], weights: list[float]) -> Any:
+    """Return the weighted mean; the loss of a part of no weight may be 0/0."""
     kept = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     total = sum(weight for _, weight in kept)
     return sum(value * (weight / total) for value, weight in kept) if total else values[0]
@@ -137,8 +127,6 @@ def _numbers_in(extra: Any, path: str = "outputs") -> Iterator[tuple[str, Any]]:
 def returned(extra: Any, part: int = 0) -> list[LogCall]:
     """Return the numbers that a step returns as if it logged each by its path.
 
-    How those of micro-batches make that of the batch (a count adds up, a mean does not) is learned as for logged ones.
-
     Args:
         extra: What the step returns beside its loss.
         part: Index of the micro-batch.
@@ -151,13 +139,6 @@ def _as_logged(value: Any) -> Tensor:
         return torch.tensor(value, dtype=torch.float64, device="cpu")
     is_exact = value.is_floating_point() or value.device.type == "mps"  # which has no float64
     return value.detach() if is_exact else value.double()
-
-
-def _like(merged: Tensor, first: Any) -> Any:
-    """Return a merged number as one of the kind that a micro-batch returned."""
-    if isinstance(first, Tensor):
-        return merged.to(first.dtype) if first.is_floating_point() else merged.round().to(first.dtype)
-    return round(merged.item()) if isinstance(first, int) else merged.item()
 
 
 # --- logged values --------------------------------------------------------------------------------------------------
@@ -430,6 +411,11 @@ class StepOutputs:
         if not self._is_single:
             self._metrics.end()
 
+    @property
+    def calls(self) -> list[LogCall]:
+        """What was logged since `begin`, and the numbers that were returned beside the loss, by their path."""
+        return [*self.logs.calls, *(c for part, (extra, *_) in enumerate(self._extras) for c in returned(extra, part))]
+
     def merged(self, factor: float) -> ClosureResult:
         """Return the result of the whole batch from those of several micro-batches.
 
@@ -443,17 +429,9 @@ class StepOutputs:
         result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
         if self._extras:
             values, weights, sizes = (list(column) for column in zip(*self._extras, strict=True))
-            result.extra = merge(values, weights, sizes, self._merged_numbers(values, weights, sizes))
+            result.extra = merge(values, weights, sizes)
         self._drop()
         return result
-
-    def _merged_numbers(self, values: list[Any], weights: list[float], sizes: list[int]) -> dict[str, Any]:
-        """Return the numbers that the whole batch would have returned, by their path; those of which that is known."""
-        rules = self.logs.rules
-        calls = [call for part, value in enumerate(values) for call in returned(value, part)]
-        merged = rules.merge([call for call in calls if rules.knows(call)], list(zip(weights, sizes, strict=True)))
-        firsts = {path: value for extra in reversed(values) for path, value in _numbers_in(extra)}
-        return {call.name: _like(call.value, firsts[call.name]) for call in merged}
 
     def clear(self) -> None:
         """Forget what was logged and returned since the last `commit`."""

@@ -24,21 +24,21 @@ from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.ladder import Ladder, LastResort, rungs_up_to
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import RandomState
-from lightning_memfit.fitting.recovery.step_state import release_iterators
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.prediction import SizePrediction
 from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult, lengthened, longest_samples
 from lightning_memfit.fitting.size.shapes import ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
 from lightning_memfit.fitting.size.trial import NothingFits, Trial, clear_gradients, describe, fit_size
-from lightning_memfit.fitting.step.comparison import silenced
+from lightning_memfit.fitting.step.accumulation import Accumulation
+from lightning_memfit.fitting.step.check import SelfCheck
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
-from lightning_memfit.fitting.step.exactness import ExactnessCheck
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs
+from lightning_memfit.fitting.step.passes import silenced
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.replicas import num_replicas, sum_by_loop
@@ -216,15 +216,13 @@ class FitSession:
         self.sizes: MicroBatchSize | None = None
         self.found: SizeSearchResult | None = None
         self._shapes: ShapeGuard | None = None
-        self._step_guard = StepGuard(device_memory)
+        self._step_guard = StepGuard()
         loop.guard = self._step_guard if loop.engine is None else _unguarded
         loop.run_step = self._run_first
-        loop.recover = options.recover and loop.engine is None
 
     def close(self) -> None:
-        """Undo everything that the ladder did, and let iterators note no more what is drawn."""
+        """Undo everything that the ladder did."""
         self._ladder.close()
-        release_iterators(self._loop.module)
 
     def kept(self) -> dict[str, Any]:
         """Return what a later run needs to reuse the size and the rungs of the ladder."""
@@ -240,12 +238,23 @@ class FitSession:
         if self._reducer is not None and share_added is not None:
             share_added()  # before trial steps, which end where values are this rank's own
         options, sizes = self._options, self._start(request)
-        check = ExactnessCheck(self._loop, self._splitter, self._weights, self._consensus, self._rules, self._memory)
+        accumulation = Accumulation(self._loop, self._loop.is_sharded)
+        check = SelfCheck(
+            self._loop,
+            self._splitter,
+            self._weights,
+            self._consensus,
+            self._rules,
+            self._memory,
+            accumulation,
+            options.allow_batch_statistics,
+        )
         step = EffectiveStep(
             self._loop,
             self._splitter,
             self._weights,
-            None if options.allow_batch_statistics else check,
+            check,
+            accumulation,
             sizes,
             self._ladder,
             self._consensus,
@@ -257,7 +266,6 @@ class FitSession:
         )
         step.shapes = self._shapes
         self._loop.run_step = step.run
-        self._loop.go_back = step.go_back if step.repeats else None
         return step.run(request)
 
     def _start(self, request: StepRequest) -> MicroBatchSize:

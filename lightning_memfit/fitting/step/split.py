@@ -148,6 +148,14 @@ class BatchSplitter:
             if not any(path[: len(above)] == above for above in self._per_sample):
                 self._dims[path] = dim if leaf.ndim > dim and leaf.shape[dim] == count else None
 
+    def cuts(self, batch: Any) -> frozenset[Path]:
+        """Return what of a batch is split: where that changes, it may be cut in the wrong place."""
+        if self._hook is not None or not _is_container(batch):
+            return frozenset()
+        count = self.count(batch)
+        found = {path for path, leaf in _tensors(batch) if self._dim(leaf, path, count) is not None}
+        return frozenset(found | {path for path, value in _lists(batch) if path in self._per_sample})
+
     # --- splitting --------------------------------------------------------------------------------------------------
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:

@@ -19,7 +19,7 @@ from lightning_memfit.fitting.recovery.host_states import (
     fetch_states,
     reason_to_stay,
 )
-from lightning_memfit.fitting.recovery.step_state import StepState, content_of, find_slots
+from lightning_memfit.fitting.recovery.step_state import held, places_of, put_back
 from lightning_memfit.memory import host_copy
 from lightning_memfit.memory.host import is_on_host
 from lightning_memfit.memory.host_copy import HostCopy
@@ -139,7 +139,7 @@ def test_running_out_while_they_come_back_is_repeated_by_the_guard() -> None:
     x = torch.randn(4, SIDE, generator=torch.Generator().manual_seed(1))
     device = SimulatedDevice(11 * STATE_BYTES)
     device.track_module(module)
-    guard = StepGuard(None)
+    guard = StepGuard()
     with device, guard(optimizer):
         module(x).square().mean().backward()
         filling = [torch.zeros(4 * SIDE, SIDE)]
@@ -166,7 +166,7 @@ def test_running_out_as_they_come_back_after_the_closure_is_repeated(monkeypatch
         fetch_states(optimizer)
 
     monkeypatch.setattr(guard_module, "fetch_states", fetch_once_there_is_room)
-    guard = StepGuard(None)
+    guard = StepGuard()
     with guard(optimizer):
         optimizer.step(lambda: None)
     assert guard.num_retries == 1
@@ -199,15 +199,6 @@ class Memory:
 
     def reset_peak(self) -> None:
         """Nothing to start."""
-
-
-@pytest.mark.parametrize("away", [False, True])
-def test_the_guard_counts_what_will_come_back(away: bool) -> None:
-    module, optimizer = made(torch.optim.AdamW)
-    if away:
-        HostStates(optimizer, PLENTY)
-    module(torch.ones(1, SIDE)).sum().backward()
-    assert StepGuard(Memory())._lacks_memory(optimizer) == away
 
 
 class Wrapping(torch.optim.SGD):
@@ -313,14 +304,12 @@ def test_what_steps_change_is_copied_without_waiting_if_it_is_small(num_waits):
     module = trained_norms()
     large = [buffer for buffer in module.buffers() if buffer.nbytes >= 1 << 16]
     before = [buffer.clone() for buffer in module.buffers()]
-    state = StepState(module)
-    state.watch(find_slots(module)[name] for name, _ in module.named_buffers())
-    saved = state.copies()
+    saved = held(place for name, place in places_of(module).items() if "running" in name or "num_batches" in name)
     assert num_waits() == len(large) == 2
     module(torch.randn(8, 4))
-    state.load(saved)
+    put_back(saved)
     assert all(torch.equal(now, then) for now, then in zip(module.buffers(), before, strict=True))
-    again = content_of(module[1].running_mean).moved_to(torch.device("cpu"))
+    again = HostCopy(module[1].running_mean, small_may_stay=True).moved_to(torch.device("cpu"))
     assert again.data_ptr() != module[1].running_mean.data_ptr()
     assert torch.equal(again, before[0])
 

@@ -1,0 +1,198 @@
+"""`Accumulation`: forward and backward of the micro-batches of one loader batch, one after the other.
+
+Training and the self-check run the same code, so that hooks on weights, own backward passes and recomputation take part
+in what is checked.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_memfit.fitting.recovery.step_state import (
+    PartStates,
+    Place,
+    Saved,
+    changed_since,
+    copies_frozen_weights,
+    held,
+    is_look,
+    places_of,
+    put_back,
+)
+from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
+from lightning_memfit.fitting.step.outputs import StepOutputs, merge
+
+_SKIPS = (
+    "`training_step` returned None, which skips a batch, for some micro-batches of a batch and not others: the "
+    "whole batch would be skipped or not. Return a loss of zero weight for them, or keep the whole share in one "
+    "micro-batch."
+)
+
+
+class Accumulation:
+    """Runs micro-batches, each from the state of the module that the batch started from, and adds up gradients.
+
+    Args:
+        loop: Runs forward and backward.
+        is_sharded: Whether backward passes communicate, so that none may be left out.
+
+    Attributes:
+        written: Places of the module to which steps were seen to write, by name.
+        hides_gradients: Whether steps don't see the gradients so far, as they leave some, by a backward pass of their
+            own, or clear them: a run without micro-batches clears them before the backward pass of the batch.
+        changes_gradients: Whether a step that was checked has done so.
+        before_forward: Called before every forward, while steps are compared.
+    """
+
+    def __init__(self, loop: MicroBatchLoop, is_sharded: bool) -> None:
+        self._loop = loop
+        self._is_sharded = is_sharded
+        self._once: dict[str, Place] = {}
+        self._left: Saved = {}
+        self._num_clears = 0
+        self._joined: set[str] = set()
+        self.written: dict[str, Place] = {}
+        self.hides_gradients = False
+        self.changes_gradients = False
+        self.before_forward: Callable[[], None] | None = None
+
+    def run(
+        self,
+        request: StepRequest,
+        parts: list[Any],
+        sizes: list[int],
+        weights: list[float],
+        divisors: list[float],
+        outputs: StepOutputs,
+        saved: Saved,
+        clear: Callable[[], None] | None = None,
+        is_first_of_window: bool = True,
+        announce: bool = False,
+        is_final: bool = False,
+    ) -> ClosureResult:
+        """Run forward and backward of the parts of a batch, whose losses are divided by divisors.
+
+        Args:
+            request: The step.
+            parts: The micro-batches; each is dropped from the list when it has run.
+            sizes: Their numbers of samples.
+            weights: What their losses are means over.
+            divisors: By what to divide their losses.
+            outputs: Receives what they log and return.
+            saved: What was on the module before the batch; places to which hooks write are added.
+            clear: Clears gradients after the first forward, as Lightning does; None if they are cleared.
+            is_first_of_window: Whether the batch is the first of its window of `accumulate_grad_batches`.
+            announce: Whether to call `on_before_backward`.
+            is_final: Whether the optimizer steps after the last of them.
+
+        Returns:
+            The result of the last micro-batch.
+
+        Raises:
+            MisconfigurationException: If some micro-batches are skipped and others aren't.
+        """
+        last = len(parts) - 1
+        counted = [index for index, weight in enumerate(weights) if weight]
+        announced = counted[-1] if counted else last
+        states = None
+        if last and self.written:
+            places = {name: place for name, place in self.written.items() if name not in self._once}
+            states = PartStates(places, saved, self._joined, merge)
+        skips: set[bool] = set()
+        outputs.begin(len(parts))
+        result: ClosureResult | None = None
+        try:
+            for index, weight in enumerate(weights):
+                outputs.logs.begin_part(weight, sizes[index])
+                part, parts[index], result = parts[index], None, None  # nothing of the last one is alive in forward
+                if index:
+                    put_back(saved, self._once)
+                    if states is not None:
+                        states.before_next()
+                clears = clear is not None and not index
+                result = self._forward(request, part, divisors[index], clears)
+                del part
+                skips.add(result.closure_loss is None)
+                if len(skips) > 1:
+                    raise MisconfigurationException(_SKIPS)
+                if clears and clear is not None:
+                    self._clear(clear, saved)
+                if index == last and is_first_of_window and self._left:
+                    put_back(self._left)
+                announces = announce and index == announced
+                so_far = outputs.loss if announces else None
+                self._backward(request, result, weight, so_far, announces, is_final and index == last)
+                if last:
+                    outputs.add(result, weight, sizes[index])
+                if states is not None:
+                    states.add(sizes[index], weight)
+        finally:
+            outputs.end()
+        if states is not None:
+            states.finish()
+        assert result is not None
+        return result
+
+    # --- one micro-batch --------------------------------------------------------------------------------------------
+
+    def _forward(self, request: StepRequest, part: Any, divisor: float, clears: bool) -> ClosureResult:
+        if self.before_forward is not None:
+            self.before_forward()
+        is_checked = self.before_forward is not None
+        if clears or self._is_sharded or not (self.hides_gradients or is_checked):
+            return self._loop.forward(request, part, divisor)
+        before = [(weight, weight.grad) for weight in self._loop.module.parameters() if weight.requires_grad]
+        try:
+            for parameter, _ in before if self.hides_gradients else ():
+                parameter.grad = None
+            return self._loop.forward(request, part, divisor)
+        finally:
+            self.changes_gradients |= is_checked and any(p.grad is not grad for p, grad in before)
+            for parameter, grad in before if self.hides_gradients else ():
+                parameter.grad = grad
+
+    def _clear(self, clear: Callable[[], None], saved: Saved) -> None:
+        """Clear the gradients, once for all micro-batches: what hooks write then is not for the next ones to see.
+
+        In a run without micro-batches they write it between forward and backward of the whole batch.
+        """
+        module = self._loop.module
+        if not self._loop.has_zero_grad_hooks:
+            clear()
+            return
+        self._num_clears += 1
+        looks = is_look(self._num_clears)
+        places = places_of(module) if looks else {n: one for n, one in self._once.items() if n not in saved}
+        before = held(places.values(), copies_frozen_weights(module))
+        clear()
+        if looks:
+            found = changed_since(before, module)
+            if any(isinstance(place.read(), nn.Parameter) for place in found.values()):  # a teacher: all of it follows
+                found |= {n: place for n, place in places.items() if isinstance(place.read(), nn.Parameter)}
+            self._once |= found
+        saved |= {name: before.get(name, (place, None)) for name, place in self._once.items() if name not in saved}
+        self._left = held(self._once.values())
+
+    def _backward(
+        self,
+        request: StepRequest,
+        output: ClosureResult,
+        weight: float,
+        so_far: Tensor | None,
+        announce: bool,
+        is_final: bool,
+    ) -> None:
+        """Run backward; a micro-batch whose labels are all masked has a loss of 0/0 and no gradient."""
+        loss, output.closure_loss = output.closure_loss, None
+        if loss is None:
+            return
+        if not weight:
+            if not self._is_sharded:
+                return
+            loss = loss.nan_to_num() * 0.0  # sharded backward communicates: no rank may skip one
+        if so_far is not None:
+            loss = loss + so_far  # a constant: hooks see the loss of the whole batch
+        self._loop.backward(request, loss, announce, is_final)

@@ -1,0 +1,285 @@
+"""`Passes`: forward and backward over some samples that leave no trace, and what shows whether they are the same."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from lightning_memfit.fitting.recovery.rollback import TrainingSnapshot
+from lightning_memfit.fitting.recovery.step_state import (
+    Saved,
+    changed_since,
+    copies_frozen_weights,
+    held,
+    places_of,
+    reading_of,
+    restore_all,
+    sampled_weights,
+)
+from lightning_memfit.fitting.step.accumulation import Accumulation
+from lightning_memfit.fitting.step.log_rules import LogCall, LogRules, metric_values
+from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
+from lightning_memfit.fitting.step.noise import SameNoise, without_recurrent_dropout
+from lightning_memfit.fitting.step.outputs import StepOutputs, returned
+from lightning_memfit.fitting.step.sketches import Sketches, forget_signs, move_weights
+from lightning_memfit.fitting.step.split import with_own_tensors
+from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.memory.float32_products import exact_products
+from lightning_memfit.memory.oom import is_out_of_memory
+
+_OWN_SEED = (
+    "`training_step` sets the seed of random numbers and draws some: every micro-batch would draw the same ones, which "
+    "the samples of the whole batch don't. Seed once, before training, or keep the whole share in one micro-batch."
+)
+_NOT_ALONE = (
+    "`training_step` can't be run on {} samples of the batch alone: {}: {}. Parts are as wide as the batch: a module "
+    "that needs the longest of its samples, as packed sequences do, or whose samples lie elsewhere than in the first "
+    "dimension (graphs, lists of parts), says how to cut a batch by `split_batch(batch, sizes)` on the LightningModule."
+)
+
+
+class NotFiniteError(Exception):
+    """Gradients are infinite, NaN or all zero, so that nothing can be told from them.
+
+    Args:
+        is_narrow: Whether numbers of 16 bits were computed, which a smaller loss may keep within their range.
+    """
+
+    def __init__(self, is_narrow: bool) -> None:
+        super().__init__("The gradients of some samples are not finite.")
+        self.is_narrow = is_narrow
+
+
+class PartFailedError(MisconfigurationException):
+    """A part of the batch can't be run alone, for another reason than memory."""
+
+
+@dataclass
+class Pass:
+    """What one pass over some samples gave.
+
+    Attributes:
+        sketch: Projections of the gradients, (parameters + 1, projections) in float64; the last row is the loss.
+        after: Readings of what the step writes on the module, by name.
+        weights: Samples of the weights in training after it.
+        logs: What was logged, and the numbers that were returned beside the loss.
+        metrics: What the module's metrics would compute after it.
+        least_bits: Width of the least exact numbers that were computed.
+    """
+
+    sketch: Tensor
+    after: dict[str, Any]
+    weights: dict[str, Tensor]
+    logs: list[LogCall]
+    metrics: dict[str, Any]
+    least_bits: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients and the loss are finite."""
+        return bool(torch.isfinite(self.sketch).all())
+
+    @property
+    def shows(self) -> bool:
+        """Whether anything can be told from the gradients."""
+        return self.is_finite and bool(self.sketch[:-1].any())
+
+
+class Passes:
+    """Runs samples together and in parts, by the code that training runs.
+
+    Args:
+        loop: Runs forward and backward.
+        rules: How logged values are put together.
+        accumulation: Runs the parts; learns what steps write on the module.
+        holds_statistics: Whether layers of batch statistics are held fixed.
+
+    Attributes:
+        divisor: Of the loss, so that gradients of 16 bits don't overflow; what is compared is multiplied again.
+        ignored: Entries of labels that losses were told to leave out.
+        changed_weights: Names of weights in training that steps were seen to write.
+        logger_names: Names under which steps have written to the loggers themselves.
+    """
+
+    def __init__(
+        self, loop: MicroBatchLoop, rules: LogRules, accumulation: Accumulation, holds_statistics: bool
+    ) -> None:
+        self._loop = loop
+        self._rules = rules
+        self._accumulation = accumulation
+        self._holds_statistics = holds_statistics
+        self._snapshot: TrainingSnapshot
+        self.divisor = 1.0
+        self.ignored: set[int] = set()
+        self.changed_weights: set[str] = set()
+        self.logger_names: set[str] = set()
+
+    @contextmanager
+    def undone(self, autocast: bool) -> Iterator[None]:
+        """Run passes that leave no trace."""
+        module, trainer, accumulation = self._loop.module, self._loop.trainer, self._accumulation
+        steps_in_backward = self._loop.engine is None and any(
+            getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters()
+        )
+        with ExitStack() as stack:
+            loggers = stack.enter_context(silenced(trainer))
+            stack.enter_context(without_recurrent_dropout(module))
+            stack.enter_context(exact_products())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if not autocast:
+                stack.enter_context(_without_autocast(trainer))
+            self._settle()
+            optimizers = trainer.optimizers if steps_in_backward else ()
+            self._snapshot = TrainingSnapshot(module, optimizers, trainer.strategy.root_device)
+            try:
+                if self._holds_statistics:
+                    for child in module.modules():
+                        if isinstance(child, _BatchNorm) and child.running_mean is not None:
+                            child.eval()
+                move_weights(module)
+                yield
+            finally:
+                accumulation.before_forward = None
+                for parameter in module.parameters():
+                    parameter.grad = None
+                self._settle()
+                self._snapshot.restore()
+                del self._snapshot  # which holds gradients
+                self.logger_names.update(name for logger in loggers for name in logger.names)
+                forget_signs()
+                for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                    if isinstance(callback, MemoryMonitor):
+                        callback.reset_peak()
+
+    def _settle(self) -> None:
+        """Divide what a pass has left gathered, so that the next one begins with the weights that are put back."""
+        if self._loop.engine is not None:
+            self._loop.engine.settle()
+
+    def state(self) -> Saved:
+        """Return what is on the module now."""
+        module = self._loop.module
+        return held(places_of(module).values(), copies_frozen_weights(module))
+
+    def run(
+        self,
+        request: StepRequest,
+        parts: Sequence[Any],
+        sizes: list[int],
+        shares: list[float],
+        start: Saved,
+        num_samples: int,
+    ) -> Pass:
+        """Run samples in parts, whose losses are weighed by shares, from a state of the module.
+
+        Args:
+            request: The step.
+            parts: The samples, in parts.
+            sizes: Numbers of samples.
+            shares: By what losses are multiplied.
+            start: The state.
+            num_samples: Samples of the batch.
+
+        Raises:
+            PartFailedError: If fewer samples than the batch has fail for another reason than memory.
+        """
+        loop, module, snapshot = self._loop, self._loop.module, self._snapshot
+        restore_all(start, places_of(module))
+        snapshot.restore_metrics()
+        for parameter in module.parameters():
+            parameter.grad = None
+        self._settle()
+        before = sampled_weights(module)
+        noise, outputs, sketches = SameNoise(), StepOutputs(module, loop.results, self._rules), Sketches(module)
+
+        def begin_part() -> None:
+            snapshot.restore_random()
+            noise.begin_part()
+
+        self._accumulation.before_forward = begin_part
+        own = [with_own_tensors(part) for part in parts]
+        divisors = [self.divisor / share if share else 1.0 for share in shares]
+        try:
+            with noise:
+                result = self._accumulation.run(request, own, sizes, shares, divisors, outputs, start)
+        except Exception as error:
+            is_part = len(parts) > 1 or sizes[0] < num_samples
+            if not is_part or is_out_of_memory(error) or isinstance(error, MisconfigurationException):
+                raise
+            raise PartFailedError(_NOT_ALONE.format(min(sizes), type(error).__name__, error)) from error
+        finally:
+            sketches.remove()
+        loss = outputs.loss if len(parts) > 1 else result.loss
+        self.ignored |= noise.ignored
+        if noise.repeats or (noise.num_draws and snapshot.is_seeded_anew):
+            raise MisconfigurationException(_OWN_SEED)
+        accumulation = self._accumulation
+        if accumulation.changes_gradients and not accumulation.hides_gradients:
+            accumulation.hides_gradients = True
+            return self.run(request, parts, sizes, shares, start, num_samples)
+        written = changed_since(start, module)
+        if written.keys() - accumulation.written.keys():
+            accumulation.written |= written
+            if len(parts) > 1:  # micro-batches must begin without it
+                return self.run(request, parts, sizes, shares, start, num_samples)
+        after = sampled_weights(module)
+        found = Pass(
+            self.divisor * sketches.matrix(0.0 if loss is None else float(loss)),
+            {name: reading_of(place.read()) for name, place in written.items()},
+            after,
+            [*outputs.calls, *(returned(result.extra) if len(parts) == 1 else ())],
+            metric_values(module),
+            noise.least_bits,
+        )
+        if changed := [name for name, one in before.items() if not one.equal(after[name])]:
+            self.changed_weights.update(changed)
+            snapshot.restore_weights()
+            move_weights(module)
+        return found
+
+
+# --- surroundings of a pass -------------------------------------------------------------------------------------------
+
+
+class SilentLogger(DummyLogger):
+    """Writes nothing, and remembers the names that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    @override
+    def log_metrics(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        """Remember the names."""
+        self.names.update(metrics)
+
+
+@contextmanager
+def silenced(trainer: Trainer) -> Iterator[list[SilentLogger]]:
+    """Give the module loggers that write nothing, for steps that are not part of training."""
+    before = trainer.loggers
+    silent = [SilentLogger() for _ in before]
+    trainer.loggers = silent  # type: ignore[assignment]
+    try:
+        yield silent
+    finally:
+        trainer.loggers = before
+
+
+@contextmanager
+def _without_autocast(trainer: Trainer) -> Iterator[None]:
+    """Compute in the parameters' own precision: gradients of 16 bits differ by more than many a wrong weight."""
+    attributes = vars(trainer.precision_plugin)
+    attributes["forward_context"] = nullcontext
+    try:
+        yield
+    finally:
+        del attributes["forward_context"]
