@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_of
-from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, OffloadTarget, deepspeed_memory
+from lightning_memfit.estimate.division import Division
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.models.architecture import build, resolve_config
@@ -29,22 +30,15 @@ def gpt2_xl_run() -> DeepSpeedRun:
 
 
 def _run(kind: str, config: dict[str, Any], ranks: int, precision: str, activation_bytes: int) -> DeepSpeedRun:
-    arguments = KINDS[kind]
-    from_disk = kind.startswith("disk")
-    place = "nvme" if from_disk else "cpu"
-    offload = {
-        name: place if arguments.get(name, from_disk) else "none"
-        for name in ("offload_optimizer", "offload_parameters")
-    }
-    return DeepSpeedRun.with_our_sizes(
-        parameters_of(tuple(config.items())),
-        3 if from_disk else arguments["stage"],
-        ranks,
-        2 if precision.startswith("bf16") else 4,
-        on_cpu=True,
-        activation_bytes=activation_bytes,
-        **offload,
-    )
+    arguments, from_disk = KINDS[kind], kind.startswith("disk")
+    place: OffloadTarget = "nvme" if from_disk else "cpu"
+    places: list[OffloadTarget] = [
+        place if arguments.get(name, from_disk) else "none" for name in ("offload_optimizer", "offload_parameters")
+    ]
+    division = Division(kind, arguments.get("stage", 3), ranks, ranks, True, *places)
+    itemsize = 2 if precision.startswith("bf16") else 4
+    parameters = parameters_of(tuple(config.items()))
+    return division.run_of(parameters, itemsize, on_cpu=True, activation_bytes=activation_bytes)
 
 
 @cache

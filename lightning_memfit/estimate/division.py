@@ -1,43 +1,25 @@
 """`Division`: how a strategy divides a run among ranks; `estimate_rank`: what one of them needs, by tier.
 
 Torch's strategies (DDP, FSDP2, tensor parallelism) are traced themselves (`profile.ranks`): such a profile is that of
-one rank already. Of a run under DeepSpeed a trace of one device that holds everything shows the activations; what else
-is kept, and where, is known in closed form (`estimate.deepspeed`), which plans, preflights and this module share.
+one rank already. A run under DeepSpeed is worked out from a trace of one device that holds everything (`zero_rank`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lightning_memfit.estimate.deepspeed import (
-    NCCL_BYTES,
-    PERSISTENT_NUMEL,
-    BackwardLevels,
-    DeepSpeedMemory,
-    DeepSpeedRun,
-    OffloadTarget,
-    Reduction,
-    deepspeed_memory,
-)
+from lightning_memfit.estimate.deepspeed import NCCL_BYTES, PERSISTENT_NUMEL, DeepSpeedRun, OffloadTarget
+from lightning_memfit.estimate.deepspeed_sizes import AioSettings, ModelSizes, infinity_sizes, zero_sizes
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
-from lightning_memfit.estimate.placement import torch_placement
-from lightning_memfit.estimate.stage3_gathered import gathered_levels, left_gathered
-from lightning_memfit.estimate.steady_state import (
-    HELD,
-    LASTING,
-    SteadyState,
-    later_phases,
-    released_levels,
-    second_step,
-)
-from lightning_memfit.memory import Category, MemoryBreakdown, Tier, format_bytes
-from lightning_memfit.memory.parameters import trained
-from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
+from lightning_memfit.estimate.placement import ddp_rank
+from lightning_memfit.estimate.steady_state import LASTING
+from lightning_memfit.estimate.zero_rank import NotDividedError as NotDividedError
+from lightning_memfit.estimate.zero_rank import moving_bytes, passes_of, zero_rank
+from lightning_memfit.memory import Category, MemoryBreakdown
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.record import ModelProfile
 
 if TYPE_CHECKING:
@@ -45,44 +27,32 @@ if TYPE_CHECKING:
 
     from lightning_memfit.device.runtime import RuntimeMemory
 
-_SIZES = (
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-)
-
-_DEEPSPEED_SIZES = dict(zip(_SIZES, (5e8, 5e8, 1e9, 5e7, 1e9, 1e9), strict=True))
+_DEEPSPEED_SIZES = {"reduce_bucket_size": 5e8, "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9}
 """DeepSpeed's own, which a strategy leaves that isn't ours (`deepspeed.runtime.zero.config`, 0.19.8)."""
 
 MODELLED_AS: dict[str, Any] = {
-    "reduce_scatter": True,
-    "use_multi_rank_bucket_allreduce": True,
-    "contiguous_gradients": True,
-    "stage3_param_persistence_threshold": PERSISTENT_NUMEL,
-    "stage3_module_granularity_threshold": 0,
-    "stage3_use_all_reduce_for_fetch_params": False,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
-    "mics_shard_size": -1,
-    "cpu_offload": None,
-    "cpu_offload_param": None,
-    "zenflow": None,
+    "zero_optimization.reduce_scatter": True,
+    "zero_optimization.use_multi_rank_bucket_allreduce": True,
+    "zero_optimization.contiguous_gradients": True,
+    "zero_optimization.stage3_param_persistence_threshold": PERSISTENT_NUMEL,
+    "zero_optimization.stage3_module_granularity_threshold": 0,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": False,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.zero_quantized_weights": False,
+    "zero_optimization.zero_quantized_nontrainable_weights": False,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.cpu_offload": None,
+    "zero_optimization.cpu_offload_param": None,
+    "zero_optimization.zenflow": None,
+    "data_types.grad_accum_dtype": None,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "fp16.fp16_master_weights_and_grads": False,
+    "torch_autocast.enabled": False,
+    "communication_data_type": None,
 }
-"""Options of `zero_optimization` that change memory, with the values that are modelled: DeepSpeed's defaults."""
-
-MODELLED_OUTSIDE: dict[tuple[str, str], Any] = {
-    ("data_types", "grad_accum_dtype"): None,
-    ("bf16", "bf16_master_weights_and_grads"): False,
-    ("bf16", "bf16_optimizer_states"): False,
-    ("fp16", "fp16_master_weights_and_grads"): False,
-    ("torch_autocast", "enabled"): False,
-}
-"""Such options of other sections."""
+"""Options of DeepSpeed that change memory, with the values that are modelled: its defaults."""
 
 
 @dataclass(frozen=True)
@@ -136,41 +106,48 @@ class Division:
         """The precision to trace: DeepSpeed computes in its own half-precision weights, whatever Lightning calls it."""
         return "bf16-true" if self.deepspeed and "16" in precision else precision
 
-    def run_of(self, profile: ModelProfile, activation_bytes: int = 0) -> DeepSpeedRun:
-        """A traced run as DeepSpeed makes it.
+    def run_of(
+        self, parameters: Sequence[ParameterInfo], itemsize: int, calls_itself: bool = True, **options: Any
+    ) -> DeepSpeedRun:
+        """A run under DeepSpeed, with the buffer sizes that our strategies set where the user sets none.
 
         Args:
-            profile: Traced in `traced_precision`.
-            activation_bytes: Peak of a micro-batch's activations and temporary tensors.
+            parameters: All parameters at their full size.
+            itemsize: Bytes per element of the weights and gradients.
+            calls_itself: Whether `training_step` calls the module (`ModelProfile.calls_itself`): DeepSpeed then never
+                sees a whole pass in one order, and gathers nothing ahead. From disk it never does.
+            **options: Other fields of `DeepSpeedRun`.
         """
-        on_cpu = profile.device_kind.is_host
-        plain = SteadyState.of(profile, 1)
-        stepped = sum(p.numel * p.itemsize for p in trained(profile.parameters))
-        # Strategies choose the fused kernel for a step on the CPU.
-        scratch = 0 if on_cpu else min(4.0, 4.0 * (plain.step_bytes - plain.kept_bytes) / max(1, stepped))
-        return DeepSpeedRun.with_our_sizes(
-            profile.parameters,
+        distinct, sizes = [p for p in parameters if not p.shared_with], None
+        model = ModelSizes(sum(p.numel for p in distinct), max((p.numel for p in distinct), default=0))
+        zero = zero_sizes({**self.sizes, "stage": self.stage}, model, self.ranks)
+        if "nvme" in (self.offload_optimizer, self.offload_parameters):
+            least = AioSettings().min_swapped_bytes
+            large = (p.name for p in parameters if p.numel // self.ranks * itemsize >= least)
+            per_module = Counter(name.rpartition(".")[0] for name in large)
+            sizes = infinity_sizes(
+                [[p.numel for p in distinct if p.trainable]],
+                self.ranks,
+                itemsize,
+                pipeline=self.pipeline,
+                params_per_module=max(per_module.values(), default=0),
+                max_in_cpu=self.params_in_host,
+            )
+        ahead = self.stage == 3 and not calls_itself and self.offload_parameters != "nvme"
+        return DeepSpeedRun(
+            parameters,
             self.stage,
             self.ranks,
-            2 if "16" in profile.precision else 4,
-            zero=self.sizes,
-            pipeline=self.pipeline,
-            params_in_host=self.params_in_host,
-            state_bytes=_state_bytes(profile),
-            scratch_bytes=round(scratch),
+            itemsize,
+            bucket_size=zero["reduce_bucket_size"],
+            sub_group_size=zero.get("sub_group_size", 0),
+            sizes=sizes,
+            live=zero["stage3_max_live_parameters"] if ahead else 0,
             offload_optimizer=self.offload_optimizer,
             offload_parameters=self.offload_parameters,
             pin_memory=self.pin_memory,
-            accumulates=profile.accumulate_grad_batches > 1,
-            on_cpu=on_cpu,
-            buffer_bytes=plain.buffer_bytes,
-            activation_bytes=activation_bytes,
-            is_fp16=profile.precision.startswith("16"),
-        ).gathering_as(profile)
-
-
-class NotDividedError(ValueError):
-    """It isn't known what a strategy keeps on each rank."""
+            **options,
+        )
 
 
 def division_of(strategy: Strategy, name: str, ranks: int, ranks_per_machine: int) -> Division | None:
@@ -237,46 +214,27 @@ def _of_deepspeed(strategy: Any, name: str, ranks: int, ranks_per_machine: int) 
         raise NotDividedError("buffers for disk are modelled for `memfit_zero_infinity` only")
     if any(section.get("ratio", 1.0) != 1.0 for section in sections):
         raise NotDividedError("`ratio` of an offloaded optimizer is not modelled")
-    _check_modelled(strategy.config)
+    for path, modelled in MODELLED_AS.items():
+        section, _, key = path.rpartition(".")
+        value = ((strategy.config.get(section) or {}) if section else strategy.config).get(key, modelled)
+        if value != modelled:
+            raise NotDividedError(f"`{path}={value}` of DeepSpeed is not modelled")
     defaults = {} if getattr(strategy, "chooses_sizes", False) else _DEEPSPEED_SIZES
-    targets = {key: _target(place, to_disk) for key, place in places.items()}
+    sizes = {key: zero.get(key, defaults.get(key)) for key in _DEEPSPEED_SIZES}
+    targets: list[OffloadTarget] = ["nvme" if to_disk and place != "none" else place for place in places.values()]
     return Division(
         name,
         zero["stage"],
         ranks,
         ranks_per_machine,
         deepspeed=True,
-        offload_optimizer=targets["offload_optimizer"],
-        offload_parameters=targets["offload_param"],
+        offload_optimizer=targets[0],
+        offload_parameters=targets[1],
         pin_memory=any(bool(section.get("pin_memory")) for section in sections) and not to_disk,
-        sizes={key: int(size) for key, size in {**defaults, **zero}.items() if key in _SIZES and _is_number(size)},
+        sizes={key: int(size) for key, size in sizes.items() if isinstance(size, (int, float))},
         pipeline=bool(getattr(strategy, "pipeline", False)),
         params_in_host=int(getattr(strategy, "params_in_host", 0)),
     )
-
-
-def _check_modelled(config: Mapping[str, Any]) -> None:
-    """Refuse options of DeepSpeed that change memory in a way that isn't modelled.
-
-    Raises:
-        NotDividedError: With their name.
-    """
-    zero = config["zero_optimization"]
-    found = {f"zero_optimization.{key}": (zero.get(key, value), value) for key, value in MODELLED_AS.items()}
-    for (section, key), value in MODELLED_OUTSIDE.items():
-        found[f"{section}.{key}"] = ((config.get(section) or {}).get(key, value), value)
-    found["communication_data_type"] = config.get("communication_data_type"), None
-    for name, (value, modelled) in found.items():
-        if value != modelled:
-            raise NotDividedError(f"`{name}={value}` of DeepSpeed is not modelled")
-
-
-def _is_number(size: Any) -> bool:
-    return isinstance(size, (int, float))
-
-
-def _target(place: OffloadTarget, to_disk: bool) -> OffloadTarget:
-    return "nvme" if to_disk and place != "none" else place
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------
@@ -363,278 +321,20 @@ def _at(profile: ModelProfile, micro_batch_size: int | None) -> ModelProfile:
 
 def _largest(profile: ModelProfile, count: int) -> tuple[LargeTensor, ...]:
     """The largest tensors of forward and backward that are no weights, gradients or states, which are divided."""
-    moving = _moving(profile)
-    spans = [span for name in ("forward", "backward") for span in later_phases(profile.events, name)]
-    peak = max((first + int(moving[first:stop].argmax()) for first, stop in spans), key=lambda at: int(moving[at]))
+    moving = moving_bytes(profile)
+    peak = max((first + int(moving[first:stop].argmax()) for _, first, stop in passes_of(profile)), key=moving.item)
     found = profile.events.largest_at(peak, len(profile.events.sizes))
     kept = [LargeTensor(*item) for item in found if item[1] not in LASTING]
     return tuple(kept[:count])
 
 
-def _backward_levels(
-    profile: ModelProfile, run: DeepSpeedRun, spans: list[tuple[int, int]], moving: Integers
-) -> BackwardLevels:
-    """Read off a trace what gradients add on their way to a bucket, and when DeepSpeed reduces a bucket.
-
-    A gradient for which a bucket has no room lets it be reduced first, when what made the gradient is gone already. The
-    last gradients are in a bucket, too, when what is left is reduced.
-    """
-    kept, on_their_way = released_levels(profile.events, profile.device_kind.rounding_bytes, HELD)
-    coming = on_their_way - kept
-    levels = moving + coming
-    if run.stage == 3 and (run.world_size > 1 or not run.on_cpu):
-        levels = levels + _gathered_weights(profile, run)
-    arrivals = [_arrivals(profile, coming, first, stop) for first, stop in spans]
-    whole = _whole_gradients(profile, run, spans, arrivals)
-    levels = levels + whole
-    added = np.where(whole > 0, coming, 0)  # to the gradients of earlier micro-batches, before anything is reduced
-    highest, scattered = 0, 0
-    reductions: list[list[Reduction]] = []
-    for (first, stop), made in zip(spans, arrivals, strict=True):
-        highest = max(highest, int(levels[first:stop].max()))
-        reductions.append([])
-        waiting: list[int] = []
-        for size, end in made:
-            if waiting and sum(waiting) + size > run.bucket_size * run.itemsize:
-                now = int(levels[end - 1] - added[end - 1])
-                scattered = max(scattered, now + run.scattered_copies(waiting))
-                reductions[-1].append(Reduction(sum(waiting), now, int(levels[end:stop].max(initial=now))))
-                waiting = []
-            waiting.append(size)
-        if waiting:
-            now = int(levels[stop - 1] - coming[stop - 1])
-            scattered = max(scattered, now + run.scattered_copies(waiting))
-            reductions[-1].append(Reduction(sum(waiting), now, now))
-    return BackwardLevels(highest, tuple(map(tuple, reductions)), scattered)
-
-
-def _arrivals(profile: ModelProfile, coming: Integers, first: int, stop: int) -> list[tuple[int, int]]:
-    """Gradients made between two events: the bytes of each, and the event from which on it is no longer on its way.
-
-    Of gradients that are made together, as those of a weight and its bias, the smaller ones are taken to come first.
-    """
-    events = profile.events
-    is_made = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
-    made = first + np.flatnonzero(is_made[first:stop])
-    handed_on = np.append(np.flatnonzero(coming == 0), len(events))
-    ends = np.minimum(handed_on[np.searchsorted(handed_on, made)], stop)
-    found = sorted(zip(ends.tolist(), events.sizes[events.storages[made]].tolist(), strict=True))
-    return [(int(size), int(end)) for end, size in found]
-
-
-def _whole_gradients(
-    profile: ModelProfile, run: DeepSpeedRun, spans: list[tuple[int, int]], arrivals: list[list[tuple[int, int]]]
-) -> Integers:
-    """Bytes of gradients that stage 1 has of earlier micro-batches, after every event.
-
-    It reduces in the last micro-batch only (`reduce_ready_partitions_and_remove_grads`). Until then gradients stay
-    whole: a new one is added to its own, and both are gone when that is copied to a bucket. A trace shows as gradients
-    those of the first micro-batch, which stands for the last one here. The backward pass of its second micro-batch is
-    one of those in between, if there are any.
-    """
-    whole = np.zeros(len(profile.events), dtype=np.int64)
-    if run.stage != 1 or not run.accumulates:
-        return whole
-    backward = later_phases(profile.events, "backward")
-    for (first, stop), made in zip(spans, arrivals, strict=True):
-        if made or profile.accumulate_grad_batches > 2 or (first, stop) not in backward:
-            whole[first:stop] = sum(run.trained) * run.itemsize
-        for size, end in made:
-            whole[end:stop] -= size
-    return whole
-
-
-def _gathered_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
-    """Bytes of gathered weights beyond those that `DeepSpeedMemory` counts in every pass, after every event.
-
-    Where nothing is gathered ahead, the largest one counts until backward ends.
-    """
-    levels = run.largest_gathered * run.itemsize + _recomputed_weights(profile, run)
-    if run.gathered:
-        levels = np.maximum(levels, gathered_levels(profile, run.ahead) * run.itemsize)
-    for _, stop in later_phases(profile.events, "backward"):
-        levels[stop - 1] = left_gathered(profile, PERSISTENT_NUMEL) * run.itemsize
-    return levels - (run.gathered or run.largest_gathered) * run.itemsize
-
-
-def _recomputed_weights(profile: ModelProfile, run: DeepSpeedRun) -> Integers:
-    """Bytes of gathered weights beyond the largest, after every event.
-
-    While a block is recomputed, `torch.utils.checkpoint` keeps what its operators save for their gradients, of weights
-    the tensors that are gathered at that moment. So all of the block's are there at once, although stage 3 lets go of
-    each after its module. An event in backward with the name of a module is one of a recomputation.
-    """
-    events = profile.events
-    extra = np.zeros(len(events), dtype=np.int64)
-    for first, stop in later_phases(events, "backward"):
-        within = np.arange(first, stop)
-        made = within[(events.events[first:stop] > 0) & (events.event_blocks[first:stop] != OUTSIDE)]
-        pairs = np.unique(np.stack([events.event_blocks[made], events.sites[events.storages[made]]]), axis=1)
-        for block in np.unique(pairs[0]).tolist():
-            names = (events.site_names[site].partition(" | ") for site in pairs[1][pairs[0] == block].tolist())
-            owners = {name for name, mark, _ in names if mark}
-            numels = [
-                p.numel
-                for p in profile.parameters
-                if p.numel > PERSISTENT_NUMEL and p.name.rpartition(".")[0] in owners and not p.shared_with
-            ]
-            here = within[events.event_blocks[first:stop] == block]
-            extra[here] = max(0, sum(numels) - run.largest_gathered) * run.itemsize
-    return extra
-
-
-def _moving(profile: ModelProfile) -> Integers:
-    """Live bytes, after every event, of what comes and goes in a micro-batch."""
-    events, rounding = profile.events, profile.device_kind.rounding_bytes
-    moves = ~np.isin(events.categories, [CATEGORIES.index(category) for category in LASTING])
-    sizes = np.where(moves, events.rounded_sizes(rounding), 0)
-    return np.cumsum(np.sign(events.events) * sizes[events.storages])
-
-
-_MOMENTS = {"setup": "setup", "passes": "forward and backward", "update": "step"}
-
-
 def _on_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
-    """Bytes of tensors by moment, the moment of the peak, and what there is then.
-
-    Host memory is counted at its own largest moment, and only if something is offloaded.
-    """
-    if not division.deepspeed:
-        return _beside_buckets(profile, division)
+    """Bytes of tensors by moment, the moment of the peak, and what there is then."""
     try:
-        spans = [span for name in ("forward", "backward") for span in later_phases(profile.events, name)]
-        moving = _moving(profile)
-        activations = max(int(moving[first:stop].max()) for first, stop in spans)
-        run = division.run_of(profile, activations)
-        run = replace(run, levels=_backward_levels(profile, run, spans, moving))
+        if division.deepspeed:
+            return zero_rank(profile, division)
+        return ddp_rank(profile, division.ranks, division.copies_gradients)
     except NotDividedError:
         raise
     except (IndexError, KeyError, ValueError) as error:
         raise NotDividedError("the trace shows no second step like the first") from error
-    memory = deepspeed_memory(run).once_built()
-    on_device = {_MOMENTS[name]: _device(memory, moment) for name, moment in memory.moments.items() if name in _MOMENTS}
-    by_phase = {name: _tensors(moment) for name, moment in on_device.items()}
-    phase = max(on_device, key=lambda name: on_device[name].total())
-    breakdown = on_device[phase]
-    if phase == _MOMENTS["passes"]:
-        breakdown = _with_activations(breakdown, activations)
-    _, host = memory.host_peak
-    tiers = {Tier.DISK} if run.on_cpu else {Tier.PINNED_HOST, Tier.HOST, Tier.DISK} if division.offloads else set()
-    elsewhere = {key: size for key, size in host.entries.items() if key[0] in tiers}
-    return by_phase, phase, breakdown + MemoryBreakdown(elsewhere)
-
-
-def _beside_buckets(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
-    """The same under DDP: what a trace shows, with gradients in buckets or beside them."""
-    events, rounding = profile.events, profile.device_kind.rounding_bytes
-    try:
-        plain = SteadyState.of(profile, rounding)
-        spans = {name: later_phases(events, name) for name in ("forward", "backward")}
-        cuda = profile.device_kind.has_own_memory
-        placed = torch_placement(plain, 0, division.ranks, profile.parameters, cuda, division.copies_gradients)
-    except (IndexError, KeyError, ValueError) as error:
-        raise NotDividedError("the trace shows no second step like the first") from error
-    standing = placed.standing
-    live, (without, coming) = events.live_bytes(rounding), released_levels(events, rounding, HELD)
-    held = live - without if division.copies_gradients else np.full_like(live, standing.gradient_bytes)
-    levels = (live if division.copies_gradients else coming + standing.gradient_bytes) + standing.communication_bytes
-    by_phase = {name: max(int(levels[first:stop].max()) for first, stop in of) for name, of in spans.items()}
-    by_phase["step"] = standing.step_bytes
-    phase = max(by_phase, key=lambda name: by_phase[name])
-    found = (first + int(levels[first:stop].argmax()) for first, stop in spans.get(phase, []))
-    highest = max(found, key=lambda at: int(levels[at]), default=None)
-    kept = {
-        Category.PARAMETER: standing.parameter_bytes,
-        Category.BUFFER: standing.buffer_bytes,
-        Category.GRADIENT: standing.gradient_bytes if highest is None else int(held[highest]),
-        Category.OPTIMIZER_STATE: standing.state_bytes,
-        Category.COMMUNICATION: standing.communication_bytes,
-    }
-    breakdown = MemoryBreakdown.device(kept)
-    rest = Category.TEMPORARY if phase == "step" else Category.ACTIVATION
-    return by_phase, phase, breakdown + MemoryBreakdown.device({rest: max(0, by_phase[phase] - breakdown.total())})
-
-
-def _device(memory: DeepSpeedMemory, moment: MemoryBreakdown) -> MemoryBreakdown:
-    """What a moment takes on the device, which on the CPU is all memory."""
-    tiers = memory.host_tiers if memory.on_cpu else (Tier.DEVICE,)
-    sizes = Counter[Category]()
-    for tier in tiers:
-        sizes.update(moment.by_category(tier))
-    return MemoryBreakdown.device(sizes)
-
-
-def _tensors(moment: MemoryBreakdown) -> int:
-    return moment.total() - moment.get(Category.FRAGMENTATION) - moment.get(Category.RUNTIME_CONTEXT)
-
-
-def _with_activations(breakdown: MemoryBreakdown, activations: int) -> MemoryBreakdown:
-    temporary = breakdown.get(Category.TEMPORARY)
-    shown = min(activations, temporary)
-    return breakdown.replace(Category.TEMPORARY, temporary - shown) + MemoryBreakdown.device(
-        {Category.ACTIVATION: shown}
-    )
-
-
-_NUMBER_BYTES = 8
-"""Most bytes of a single number, such as the count of steps."""
-
-_MAP_BYTES = (64, 1024)
-"""Bytes of the maps of 4-bit and 8-bit states, whose 16 and 256 values are fp32 in torchao and bitsandbytes."""
-
-_SCALE_BLOCKS = (64, 128, 256)
-"""Elements that share an fp32 scale; by larger blocks, factors of adapters would look like scales."""
-
-
-def why_states_stay_whole(profile: ModelProfile) -> str | None:
-    """Why DeepSpeed can't divide the optimizer states of a traced step, or None if nothing is known against it."""
-    try:
-        _state_bytes(profile)
-    except NotDividedError as error:
-        return str(error)
-    except (IndexError, KeyError, ValueError):  # the trace shows no second step, of which `estimate_rank` tells
-        return None
-    return None
-
-
-def _state_bytes(profile: ModelProfile) -> float:
-    """Bytes of optimizer states per trained element as DeepSpeed steps: over fp32 masters, not the traced weights.
-
-    A state as large as its parameter has the parameter's dtype, and is fp32 under DeepSpeed.
-
-    Raises:
-        NotDividedError: If a state has no fixed number of values per element, as factors of a matrix have not: the flat
-            parts of weights that DeepSpeed steps have no rows and columns. Sizes decide, by which the factors that SOAP
-            keeps of a square matrix are states of its shape.
-    """
-    events = profile.events
-    own = {p.name: p.numel * p.itemsize for p in profile.parameters}
-    widened = {p.name: 4 / p.itemsize for p in profile.parameters}
-    elements = {p.name: p.numel for p in profile.parameters}
-    states: dict[str, list[int]] = {}
-    is_state = events.categories == CATEGORIES.index(Category.OPTIMIZER_STATE)
-    for storage in events.alive_at(second_step(events)["step"][1] - 1).tolist():
-        if is_state[storage]:
-            name = events.site_names[events.sites[storage]].partition(" | ")[0]
-            states.setdefault(name, []).append(int(events.sizes[storage]))
-    total = 0.0
-    for name, sizes in states.items():
-        for size in _factors(sizes, elements.get(name, 1)):
-            raise NotDividedError(
-                f"the states of {profile.optimizer} for `{name}` ({format_bytes(size)}) have no fixed number of "
-                "values per element, and DeepSpeed steps flat parts of weights"
-            )
-        total += sum(size * widened[name] if own.get(name) == size else size for size in sizes)
-    return total / max(1, sum(p.numel for p in trained(profile.parameters)))
-
-
-def _factors(sizes: list[int], numel: int) -> list[int]:
-    """Bytes of those of a parameter's states that have no fixed number of bits per element.
-
-    Single numbers don't count, nor scales and maps where there are states of 8 or 4 bits.
-    """
-    quantized = {2 * size for size in sizes} & {numel, 2 * numel}
-    # AdEMAMix has two moments, with their scales, in one state.
-    scales = {4 * moments * -(-numel // block) for block in _SCALE_BLOCKS for moments in (1, 2)}
-    beside = scales.union(_MAP_BYTES) if quantized else set()
-    return [size for size in sizes if 2 * size % numel and size > _NUMBER_BYTES and size not in beside]

@@ -7,18 +7,17 @@ checks use the same model before a run.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, deepspeed_memory
-from lightning_memfit.estimate.steady_state import HELD, SteadyState
-from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.memory.parameters import ParameterInfo, trained
+import numpy as np
 
-_IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
-"""Names of parameters of repeated blocks; the group is the block."""
+from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels
+from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.parameters import ParameterInfo, block_bytes, trained
+from lightning_memfit.profile.record import ModelProfile
 
 _BUCKET_BYTES = 25 * MIB
 """Size of DDP's buckets, by default (`bucket_cap_mb`)."""
@@ -102,6 +101,43 @@ def torch_placement(
     return Placement(replace(shard, step_bytes=shard.kept_bytes + -(-scratch // ranks), communication_bytes=gathered))
 
 
+def ddp_rank(profile: ModelProfile, ranks: int, copies_gradients: bool) -> tuple[dict[str, int], str, MemoryBreakdown]:
+    """Bytes of tensors of a rank under DDP by moment, the moment of the peak, and what there is then.
+
+    It is what a trace of one device shows, with gradients in buckets or beside them.
+
+    Args:
+        profile: The step on one device.
+        ranks: Ranks that share the model.
+        copies_gradients: Whether gradients are not views of DDP's buckets.
+
+    Raises:
+        ValueError: If the trace shows no second step like the first.
+    """
+    events, rounding = profile.events, profile.device_kind.rounding_bytes
+    spans = {name: later_phases(events, name) for name in ("forward", "backward")}
+    plain, cuda = SteadyState.of(profile, rounding), profile.device_kind.has_own_memory
+    standing = torch_placement(plain, 0, ranks, profile.parameters, cuda, copies_gradients).standing
+    live, (without, coming) = events.live_bytes(rounding), released_levels(events, rounding, HELD)
+    held = live - without if copies_gradients else np.full_like(live, standing.gradient_bytes)
+    levels = (live if copies_gradients else coming + standing.gradient_bytes) + standing.communication_bytes
+    by_phase = {name: max(int(levels[first:stop].max()) for first, stop in of) for name, of in spans.items()}
+    by_phase["step"] = standing.step_bytes
+    phase = max(by_phase, key=lambda name: by_phase[name])
+    found = (first + int(levels[first:stop].argmax()) for first, stop in spans.get(phase, []))
+    highest = max(found, key=lambda at: int(levels[at]), default=None)
+    kept = {
+        Category.PARAMETER: standing.parameter_bytes,
+        Category.BUFFER: standing.buffer_bytes,
+        Category.GRADIENT: standing.gradient_bytes if highest is None else int(held[highest]),
+        Category.OPTIMIZER_STATE: standing.state_bytes,
+        Category.COMMUNICATION: standing.communication_bytes,
+    }
+    breakdown = MemoryBreakdown.device(kept)
+    rest = Category.TEMPORARY if phase == "step" else Category.ACTIVATION
+    return by_phase, phase, breakdown + MemoryBreakdown.device({rest: max(0, by_phase[phase] - breakdown.total())})
+
+
 def _beside_buckets(
     whole: SteadyState, nccl: int, parameters: Sequence[ParameterInfo], copies_gradients: bool
 ) -> SteadyState:
@@ -138,11 +174,6 @@ def gathered_bytes(parameters: Sequence[ParameterInfo]) -> int:
     What is outside of all repeated blocks (`h.3.` in its names) is one group, and stays gathered. Of the blocks, one is
     running, the next one is gathered, and the buffer through which that happens or the gradients of one are there.
     """
-    groups: dict[str, int] = {}
-    for parameter in parameters:
-        if not parameter.shared_with:
-            match = _IN_BLOCK.match(parameter.name)
-            key = match[1] if match else ""
-            groups[key] = groups.get(key, 0) + parameter.numel * parameter.itemsize
+    groups = block_bytes(parameters)
     outside = groups.pop("", 0)
     return outside + 3 * max(groups.values(), default=0)

@@ -197,7 +197,7 @@ SAMPLE_BYTES = 64 * MIB
 """Size of the file written to a drive and read back to measure its speed."""
 _HANDLES_PER_RANK = 4  # two of the parameters' swapper, two of the pipelined optimizer's
 _HOST_FIX = "end other programs, raise the container's limit, or divide the states among more machines"
-_DEVICE_FIX = "cut its largest layer into tiles (`tiling_hints`), make the reduce bucket smaller, or use more ranks"
+_DEVICE_FIX = "cut its largest layer into tiles (`TiledLinear`), make the reduce bucket smaller, or use more ranks"
 
 
 @dataclass(frozen=True)

@@ -617,24 +617,17 @@ class MemoryModels:
             states = 4 * step_cost.state_bytes(self._plain) / max(1, stepped)
             scratch = 4 if self._cuda else 0  # on the CPU, strategies choose the fused kernel
         division = self._store.workload.division_of("", sharding, setting.world_size)
-        return DeepSpeedRun.with_our_sizes(
+        return division.run_of(
             self._plain.parameters,
-            sharding.stage,
-            setting.world_size,
             sharding.weight_bytes(setting.precision),
-            division.sizes,
-            division.pipeline,
-            division.params_in_host,
+            self._plain.calls_itself,
             state_bytes=states,
             scratch_bytes=scratch,
-            offload_optimizer=sharding.optimizer,
-            offload_parameters=sharding.parameters,
-            pin_memory=division.pin_memory,
             accumulates=self._store.workload.samples_on_each(setting.world_size) > 1,
             on_cpu=not self._cuda,
             buffer_bytes=self._buffer_bytes,
             is_fp16=setting.precision.startswith("16"),
-        ).gathering_as(self._plain)
+        )
 
     @cached_property
     def _buffer_bytes(self) -> int:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_memfit.estimate.division import estimate_rank, why_states_stay_whole
+from lightning_memfit.estimate.division import estimate_rank
 from lightning_memfit.estimate.estimate import estimate_step, predict_peak_bytes
+from lightning_memfit.estimate.zero_rank import why_states_stay_whole
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.planner.candidates import Rejected, by_need, candidates, with_losses
 from lightning_memfit.planner.lower_bound import LowerBound

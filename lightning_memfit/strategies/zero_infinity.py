@@ -204,8 +204,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
             self.world_size,
             itemsize,
             self._aio,
-            pipeline_read=self.pipeline,
-            pipeline_write=self.pipeline,
+            pipeline=self.pipeline,
             params_per_module=shape.most_per_module(large),
             max_in_cpu=self.params_in_host,
         )

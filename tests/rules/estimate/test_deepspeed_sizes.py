@@ -9,11 +9,7 @@ from lightning_memfit.estimate.deepspeed_sizes import (
     ModelSizes,
     choose_sub_group_size,
     infinity_sizes,
-    optimizer_buffer_count,
-    params_in_host,
     sub_groups,
-    tiling_hints,
-    tiling_splits,
     zero_sizes,
 )
 from lightning_memfit.memory import MIB
@@ -103,10 +99,11 @@ def test_alignment_follows_the_threads() -> None:
 
 
 def test_pipelining_needs_buffers_for_each_sub_group_in_flight() -> None:
-    assert optimizer_buffer_count() == 4
-    assert optimizer_buffer_count(pipeline_read=True) == 8
-    assert optimizer_buffer_count(2, True, True) == 12
-    assert optimizer_buffer_count(num_states=1) == 3
+    counts = [
+        infinity_sizes([[MIB]], num_states=num_states, pipeline=pipeline).optimizer_buffer_count
+        for num_states, pipeline in ((2, False), (2, True), (1, False))
+    ]
+    assert counts == [4, 12, 3]
 
 
 def test_config_is_what_deepspeed_reads() -> None:
@@ -124,31 +121,6 @@ def test_config_is_what_deepspeed_reads() -> None:
     assert "offload_param" not in infinity_sizes([[MIB]]).config("/x", parameters=False)["zero_optimization"]
 
 
-@pytest.mark.parametrize("shape", [(50257, 1600), (6400, 1600), (7, 1000), (1000, 7)])
-@pytest.mark.parametrize("limit", [1, 13, 4096, 10**7])
-def test_tiles_fit(shape: tuple[int, int], limit: int) -> None:
-    splits = tiling_splits(shape, limit)
-    if splits is None:
-        assert shape[0] * shape[1] <= limit
-        return
-    rows, columns = splits
-    assert -(-shape[0] // rows) * -(-shape[1] // columns) <= limit
-
-
-def test_tiling_hint_names_the_layer() -> None:
-    shapes, _ = gpt2_xl()
-    (hint,) = tiling_hints(shapes, 20_000_000)
-    assert "transformer.wte.weight (50257 x 1600)" in hint
-    assert "TiledLinear" in hint
-    with pytest.raises(ValueError, match="max_numel=0"):
-        tiling_splits((2, 2), 0)
-
-
-def test_partial_offload_of_parameters() -> None:
-    assert params_in_host(10**9, 2) == 500_000_000
-    assert params_in_host(-5, 2) == 0
-
-
 def test_no_parameters() -> None:
     with pytest.raises(ValueError, match="no parameter"):
         infinity_sizes([[], []])
@@ -157,8 +129,9 @@ def test_no_parameters() -> None:
 def test_buffer_for_writing_weights_has_room_for_whole_ones() -> None:
     """`reserve_partitioned_swap_space` is given `ds_numel`; a rank of four writes a quarter of them."""
     one, four = (infinity_sizes([[2**24] * 4], world_size=world_size) for world_size in (1, 4))
-    assert one.write_buffer_size == sum(one.sub_groups[:1])
-    assert four.write_buffer_size == 4 * four.largest_sub_group
+    pools = [sizes.param_buffer_count * sizes.param_buffer_size for sizes in (one, four)]
+    assert one.param_buffer_bytes == 2 * (pools[0] + one.largest_sub_group)
+    assert four.param_buffer_bytes == 2 * (pools[1] + 4 * four.largest_sub_group)
 
 
 # --- states in memory ---

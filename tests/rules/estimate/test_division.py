@@ -25,6 +25,7 @@ from lightning_memfit.estimate.division import MODELLED_AS, Division, NotDivided
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.estimate.report import build_report, judge, largest_micro_batch
 from lightning_memfit.estimate.target import Target, host_target
+from lightning_memfit.estimate.zero_rank import traced_run
 from lightning_memfit.memory import GIB, MIB, Category, Tier
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.kernels import KernelMemory
@@ -71,10 +72,10 @@ def stage_profile(precision: str, device: Any = "cpu") -> ModelProfile:
 
 @pytest.mark.parametrize("name", ZERO_STAGES)
 def test_the_peak_of_a_rank_is_that_measured(name: str) -> None:
-    """Live tensors and the growth of resident memory, with the bar of `test_offload_host_memory.py`."""
+    """Live tensors and the growth of resident memory."""
     found, measured = estimate_rank(stage_profile("bf16-true"), division(name)), measured_stage(name)["measured"]
-    assert -0.03 <= found.allocated_bytes / measured["allocated_bytes"] - 1 <= 0.10
-    assert -0.03 <= found.total_bytes / measured["rss_growth_bytes"] - 1 <= 0.10
+    assert -0.05 <= found.allocated_bytes / measured["allocated_bytes"] - 1 <= 0.05
+    assert -0.05 <= found.total_bytes / measured["rss_growth_bytes"] - 1 <= 0.05
     assert found.breakdown.total() == found.total_bytes
     assert found.by_phase[found.phase] == found.allocated_bytes
 
@@ -99,12 +100,12 @@ def test_the_peak_of_ddp_is_that_measured(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", [name for name in BETWEEN_STEPS["rows"] if name not in ("ddp", "fsdp2")])
 def test_bytes_between_steps_are_those_measured(name: str) -> None:
     profile = profile_of(json.dumps(BETWEEN_STEPS["config"]), "bf16-true")
-    memory = deepspeed_memory(division(name, BETWEEN_STEPS["ranks"]).run_of(profile))
+    memory = deepspeed_memory(traced_run(profile, division(name, BETWEEN_STEPS["ranks"])))
     kept = memory.kept
     tensors = sum(kept.total(tier) for tier in memory.host_tiers) - kept.get(Category.RUNTIME_CONTEXT, Tier.HOST)
-    assert tensors == pytest.approx(BETWEEN_STEPS["rows"][name]["live_bytes"], rel=0.02)
+    assert tensors == pytest.approx(BETWEEN_STEPS["rows"][name]["live_bytes"], rel=0.05)
     on_disk = BETWEEN_STEPS["ranks"] * kept.total(Tier.DISK)
-    assert on_disk == pytest.approx(BETWEEN_STEPS["rows"][name]["disk_bytes"], rel=0.01)
+    assert on_disk == pytest.approx(BETWEEN_STEPS["rows"][name]["disk_bytes"], rel=0.05)
 
 
 @pytest.mark.nightly_cases(
@@ -127,8 +128,8 @@ def test_the_host_memory_of_a_rank_is_that_measured(row: dict[str, Any]) -> None
         place if arguments.get(key, from_disk) else "none" for key in ("offload_optimizer", "offload_parameters")
     ]
     divided = Division(row["kind"], arguments.get("stage", 3), row["ranks"], row["ranks"], True, *places)
-    peak = deepspeed_memory(divided.run_of(profile, row["activation_bytes"])).host_peak_bytes
-    assert -0.03 <= peak / row["peak_bytes"] - 1 <= 0.10
+    peak = deepspeed_memory(traced_run(profile, divided, row["activation_bytes"])).host_peak_bytes
+    assert -0.05 <= peak / row["peak_bytes"] - 1 <= 0.05
 
 
 # --- what follows from it ---------------------------------------------------------------------------------------------
@@ -187,9 +188,8 @@ def test_strategies_say_what_they_divide() -> None:
     assert division_of(ModelParallelStrategy(), "fsdp2", 4, 2) == Division("fsdp2", 3, 4, 2)
     cpu = {"device": "cpu", "pin_memory": True}
     found = division_of(Configured(stage=3, offload_optimizer=cpu, sub_group_size=1e6), "x", 4, 2)
-    sizes = {"sub_group_size": 1_000_000, "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
-    sizes |= {"stage3_prefetch_bucket_size": 50_000_000}
-    sizes |= {"stage3_max_live_parameters": 1_000_000_000, "stage3_max_reuse_distance": 1_000_000_000}
+    sizes = {"sub_group_size": 1_000_000, "reduce_bucket_size": 500_000_000}
+    sizes |= {"stage3_max_live_parameters": 1_000_000_000}
     assert found == Division("x", 3, 4, 2, True, "cpu", pin_memory=True, sizes=sizes)
     ours = Configured(stage=3, sub_group_size=1e6)
     ours.chooses_sizes = True
@@ -204,10 +204,10 @@ def test_sizes_of_another_strategy_are_deepspeed_s() -> None:
     found = division_of(Configured(stage=3), "x", 4, 2)
     assert found is not None
     assert found.sizes == {key: made[key] for key in found.sizes}
-    assert len(found.sizes) == 6
+    assert len(found.sizes) == 3
     # What is refused beside its default has that default.
-    known = {key: made[key] for key in MODELLED_AS if key in made}
-    assert {key: MODELLED_AS[key] for key in known} == known
+    options = {path.removeprefix("zero_optimization."): value for path, value in MODELLED_AS.items()}
+    assert {key: options[key] for key in options if key in made} == {key: made[key] for key in options if key in made}
     assert division_of(ZeroStrategy(stage=3), "x", 4, 2) == Division("x", 3, 4, 2, True)
 
 
@@ -232,9 +232,9 @@ def test_what_is_not_modelled_is_refused(strategy: Any, reason: str) -> None:
 @pytest.mark.nightly
 def test_eight_bit_states_stay_so_and_others_are_wide() -> None:
     profile = stage_profile("bf16-true")
-    assert division("zero_2").run_of(profile).state_bytes == pytest.approx(8, rel=1e-3)  # bf16 in the trace
+    assert traced_run(profile, division("zero_2")).state_bytes == pytest.approx(8, rel=1e-3)  # bf16 in the trace
     whole = stage_profile("32-true")
-    assert division("zero_2").run_of(whole).state_bytes == pytest.approx(8, rel=1e-3)
+    assert traced_run(whole, division("zero_2")).state_bytes == pytest.approx(8, rel=1e-3)
 
 
 class Factored(torch.optim.SGD):
@@ -274,9 +274,9 @@ def test_states_in_lists_are_divided_where_they_can_be(of_rows: bool) -> None:
     assert estimate_step(profile).breakdown.get(Category.OPTIMIZER_STATE) == 2 * 2 * values
     if of_rows:
         with pytest.raises(NotDividedError, match="no fixed number of values per element"):
-            division("zero_2").run_of(profile)
+            traced_run(profile, division("zero_2"))
     else:
-        assert division("zero_2").run_of(profile).state_bytes == 8  # fp32 under DeepSpeed
+        assert traced_run(profile, division("zero_2")).state_bytes == 8  # fp32 under DeepSpeed
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -306,4 +306,6 @@ def test_scales_and_maps_of_small_states_are_no_factors(package: str, name: str,
     callbacks = (ReplaceOptimizer(f"torchao.{name}"),) if compiles else ()
     options: Any = StepOptions("32-true")
     profile = profile_module(module, torch.zeros(4, 96), options, callbacks=callbacks, any_micro_batch=False)
-    assert division("zero_2").run_of(profile).state_bytes == pytest.approx(expected, abs=0.1)  # maps of up to 1 KiB
+    assert traced_run(profile, division("zero_2")).state_bytes == pytest.approx(
+        expected, abs=0.1
+    )  # maps of up to 1 KiB

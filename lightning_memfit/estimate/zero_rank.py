@@ -1,0 +1,207 @@
+"""What a rank under DeepSpeed needs, of a step that was traced on one device that holds everything.
+
+A trace shows activations and when gradients are made; `estimate.deepspeed` knows what else is kept, and where.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_memfit.estimate.deepspeed import PERSISTENT_NUMEL, DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.steady_state import (
+    HELD,
+    LASTING,
+    SteadyState,
+    later_phases,
+    released_levels,
+    second_step,
+)
+from lightning_memfit.memory import Category, MemoryBreakdown, Tier, format_bytes
+from lightning_memfit.memory.parameters import trained
+from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
+from lightning_memfit.profile.record import ModelProfile
+
+if TYPE_CHECKING:
+    from lightning_memfit.estimate.division import Division
+
+
+class NotDividedError(ValueError):
+    """It isn't known what a strategy keeps on each rank."""
+
+
+def zero_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
+    """Bytes of tensors by moment, the moment of the peak, and what there is then.
+
+    Host memory is counted at its own largest moment, and only if something is offloaded.
+
+    Raises:
+        NotDividedError: If the optimizer's states can't be divided.
+        ValueError: If the trace shows no second step like the first.
+    """
+    activations = int(max(moving_bytes(profile)[first:stop].max() for _, first, stop in passes_of(profile)))
+    run = traced_run(profile, division, activations)
+    memory = deepspeed_memory(replace(run, passes_bytes=_passes_bytes(profile, run))).once_built()
+    names = {"setup": "setup", "passes": "forward and backward", "update": "step"}
+    on_device = {shown: _device(memory, memory.moments[name]) for name, shown in names.items()}
+    by_phase = {name: moment.tensors().total() for name, moment in on_device.items()}
+    phase = max(on_device, key=lambda name: on_device[name].total())
+    breakdown = on_device[phase]
+    if phase == names["passes"]:
+        temporary = breakdown.get(Category.TEMPORARY)
+        shown = min(activations, temporary)
+        breakdown = breakdown.replace(Category.TEMPORARY, temporary - shown).replace(Category.ACTIVATION, shown)
+    tiers = {Tier.DISK} if run.on_cpu else {Tier.PINNED_HOST, Tier.HOST, Tier.DISK} if division.offloads else set()
+    elsewhere = {key: size for key, size in memory.host_peak[1].entries.items() if key[0] in tiers}
+    return by_phase, phase, breakdown + MemoryBreakdown(elsewhere)
+
+
+def _device(memory: DeepSpeedMemory, moment: MemoryBreakdown) -> MemoryBreakdown:
+    """What a moment takes on the device, which on the CPU is all memory."""
+    sizes = Counter[Category]()
+    for tier in memory.host_tiers if memory.on_cpu else (Tier.DEVICE,):
+        sizes.update(moment.by_category(tier))
+    return MemoryBreakdown.device(sizes)
+
+
+def traced_run(profile: ModelProfile, division: Division, activation_bytes: int = 0) -> DeepSpeedRun:
+    """A traced run as DeepSpeed makes it.
+
+    Args:
+        profile: Traced in `Division.traced_precision`.
+        division: What is divided.
+        activation_bytes: Peak of a micro-batch's activations and temporary tensors.
+    """
+    on_cpu, plain = profile.device_kind.is_host, SteadyState.of(profile, 1)
+    stepped = sum(p.numel * p.itemsize for p in trained(profile.parameters))
+    # Strategies choose the fused kernel for a step on the CPU.
+    scratch = 0 if on_cpu else min(4.0, 4.0 * (plain.step_bytes - plain.kept_bytes) / max(1, stepped))
+    return division.run_of(
+        profile.parameters,
+        2 if "16" in profile.precision else 4,
+        profile.calls_itself,
+        state_bytes=_state_bytes(profile),
+        scratch_bytes=round(scratch),
+        accumulates=profile.accumulate_grad_batches > 1,
+        on_cpu=on_cpu,
+        buffer_bytes=plain.buffer_bytes,
+        activation_bytes=activation_bytes,
+        is_fp16=profile.precision.startswith("16"),
+    )
+
+
+def passes_of(profile: ModelProfile) -> list[tuple[str, int, int]]:
+    """Names and spans of forward and backward passes from the second step on."""
+    return [(name, *span) for name in ("forward", "backward") for span in later_phases(profile.events, name)]
+
+
+def moving_bytes(profile: ModelProfile) -> Integers:
+    """Live bytes, after every event, of what comes and goes in a micro-batch."""
+    events, rounding = profile.events, profile.device_kind.rounding_bytes
+    moves = ~np.isin(events.categories, [CATEGORIES.index(category) for category in LASTING])
+    sizes = np.where(moves, events.rounded_sizes(rounding), 0)
+    return np.cumsum(np.sign(events.events) * sizes[events.storages])
+
+
+def _passes_bytes(profile: ModelProfile, run: DeepSpeedRun) -> int:
+    """Peak of forward and backward as DeepSpeed makes them, beyond buckets and what stays.
+
+    Gradients are those of the first traced micro-batch, which stands here for the last one of a step. A bucket is
+    reduced when the next gradient has no room in it, and when backward ends. While blocks are recomputed (an event in
+    backward with the name of a module tells), `torch.utils.checkpoint` keeps all weights of a block gathered.
+    """
+    events, adds, highest = profile.events, run.stage == 1 and run.accumulates, 0
+    kept, on_their_way = released_levels(events, profile.device_kind.rounding_bytes, HELD)
+    coming, moving = on_their_way - kept, moving_bytes(profile)
+    is_made = (events.categories == CATEGORIES.index(Category.GRADIENT))[events.storages] & (events.events > 0)
+    sizes = np.where(is_made, events.sizes[events.storages], 0)
+    in_module = np.array([" | " in name for name in events.site_names])[events.sites][events.storages]
+    recomputes = in_module & (events.event_blocks != OUTSIDE) & (events.events > 0)
+    for name, first, stop in passes_of(profile):
+        size, way, last = sizes[first:stop], coming[first:stop], stop - first - 1
+        in_blocks = recomputes[first:stop].any() and name == "backward"
+        gathered = np.full_like(size, run.itemsize * (run.gathered_in_recomputation if in_blocks else run.gathered))
+        level = moving[first:stop] + run.earlier_gradients
+        if size.any():
+            large = np.where(size > PERSISTENT_NUMEL * run.itemsize, size, 0)
+            gathered = np.minimum(gathered, large.sum() - np.cumsum(large) + way)  # others are let go of for good
+            level -= (np.cumsum(size) - way) * adds  # whole gradients, which are in buckets now
+        level += gathered
+        reduced = waiting = number = 0
+        for at in [*np.flatnonzero(size).tolist(), last]:
+            if waiting and (at == last or waiting + size[at] > run.bucket_size * run.itemsize):
+                now = int(level[at]) + int(way[at]) * (at < last and not adds)
+                highest = max(highest, now + run.copied(reduced, reduced + waiting, number))
+                level[at:] += run.kept_gradients * (reduced == 0)
+                reduced, waiting, number = reduced + waiting, 0, 0
+            waiting, number = waiting + int(size[at]), number + 1
+        way[last] = 0  # in a bucket, too
+        highest = max(highest, int((level + way).max()))
+    return highest
+
+
+# --- optimizer states -------------------------------------------------------------------------------------------------
+
+_NUMBER_BYTES = 8
+"""Most bytes of a single number, such as the count of steps."""
+
+_MAP_BYTES = (64, 1024)
+"""Bytes of the maps of 4-bit and 8-bit states, whose 16 and 256 values are fp32 in torchao and bitsandbytes."""
+
+_SCALE_BLOCKS = (64, 128, 256)
+"""Elements that share an fp32 scale; by larger blocks, factors of adapters would look like scales."""
+
+
+def why_states_stay_whole(profile: ModelProfile) -> str | None:
+    """Why DeepSpeed can't divide the optimizer states of a traced step, or None if nothing is known against it."""
+    try:
+        _state_bytes(profile)
+    except NotDividedError as error:
+        return str(error)
+    except (IndexError, KeyError, ValueError):  # the trace shows no second step, of which `estimate_rank` tells
+        return None
+    return None
+
+
+def _state_bytes(profile: ModelProfile) -> float:
+    """Bytes of optimizer states per trained element as DeepSpeed steps: over fp32 masters, not the traced weights.
+
+    A state as large as its parameter has the parameter's dtype, and is fp32 under DeepSpeed.
+
+    Raises:
+        NotDividedError: If a state has no fixed number of values per element, as factors of a matrix have not: the flat
+            parts of weights that DeepSpeed steps have no rows and columns. Sizes decide, by which the factors that SOAP
+            keeps of a square matrix are states of its shape.
+    """
+    events, total = profile.events, 0.0
+    parameters = {p.name: p for p in profile.parameters}
+    alive = events.alive_at(second_step(events)["step"][1] - 1)
+    states: dict[str, list[int]] = {}
+    for storage in alive[events.categories[alive] == CATEGORIES.index(Category.OPTIMIZER_STATE)].tolist():
+        name = events.site_names[events.sites[storage]].partition(" | ")[0]
+        states.setdefault(name, []).append(int(events.sizes[storage]))
+    for name, sizes in states.items():
+        owner = parameters.get(name)
+        for size in _factors(sizes, owner.numel if owner is not None else 1):
+            raise NotDividedError(
+                f"the states of {profile.optimizer} for `{name}` ({format_bytes(size)}) have no fixed number of "
+                "values per element, and DeepSpeed steps flat parts of weights"
+            )
+        own = owner.numel * owner.itemsize if owner is not None else 0
+        total += sum(4 * owner.numel if owner is not None and size == own else size for size in sizes)
+    return total / max(1, sum(p.numel for p in trained(profile.parameters)))
+
+
+def _factors(sizes: list[int], numel: int) -> list[int]:
+    """Bytes of those of a parameter's states that have no fixed number of bits per element.
+
+    Single numbers don't count, nor scales and maps where there are states of 8 or 4 bits.
+    """
+    quantized = {2 * size for size in sizes} & {numel, 2 * numel}
+    # AdEMAMix has two moments, with their scales, in one state.
+    scales = {4 * moments * -(-numel // block) for block in _SCALE_BLOCKS for moments in (1, 2)}
+    beside = scales.union(_MAP_BYTES) if quantized else set()
+    return [size for size in sizes if 2 * size % numel and size > _NUMBER_BYTES and size not in beside]
