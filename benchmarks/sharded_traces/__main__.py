@@ -24,21 +24,26 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded_traces", description=__doc__)
     parser.add_argument("words", nargs="*", help="Run cases whose names have all of these. Nothing is written then.")
+    parser.add_argument("--predict", action="store_true", help="Keep the measured peaks of the record.")
     parser.add_argument("--keep", action="store_true", help="Write nevertheless, and keep the rows of all other cases.")
     parser.add_argument("--seconds", type=float, default=60.0, help="Time limit of a run.")
     words = (arguments := parser.parse_args()).words
+    record = {row["name"]: row for row in json.loads(RESULT.read_text())["rows"]} if arguments.predict else {}
     cases = [case for case in CASES if all(word in case.name for word in words)]
     rows: list[dict[str, Any]] = []
     for _, group in groupby(sorted(cases, key=lambda case: case.world_size), key=lambda case: case.world_size):
         together = list(group)
-        true = measured(together, 60.0 + arguments.seconds * len(together))
+        true = record or measured(together, 60.0 + arguments.seconds * len(together))
         for case in together:
             row = {"name": case.name, **true.get(case.name, {"failed": "the run failed"}), **predict(case)}
             rows.append(row)
             share = apart(row)
             print(f"{case.name:60s}", row if share is None else f"{share:+.3%} {row}", flush=True)
     if arguments.keep or not words:
-        write(RESULT, {"rows": merged(rows)})
+        if arguments.predict:
+            RESULT.write_text(json.dumps(json.loads(RESULT.read_text()) | {"rows": merged(rows)}, indent=2) + "\n")
+        else:
+            write(RESULT, {"rows": merged(rows)})
         PAGE.write_text(page())
         print(f"wrote {RESULT.name} and {PAGE.name}")
 

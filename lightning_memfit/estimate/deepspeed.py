@@ -8,6 +8,7 @@ steps (`strategies_cpu.json`), and page-locked memory (`deepspeed_buffers.json`)
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Literal
 
 from lightning_memfit.estimate.deepspeed_sizes import InfinitySizes, sub_groups
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.memory.parameters import ParameterInfo, block_bytes
+from lightning_memfit.memory.parameters import ParameterInfo
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
 
@@ -35,6 +36,9 @@ PERSISTENT_NUMEL = 100_000
 """Parameters up to this size stay on the device (`stage3_param_persistence_threshold`, DeepSpeed's default)."""
 
 _FP32, _FP64 = 4, 8
+
+_IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
+"""Names of parameters of repeated blocks; the group is the block."""
 
 
 @dataclass(frozen=True)
@@ -174,22 +178,32 @@ class DeepSpeedRun:
             return 0
         return self.kept_gradients if self.stage == 2 else sum(self.trained) * self.itemsize
 
-    def copied(self, before: int, after: int, number: int = 1) -> int:
+    def copied(self, before: int, after: int) -> int:
         """Bytes of the copies in which a bucket is reduced.
 
         Stages 1 and 2 copy a bucket that has parts of two ranks, and reduce any other in place (`allreduce_bucket`).
-        Stage 3 has a flat copy of several gradients (`reduce_scatter_coalesced`), and gloo works on another.
+        Stage 3 has a flat copy (`reduce_scatter_coalesced`), and gloo works on another.
 
         Args:
             before: Bytes of gradients reduced before it, from the last parameter on.
             after: The same with this bucket.
-            number: How many gradients are in it.
         """
         if self.stage == 3:
-            return (after - before) * (self.world_size > 1) * ((number > 1) + self.on_cpu)
+            return (after - before) * (self.world_size > 1) * (1 + self.on_cpu)
         every = sum(self.trained) * self.itemsize
         share = -(-every // self.world_size)
         return (after - before) * (max(0, every - after) // share < (every - before - 1) // share)
+
+
+def block_bytes(parameters: Sequence[ParameterInfo]) -> dict[str, int]:
+    """Bytes of the parameters of each repeated block, and of those outside under the empty name; tied ones once."""
+    groups: dict[str, int] = {}
+    for parameter in parameters:
+        if not parameter.shared_with:
+            match = _IN_BLOCK.match(parameter.name)
+            key = match[1] if match else ""
+            groups[key] = groups.get(key, 0) + parameter.numel * parameter.itemsize
+    return groups
 
 
 @dataclass(frozen=True)
@@ -203,8 +217,6 @@ class DeepSpeedMemory:
     """`kept`, plus the most buckets, gathered weights and reduced gradients that exist at the same time as a
     micro-batch's activations. The memory of libraries is left out."""
     on_cpu: bool = False
-    unfilled_bytes: int = 0
-    """What `passes` counts of tensors that no page of host memory is taken for; only on the CPU."""
 
     @property
     def kept(self) -> MemoryBreakdown:
@@ -218,13 +230,8 @@ class DeepSpeedMemory:
 
     @property
     def host_peak(self) -> tuple[str, MemoryBreakdown]:
-        """The moment with the most host memory: its name and its breakdown, of pages that are used."""
-        used = dict(self.moments)
-        if self.unfilled_bytes:
-            filled = used["passes"].get(Category.TEMPORARY) - self.unfilled_bytes
-            used["passes"] = used["passes"].replace(Category.TEMPORARY, filled)
-        name = max(used, key=lambda moment: self._on_host(used[moment]))
-        return name, used[name]
+        """The moment with the most host memory: its name and its breakdown."""
+        return max(self.moments.items(), key=lambda item: self._on_host(item[1]))
 
     @property
     def host_peak_bytes(self) -> int:
@@ -266,9 +273,8 @@ def deepspeed_memory(run: DeepSpeedRun) -> DeepSpeedMemory:
     }
     code = LIBRARIES_BYTES + ASYNC_IO_BYTES * (run.sizes is not None)
     libraries = MemoryBreakdown.on(Tier.HOST, {Category.RUNTIME_CONTEXT: code})
-    unfilled = max(0, buckets - sum(run.trained) * run.itemsize) * run.on_cpu  # no gradient of the model fills it
     with_libraries = {name: moment + libraries for name, moment in moments.items()}
-    return DeepSpeedMemory(with_libraries, kept + MemoryBreakdown.device(met), run.on_cpu, unfilled)
+    return DeepSpeedMemory(with_libraries, kept + MemoryBreakdown.device(met), run.on_cpu)
 
 
 # --- what stays -----------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from lightning_memfit.estimate.deepspeed import NCCL_BYTES, PERSISTENT_NUMEL, De
 from lightning_memfit.estimate.deepspeed_sizes import AioSettings, ModelSizes, infinity_sizes, zero_sizes
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.placement import ddp_rank
-from lightning_memfit.estimate.steady_state import LASTING
+from lightning_memfit.estimate.steady_state import LASTING, SteadyState
 from lightning_memfit.estimate.zero_rank import NotDividedError as NotDividedError
-from lightning_memfit.estimate.zero_rank import moving_bytes, passes_of, zero_rank
+from lightning_memfit.estimate.zero_rank import moving_bytes, passes_of, state_bytes, zero_rank
 from lightning_memfit.memory import Category, MemoryBreakdown
-from lightning_memfit.memory.parameters import ParameterInfo
+from lightning_memfit.memory.parameters import ParameterInfo, trained
 from lightning_memfit.profile.record import ModelProfile
 
 if TYPE_CHECKING:
@@ -328,11 +328,41 @@ def _largest(profile: ModelProfile, count: int) -> tuple[LargeTensor, ...]:
     return tuple(kept[:count])
 
 
+def traced_run(profile: ModelProfile, division: Division, activation_bytes: int = 0) -> DeepSpeedRun:
+    """A traced run as DeepSpeed makes it.
+
+    Args:
+        profile: Traced in `Division.traced_precision`.
+        division: What is divided.
+        activation_bytes: Peak of a micro-batch's activations and temporary tensors.
+
+    Raises:
+        NotDividedError: If the optimizer's states can't be divided.
+        ValueError: If the trace shows no second step like the first.
+    """
+    on_cpu, plain = profile.device_kind.is_host, SteadyState.of(profile, 1)
+    stepped = sum(p.numel * p.itemsize for p in trained(profile.parameters))
+    # Strategies choose the fused kernel for a step on the CPU.
+    scratch = 0 if on_cpu else min(4.0, 4.0 * (plain.step_bytes - plain.kept_bytes) / max(1, stepped))
+    return division.run_of(
+        profile.parameters,
+        2 if "16" in profile.precision else 4,
+        profile.calls_itself,
+        state_bytes=state_bytes(profile),
+        scratch_bytes=round(scratch),
+        accumulates=profile.accumulate_grad_batches > 1,
+        on_cpu=on_cpu,
+        buffer_bytes=plain.buffer_bytes,
+        activation_bytes=activation_bytes,
+        is_fp16=profile.precision.startswith("16"),
+    )
+
+
 def _on_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
     """Bytes of tensors by moment, the moment of the peak, and what there is then."""
     try:
         if division.deepspeed:
-            return zero_rank(profile, division)
+            return zero_rank(profile, traced_run(profile, division))
         return ddp_rank(profile, division.ranks, division.copies_gradients)
     except NotDividedError:
         raise

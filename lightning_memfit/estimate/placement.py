@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, block_bytes, deepspeed_memory
 from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
-from lightning_memfit.memory.parameters import ParameterInfo, block_bytes, trained
+from lightning_memfit.memory.parameters import ParameterInfo, trained
 from lightning_memfit.profile.record import ModelProfile
 
 _BUCKET_BYTES = 25 * MIB

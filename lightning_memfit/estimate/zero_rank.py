@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from lightning_memfit.estimate.deepspeed import PERSISTENT_NUMEL, DeepSpeedMemor
 from lightning_memfit.estimate.steady_state import (
     HELD,
     LASTING,
-    SteadyState,
     later_phases,
     released_levels,
     second_step,
@@ -25,26 +23,26 @@ from lightning_memfit.memory.parameters import trained
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
 from lightning_memfit.profile.record import ModelProfile
 
-if TYPE_CHECKING:
-    from lightning_memfit.estimate.division import Division
-
 
 class NotDividedError(ValueError):
     """It isn't known what a strategy keeps on each rank."""
 
 
-def zero_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int], str, MemoryBreakdown]:
+def zero_rank(profile: ModelProfile, run: DeepSpeedRun) -> tuple[dict[str, int], str, MemoryBreakdown]:
     """Bytes of tensors by moment, the moment of the peak, and what there is then.
 
     Host memory is counted at its own largest moment, and only if something is offloaded.
 
+    Args:
+        profile: The step on one device.
+        run: As DeepSpeed makes it (`division.traced_run`).
+
     Raises:
-        NotDividedError: If the optimizer's states can't be divided.
         ValueError: If the trace shows no second step like the first.
     """
     activations = int(max(moving_bytes(profile)[first:stop].max() for _, first, stop in passes_of(profile)))
-    run = traced_run(profile, division, activations)
-    memory = deepspeed_memory(replace(run, passes_bytes=_passes_bytes(profile, run))).once_built()
+    run = replace(run, activation_bytes=activations, passes_bytes=_passes_bytes(profile, run))
+    memory = deepspeed_memory(run).once_built()
     names = {"setup": "setup", "passes": "forward and backward", "update": "step"}
     on_device = {shown: _device(memory, memory.moments[name]) for name, shown in names.items()}
     by_phase = {name: moment.tensors().total() for name, moment in on_device.items()}
@@ -54,7 +52,8 @@ def zero_rank(profile: ModelProfile, division: Division) -> tuple[dict[str, int]
         temporary = breakdown.get(Category.TEMPORARY)
         shown = min(activations, temporary)
         breakdown = breakdown.replace(Category.TEMPORARY, temporary - shown).replace(Category.ACTIVATION, shown)
-    tiers = {Tier.DISK} if run.on_cpu else {Tier.PINNED_HOST, Tier.HOST, Tier.DISK} if division.offloads else set()
+    offloads = {run.offload_optimizer, run.offload_parameters} != {"none"}
+    tiers = {Tier.DISK} if run.on_cpu else {Tier.PINNED_HOST, Tier.HOST, Tier.DISK} if offloads else set()
     elsewhere = {key: size for key, size in memory.host_peak[1].entries.items() if key[0] in tiers}
     return by_phase, phase, breakdown + MemoryBreakdown(elsewhere)
 
@@ -65,32 +64,6 @@ def _device(memory: DeepSpeedMemory, moment: MemoryBreakdown) -> MemoryBreakdown
     for tier in memory.host_tiers if memory.on_cpu else (Tier.DEVICE,):
         sizes.update(moment.by_category(tier))
     return MemoryBreakdown.device(sizes)
-
-
-def traced_run(profile: ModelProfile, division: Division, activation_bytes: int = 0) -> DeepSpeedRun:
-    """A traced run as DeepSpeed makes it.
-
-    Args:
-        profile: Traced in `Division.traced_precision`.
-        division: What is divided.
-        activation_bytes: Peak of a micro-batch's activations and temporary tensors.
-    """
-    on_cpu, plain = profile.device_kind.is_host, SteadyState.of(profile, 1)
-    stepped = sum(p.numel * p.itemsize for p in trained(profile.parameters))
-    # Strategies choose the fused kernel for a step on the CPU.
-    scratch = 0 if on_cpu else min(4.0, 4.0 * (plain.step_bytes - plain.kept_bytes) / max(1, stepped))
-    return division.run_of(
-        profile.parameters,
-        2 if "16" in profile.precision else 4,
-        profile.calls_itself,
-        state_bytes=_state_bytes(profile),
-        scratch_bytes=round(scratch),
-        accumulates=profile.accumulate_grad_batches > 1,
-        on_cpu=on_cpu,
-        buffer_bytes=plain.buffer_bytes,
-        activation_bytes=activation_bytes,
-        is_fp16=profile.precision.startswith("16"),
-    )
 
 
 def passes_of(profile: ModelProfile) -> list[tuple[str, int, int]]:
@@ -130,14 +103,14 @@ def _passes_bytes(profile: ModelProfile, run: DeepSpeedRun) -> int:
             gathered = np.minimum(gathered, large.sum() - np.cumsum(large) + way)  # others are let go of for good
             level -= (np.cumsum(size) - way) * adds  # whole gradients, which are in buckets now
         level += gathered
-        reduced = waiting = number = 0
+        reduced = waiting = 0
         for at in [*np.flatnonzero(size).tolist(), last]:
             if waiting and (at == last or waiting + size[at] > run.bucket_size * run.itemsize):
                 now = int(level[at]) + int(way[at]) * (at < last and not adds)
-                highest = max(highest, now + run.copied(reduced, reduced + waiting, number))
+                highest = max(highest, now + run.copied(reduced, reduced + waiting))
                 level[at:] += run.kept_gradients * (reduced == 0)
-                reduced, waiting, number = reduced + waiting, 0, 0
-            waiting, number = waiting + int(size[at]), number + 1
+                reduced, waiting = reduced + waiting, 0
+            waiting += int(size[at])
         way[last] = 0  # in a bucket, too
         highest = max(highest, int((level + way).max()))
     return highest
@@ -158,7 +131,7 @@ _SCALE_BLOCKS = (64, 128, 256)
 def why_states_stay_whole(profile: ModelProfile) -> str | None:
     """Why DeepSpeed can't divide the optimizer states of a traced step, or None if nothing is known against it."""
     try:
-        _state_bytes(profile)
+        state_bytes(profile)
     except NotDividedError as error:
         return str(error)
     except (IndexError, KeyError, ValueError):  # the trace shows no second step, of which `estimate_rank` tells
@@ -166,7 +139,7 @@ def why_states_stay_whole(profile: ModelProfile) -> str | None:
     return None
 
 
-def _state_bytes(profile: ModelProfile) -> float:
+def state_bytes(profile: ModelProfile) -> float:
     """Bytes of optimizer states per trained element as DeepSpeed steps: over fp32 masters, not the traced weights.
 
     A state as large as its parameter has the parameter's dtype, and is fp32 under DeepSpeed.

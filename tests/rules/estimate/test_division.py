@@ -21,11 +21,17 @@ from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_
 from lightning_memfit import CausalLM, RandomTokens, ReplaceOptimizer
 from lightning_memfit.device.runtime import runtime_memory
 from lightning_memfit.estimate.deepspeed import deepspeed_memory
-from lightning_memfit.estimate.division import MODELLED_AS, Division, NotDividedError, division_of, estimate_rank
+from lightning_memfit.estimate.division import (
+    MODELLED_AS,
+    Division,
+    NotDividedError,
+    division_of,
+    estimate_rank,
+    traced_run,
+)
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.estimate.report import build_report, judge, largest_micro_batch
 from lightning_memfit.estimate.target import Target, host_target
-from lightning_memfit.estimate.zero_rank import traced_run
 from lightning_memfit.memory import GIB, MIB, Category, Tier
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.kernels import KernelMemory

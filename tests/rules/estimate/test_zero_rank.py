@@ -6,8 +6,7 @@ import torch
 
 from lightning_memfit.estimate import deepspeed, zero_rank
 from lightning_memfit.estimate.deepspeed import DeepSpeedRun
-from lightning_memfit.estimate.division import Division, estimate_rank
-from lightning_memfit.estimate.zero_rank import traced_run
+from lightning_memfit.estimate.division import Division, estimate_rank, traced_run
 from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.record import ModelProfile
