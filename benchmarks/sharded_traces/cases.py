@@ -270,6 +270,7 @@ CASES = (
     Case("GPT-2", "tp", 2, 1),
     Case("Llama", "fsdp2", 2, 0, _CHUNKED),
     Case("Llama", "fsdp2", 2, 1, precision="bf16-mixed"),
+    Case("Llama", "fsdp2", 2, 1, precision="bf16-mixed", options={"gather_dtype": "bfloat16"}),
     Case("Llama", "tp", 2, 0, _CHECKPOINTED),
     Case("Llama", "ddp", 2, 1, ("8 bit",)),
     Case("T5", "fsdp2", 2),

@@ -196,6 +196,7 @@ def division_in_plans(strategy: Strategy, name: str, ranks: int, ranks_per_machi
         or getattr(strategy, "sharding_size", None) not in (None, ranks)
         or getattr(strategy, "reshard_after_forward", None) is not True
         or getattr(strategy, "blocks", None) is not None
+        or getattr(strategy, "gather_dtype", None) is not None
     ):
         raise NotDividedError("plans are for `memfit_fsdp2` with its own arguments, which shards over all ranks")
     return division

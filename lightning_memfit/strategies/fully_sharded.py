@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -94,9 +94,14 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         save_distributed_checkpoint: Save a checkpoint as a folder of shards; False gathers it into one file on rank 0.
         process_group_backend: Backend of `torch.distributed`; by default nccl on CUDA, gloo on the CPU.
         timeout: How long a collective waits.
+        gather_dtype: Name of the dtype, such as `bfloat16`, in which weights are gathered and computed with; shards,
+            reduced gradients and optimizer states keep that of the weights (`MixedPrecisionPolicy`). By default weights
+            are gathered as they are stored. With `bf16-mixed`, autocast then keeps a half-precision copy of each for
+            backward: 2 bytes for every parameter of the whole model, on every rank.
 
     Raises:
         TypeError: If a number of ranks is none.
+        ValueError: If `gather_dtype` names no floating-point dtype.
     """
 
     strategy_name = "memfit_fsdp2"
@@ -110,9 +115,13 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        gather_dtype: str | None = None,
     ) -> None:
         require_number("sharding_size", sharding_size, or_none=True)
         require_number("tensor_parallel_size", tensor_parallel_size)
+        dtype = torch.float32 if gather_dtype is None else getattr(torch, gather_dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"`gather_dtype={gather_dtype!r}` is no floating-point dtype: name one, such as bfloat16.")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -123,6 +132,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.reshard_after_forward = reshard_after_forward
         self.blocks = blocks
+        self.gather_dtype = gather_dtype
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._compared: set[str] = set()
         self._known: list[int] = []
@@ -479,9 +489,12 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         blocks = list(chain.from_iterable(group.modules for group in groups))
         shared = _sharing_weights(module, blocks)
         alone = [block for block in blocks if id(block) not in shared]
+        policy = MixedPrecisionPolicy()
+        if self.gather_dtype is not None:
+            policy = MixedPrecisionPolicy(getattr(torch, self.gather_dtype), reduce_dtype=torch.float32)
         for block in alone:
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        fully_shard(module, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
         counts = Counter(group.class_name for group in groups for block in group.modules if id(block) not in shared)
         units = ", ".join(f"{count} x {name}" for name, count in counts.items()) or "the module as a whole"
         rank_zero_info(f"{type(self).__name__}: sharded {units} over mesh {tuple(mesh.shape)}{divided}.")

@@ -40,6 +40,15 @@ WITH_TECHNIQUE = {
     for technique, callback in CALLBACKS.items()
 }
 HALF = {f"{name}/bf16": {"strategy": STRATEGIES[name], "devices": 2, "precision": "bf16-mixed"} for name in STRATEGIES}
+IN_HALF = {
+    f"fsdp2/in half/{len(callbacks)}": {
+        "strategy": fsdp2(gather_dtype="bfloat16"),
+        "devices": 2,
+        "precision": "bf16-mixed",
+        "callbacks": callbacks,
+    }
+    for callbacks in ([], [CALLBACKS["checkpointing"]])
+}
 PLAIN = {
     f"{name}/plain/{calls}": {
         "strategy": STRATEGIES[name],
@@ -80,7 +89,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    cases = TRAINED | WITH_TECHNIQUE | HALF | PLAIN | BY_HAND | {"wrong": WRONG}
+    cases = TRAINED | WITH_TECHNIQUE | HALF | IN_HALF | PLAIN | BY_HAND | {"wrong": WRONG}
     for name, case in REFUSED.items():
         cases[name] = {"strategy": "memfit_fsdp2", "devices": 2, "expect_error": True} | case
     for name in ("ddp", "fsdp2"):
@@ -140,6 +149,13 @@ def test_what_would_be_lost_is_refused(results, name, words):
 @pytest.mark.parametrize("name", HALF)
 def test_mixed_precision_is_that_of_ddp(results, name):
     assert results[name]["losses"] == close(results["ddp/bf16"]["losses"], 2e-4)
+
+
+def test_weights_gathered_in_half_precision_train_as_those_of_autocast(results):
+    """Norms and embeddings compute in half precision, too, which autocast leaves in fp32."""
+    plain, recomputed = (results[name]["losses"] for name in IN_HALF)
+    assert plain == close(results["ddp/bf16"]["losses"], 2e-3)
+    assert plain == recomputed
 
 
 @pytest.mark.parametrize("scenario", ["save", "resume", "validate", "fit_twice"])

@@ -25,6 +25,7 @@ from lightning_memfit.estimate.division import (
     MODELLED_AS,
     Division,
     NotDividedError,
+    division_in_plans,
     division_of,
     estimate_rank,
     traced_run,
@@ -39,7 +40,7 @@ from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation
-from lightning_memfit.strategies import DataParallelStrategy, ZeroStrategy
+from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy, ZeroStrategy
 from lightning_memfit.techniques.core.registry import find_technique
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -233,6 +234,12 @@ def test_sizes_of_another_strategy_are_deepspeed_s() -> None:
 def test_what_is_not_modelled_is_refused(strategy: Any, reason: str) -> None:
     with pytest.raises(NotDividedError, match=reason):
         division_of(strategy, "x", 2, 2)
+
+
+def test_plans_are_for_weights_gathered_as_they_are_stored() -> None:
+    assert division_in_plans(FullyShardedStrategy(), "fsdp2", 2, 2) == Division("fsdp2", 3, 2, 2)
+    with pytest.raises(NotDividedError, match="with its own arguments"):
+        division_in_plans(FullyShardedStrategy(gather_dtype="bfloat16"), "fsdp2", 2, 2)
 
 
 @pytest.mark.nightly

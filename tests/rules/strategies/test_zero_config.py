@@ -116,6 +116,12 @@ def test_what_is_no_number_is_refused_by_name(make, message):
         make()
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8", "Tensor"])
+def test_weights_are_gathered_in_floating_point(name):
+    with pytest.raises(ValueError, match=f"`gather_dtype='{name}'` is no floating-point dtype"):
+        FullyShardedStrategy(gather_dtype=name)
+
+
 def test_unused_parameters_are_named_with_this_packages_way_to_allow_them():
     module = LightningModule()
     module.frozen, module.used, module.unused = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
