@@ -94,10 +94,9 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         save_distributed_checkpoint: Save a checkpoint as a folder of shards; False gathers it into one file on rank 0.
         process_group_backend: Backend of `torch.distributed`; by default nccl on CUDA, gloo on the CPU.
         timeout: How long a collective waits.
-        gather_dtype: Name of the dtype, such as `bfloat16`, in which weights are gathered and computed with; shards,
-            reduced gradients and optimizer states keep that of the weights (`MixedPrecisionPolicy`). By default weights
-            are gathered as they are stored. With `bf16-mixed`, autocast then keeps a half-precision copy of each for
-            backward: 2 bytes for every parameter of the whole model, on every rank.
+        gather_dtype: Name of the dtype, such as `bfloat16`, to gather weights in and compute with; shards, reduced
+            gradients and states keep theirs. Without it, autocast (`bf16-mixed`) keeps a half-precision copy of every
+            weight of the model for backward, on every rank.
 
     Raises:
         TypeError: If a number of ranks is none.
@@ -119,8 +118,8 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
     ) -> None:
         require_number("sharding_size", sharding_size, or_none=True)
         require_number("tensor_parallel_size", tensor_parallel_size)
-        dtype = torch.float32 if gather_dtype is None else getattr(torch, gather_dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        dtype = None if gather_dtype is None else getattr(torch, gather_dtype, torch.int8)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"`gather_dtype={gather_dtype!r}` is no floating-point dtype: name one, such as bfloat16.")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
@@ -132,7 +131,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.reshard_after_forward = reshard_after_forward
         self.blocks = blocks
-        self.gather_dtype = gather_dtype
+        self.gather_dtype, self._gathered_as = gather_dtype, dtype
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._compared: set[str] = set()
         self._known: list[int] = []
@@ -149,14 +148,9 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Start communication; ranks that don't compute together are data parallel."""
         ranks, together = self.num_processes * self.num_nodes, self.tensor_parallel_size
-        if together < 1 or ranks % together:
-            raise MisconfigurationException(
-                f"`tensor_parallel_size={together}` must divide the {ranks} ranks of the run."
-            )
-        if self.sharding_size is not None and (self.sharding_size < 1 or ranks % self.sharding_size):
-            raise MisconfigurationException(
-                f"`sharding_size={self.sharding_size}` must divide the {ranks} ranks of the run."
-            )
+        for name, size in (("tensor_parallel_size", together), ("sharding_size", self.sharding_size)):
+            if size is not None and (size < 1 or ranks % size):
+                raise MisconfigurationException(f"`{name}={size}` must divide the {ranks} ranks of the run.")
         if self.sharding_size is not None and self.sharding_size % together:
             raise MisconfigurationException(
                 f"`sharding_size={self.sharding_size}` must be a multiple of `tensor_parallel_size={together}`: ranks "
@@ -489,9 +483,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         blocks = list(chain.from_iterable(group.modules for group in groups))
         shared = _sharing_weights(module, blocks)
         alone = [block for block in blocks if id(block) not in shared]
-        policy = MixedPrecisionPolicy()
-        if self.gather_dtype is not None:
-            policy = MixedPrecisionPolicy(getattr(torch, self.gather_dtype), reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(self._gathered_as, torch.float32 if self._gathered_as is not None else None)
         for block in alone:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -41,7 +41,8 @@ def require_host_memory(
     Raises:
         RuntimeError: If there is too little; it gives what is needed, what is free, and the fix.
     """
-    places: list[OffloadTarget] = [_place(zero, name) for name in ("offload_optimizer", "offload_param")]
+    sections = [zero.get(name, {}) for name in ("offload_optimizer", "offload_param")]
+    places: list[OffloadTarget] = [section.get("device", "none") for section in sections]
     known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     if not known or "nvme" in places or not (on_cpu or "cpu" in places):
         return
@@ -54,7 +55,7 @@ def require_host_memory(
         offload_parameters=places[1],
         bucket_size=int(zero["reduce_bucket_size"]),
         sub_group_size=int(zero.get("sub_group_size", 0)),
-        pin_memory=any(zero.get(name, {}).get("pin_memory") for name in ("offload_optimizer", "offload_param")),
+        pin_memory=any(section.get("pin_memory") for section in sections),
         accumulates=accumulates,
         on_cpu=on_cpu,
         is_fp16=precision.startswith("16"),
@@ -63,11 +64,6 @@ def require_host_memory(
     finding = host_memory(deepspeed_memory(run).once_built(), ranks, free, _FIX)
     if finding.level != "ok":
         raise RuntimeError(f"This run would not fit in host memory: {sentence(finding)}")
-
-
-def _place(zero: dict[str, Any], section: str) -> OffloadTarget:
-    found: OffloadTarget = zero.get(section, {}).get("device", "none")
-    return found
 
 
 def _held(model: nn.Module) -> int:
