@@ -27,14 +27,15 @@ Python's."""
 def _folders(*names: str) -> tuple[str, ...]:
     """Where packages are, as far as they are installed; finding them imports none of them."""
     found = [spec for name in names if (spec := find_spec(name)) is not None]
-    return tuple(folder for spec in found for folder in spec.submodule_search_locations or ())
+    return tuple(f"{folder}{os.sep}" for spec in found for folder in spec.submodule_search_locations or ())
 
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, _PACKAGE.parent / "cli"))
 """This package, and its command line, which lies beside it in a checkout."""
 
-_MACHINERY = (*_folders("torch", "lightning", "pytorch_lightning", "lightning_fabric"), *_OWN)
+_LIGHTNING = ("lightning", "lightning_utilities", "pytorch_lightning", "lightning_fabric")
+_MACHINERY = (*_folders("torch", *_LIGHTNING), *_OWN)
 """Where the trace itself runs: what is raised there may come from fake tensors."""
 
 _INSTALLED = ("site-packages", "dist-packages")

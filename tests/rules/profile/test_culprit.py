@@ -2,6 +2,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+import torch
+
 import cli
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.profile import culprit
@@ -23,6 +26,13 @@ def test_a_neighbour_whose_name_begins_alike_is_the_user_s(monkeypatch):
     monkeypatch.setitem(sys.modules, "client", client)
     assert not is_of_this_package(type("Client", (), {"__module__": "client"}))
     assert owner_of(client.__file__) == "user"
+
+
+@pytest.mark.parametrize("name", ["torchmetrics", "torchvision", "torchao"])
+def test_packages_whose_names_begin_like_torch_s_are_libraries(name):
+    installed = Path(torch.__file__).parents[1]
+    assert owner_of(str(installed / name / "functional.py")) == "library"
+    assert owner_of(torch.__file__) == "machinery"
 
 
 def test_the_command_line_of_a_checkout_is_this_packages():
