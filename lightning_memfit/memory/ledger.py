@@ -337,7 +337,8 @@ class StorageLedger(TorchDispatchMode):
 
 def is_without_memory(tensor: torch.Tensor) -> bool:
     """Whether a storage has a size and no memory: of a shape alone, or of forward-mode differentiation's zeros."""
-    return tensor.is_meta or tensor._is_zerotensor()
+    # `is_meta` of a fake tensor asks every dispatch mode for its device.
+    return tensor.device.type == "meta" or tensor._is_zerotensor()
 
 
 def memory_key(tensor: torch.Tensor) -> int:

@@ -119,16 +119,17 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
             key = own if checked is check else key
     started = time.perf_counter()
 
-    def traced(more: int, check: bool) -> Trace:
-        value = _grown(batch, more) if more else batch
-        return make_trace(replace(request, workload=replace(workload, batch=value), check_assumptions=check))
+    def traced(more: int, assumed: AssumedValues) -> Trace:
+        return make_trace(replace(request, workload=replace(workload, batch=_grown(batch, more)), assumed=assumed))
 
     ahead: list[Callable[[], Trace]] = []
     if any_micro_batch:
         # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
-        ahead = [beside(partial(traced, more, False)) for more in ((1, 2) if batch_size(batch) == 1 else (1,))]
+        ahead = [
+            beside(partial(traced, more, AssumedValues())) for more in ((1, 2) if batch_size(batch) == 1 else (1,))
+        ]
     with files_read(here=False) as read:
-        first = traced(0, check)
+        first = make_trace(request)
         sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(name, first, sizes, batch, workload.options, request.emulation, time.perf_counter() - started)
     profile = profile.after(workload.length.batches or 0)
@@ -152,7 +153,7 @@ class _Sizes:
 
 
 def _every_size(
-    first: Trace, batch: Any, traced: Callable[[int, bool], Trace], ahead: Sequence[Callable[[], Trace]]
+    first: Trace, batch: Any, traced: Callable[[int, AssumedValues], Trace], ahead: Sequence[Callable[[], Trace]]
 ) -> _Sizes:
     """Trace the step with one more sample, and with further ones where sizes don't follow from two (`fit_sizes`).
 
@@ -161,17 +162,16 @@ def _every_size(
     Args:
         first: Trace at the size of the batch.
         batch: The batch.
-        traced: Traces the step with so many more samples, and checks assumed values if told to.
+        traced: Traces the step with so many more samples and given assumed values.
         ahead: Return traces with one and two more samples that assumed the first choice of values, as far as they were
             started.
     """
     size = batch_size(batch)
-    usual = first.assumed == AssumedValues()  # else another trace would assume what this one did not
 
     def with_more(samples: int) -> Trace:
-        if usual and len(ahead) >= samples:
+        if first.assumed == AssumedValues() and len(ahead) >= samples:
             return ahead[samples - 1]()
-        return traced(samples, not usual)
+        return traced(samples, first.assumed)  # a trace that assumed something else would be of another step
 
     further = cache(with_more)
     try:

@@ -6,7 +6,8 @@ together takes most of the time of an operator that is known. Written for torch 
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Uncompiled:
     """A dispatch mode of a trace, in which nothing is compiled.
 
     torch puts a guard around what a mode does with an operator, so that it isn't compiled. In a trace, where compiled
-    parts run as they are written, four modes see each operator, and a guard takes a microsecond each time.
+    parts run as they are written, three modes see each operator, and a guard takes a microsecond each time.
     """
 
     @classmethod
@@ -37,9 +38,24 @@ class TracingFakeMode(Uncompiled, FakeTensorMode):
     Plain are strided fakes of this mode, numbers, strings, types and devices, and lists of them; keys of other calls
     are torch's. A key tells apart whatever torch's does. Only a memory format isn't in it, as shape and strides decide
     that.
+
+    Attributes:
+        kernels: What makes results in place of the mode, by the operator's identity. It gets the mode's own way and
+            the operator's arguments.
     """
 
     __torch_dispatch__ = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.kernels: dict[int, Callable[..., Any]] = {}
+
+    @override
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kernel = self.kernels.get(id(func))
+        if kernel is None:
+            return super().dispatch(func, types, args, kwargs or {})
+        return kernel(partial(super().dispatch, func, types), *args, **(kwargs or {}))
 
     @override
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:

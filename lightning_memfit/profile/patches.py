@@ -14,6 +14,7 @@ fails when that moves.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,11 +22,10 @@ import torch
 import torch.optim.optimizer as optimizer
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-from typing_extensions import override
 
-from lightning_memfit.profile.fake_mode import Uncompiled
+from lightning_memfit.profile.fake_mode import TracingFakeMode
 from lightning_memfit.profile.integers import RealIntegers
 from lightning_memfit.profile.replaced import replaced
 
@@ -82,78 +82,71 @@ def refuse_fused_recurrence() -> Iterator[None]:
         yield
 
 
-class OneDnnWorkspaces(TorchDispatchMode):
-    """Give fake results of oneDNN's recurrent layer (`aten.mkldnn_rnn_layer`) the workspace that the real one makes.
-
-    And its gradients the type of the real ones, which are fp32 whatever the weights are (`RNN.cpp` of `native/mkldnn`);
-    those that torch 2.11 fakes have the type of the weights, and so miss the copies that autocast makes.
+def give_kernels(fake_mode: TracingFakeMode, cuda: bool) -> None:
+    """Let a mode make results where torch's own fake kernels refuse, or leave memory out.
 
     Args:
-        fake_mode: Mode of the fakes; must be active below this one.
-    """
-
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.fake_mode = fake_mode
-        self._known: dict[str, int] = {}
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is aten.mkldnn_rnn_layer_backward.default:
-            with self.fake_mode:
-                return tuple(gradient.new_empty(gradient.shape, dtype=torch.float32) for gradient in result)
-        if func is not aten.mkldnn_rnn_layer.default or not torch.is_grad_enabled():
-            return result
-        output, hidden, cell, workspace = result
-        size = self._workspace_bytes(func, args)
-        with self.fake_mode:
-            return output, hidden, cell, workspace.new_empty(size)
-
-    def _workspace_bytes(self, func: Any, args: Any) -> int:
-        key = repr(tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, args))
-        if key not in self._known:
-            with _disable_current_modes():
-                self._known[key] = func(*tree_map(_zeros_like, args))[3].nbytes
-        return self._known[key]
-
-
-class FakeKernels(Uncompiled, TorchDispatchMode):
-    """Give fake results where torch's own fake kernels refuse.
-
-    torch's fake kernel of `torch.nn.functional.grouped_mm`, of mixtures of experts, refuses all dtypes but bfloat16;
-    this one takes those that real kernels do. Its shape rule is that of `torch._meta_registrations`; rows are padded to
-    16 bytes on CUDA (`create_grouped_gemm_output_tensor` in torch's `GroupedMMUtils.h`).
-
-    Args:
-        fake_mode: Mode of the fakes; must be active below this one.
+        fake_mode: Mode of the fakes.
         cuda: Whether kernels of CUDA are meant.
     """
+    kernels = {aten._grouped_mm.default: partial(_grouped_product, fake_mode, cuda)}
+    if not cuda:
+        kernels[aten.mkldnn_rnn_layer.default] = partial(_one_dnn_layer, fake_mode, {})
+        kernels[aten.mkldnn_rnn_layer_backward.default] = partial(_one_dnn_gradients, fake_mode)
+    fake_mode.kernels.update({id(func): kernel for func, kernel in kernels.items()})
 
-    def __init__(self, fake_mode: FakeTensorMode, cuda: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.fake_mode = fake_mode
-        self.cuda = cuda
 
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
-            return func(*args, **kwargs)
-        left, right, *rest = args
-        groups = rest[0] if rest else kwargs.get("offs")
-        if left.dtype != right.dtype or left.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return func(*args, **kwargs)  # it says what is wrong
-        for operand in (left, right):
-            row = max(operand.stride(-1), operand.stride(-2)) * operand.element_size()
-            if row % 16:
-                raise RuntimeError(f"strides should be multiple of 16 bytes, not {row}")
-        shape = list(grouped_product_shape(left.shape, right.shape, None if groups is None else groups.size(0)))
-        step = 16 // left.element_size() if self.cuda else 1
-        padded = [*shape[:-1], -(-shape[-1] // step) * step]
-        with self.fake_mode:
-            dtype = (rest[2] if len(rest) > 2 else kwargs.get("out_dtype")) or left.dtype
-            return torch.empty(padded, dtype=dtype, device="cpu")[..., : shape[-1]]
+def _one_dnn_layer(fake_mode: FakeTensorMode, known: dict[str, int], plain: Callable[..., Any], *args: Any) -> Any:
+    """Results of oneDNN's recurrent layer, with the workspace that the real one makes."""
+    result = plain(args)
+    if not torch.is_grad_enabled():
+        return result
+    key = repr(tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, args))
+    if key not in known:
+        with _disable_current_modes():
+            known[key] = aten.mkldnn_rnn_layer.default(*tree_map(_zeros_like, args))[3].nbytes
+    output, hidden, cell, workspace = result
+    with fake_mode:
+        return output, hidden, cell, workspace.new_empty(known[key])
+
+
+def _one_dnn_gradients(fake_mode: FakeTensorMode, plain: Callable[..., Any], *args: Any) -> Any:
+    """Gradients of that layer, which are fp32 whatever the weights are (`RNN.cpp` of `native/mkldnn`).
+
+    Those that torch 2.11 fakes have the type of the weights, and so miss the copies that autocast makes.
+    """
+    gradients = plain(args)
+    with fake_mode:
+        return tuple(gradient.new_empty(gradient.shape, dtype=torch.float32) for gradient in gradients)
+
+
+def _grouped_product(
+    fake_mode: FakeTensorMode,
+    cuda: bool,
+    plain: Callable[..., Any],
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Result of `torch.nn.functional.grouped_mm`, of mixtures of experts.
+
+    torch's fake kernel refuses all dtypes but bfloat16; this one takes those that real kernels do. Its shape rule is
+    that of `torch._meta_registrations`; rows are padded to 16 bytes on CUDA (`create_grouped_gemm_output_tensor` in
+    torch's `GroupedMMUtils.h`).
+    """
+    if left.dtype != right.dtype or left.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return plain((left, right, offs, bias, out_dtype))  # it says what is wrong
+    for operand in (left, right):
+        row = max(operand.stride(-1), operand.stride(-2)) * operand.element_size()
+        if row % 16:
+            raise RuntimeError(f"strides should be multiple of 16 bytes, not {row}")
+    shape = list(grouped_product_shape(left.shape, right.shape, None if offs is None else offs.size(0)))
+    step = 16 // left.element_size() if cuda else 1
+    padded = [*shape[:-1], -(-shape[-1] // step) * step]
+    with fake_mode:
+        return torch.empty(padded, dtype=out_dtype or left.dtype, device="cpu")[..., : shape[-1]]
 
 
 def grouped_product_shape(left: Any, right: Any, groups: int | None) -> tuple[int, ...]:

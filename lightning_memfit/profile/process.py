@@ -140,7 +140,7 @@ def _import_too(names: list[str]) -> None:
 
 
 _modules: frozenset[str] = frozenset()
-"""What was imported when this copy was made."""
+"""What was imported when this copy of a command was made."""
 
 _BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (read_so_far, take_read),
@@ -438,7 +438,8 @@ def _become_copy(kept: set[int], backward: bool) -> None:
     What only reads data keeps the process groups, of which samplers ask their rank.
     """
     global _modules
-    _modules = frozenset(sys.modules)
+    if _ends_after_traces:
+        _modules = frozenset(sys.modules)
     gc.disable()  # a collection writes to the header of every object, and so copies the parent's memory
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -313,7 +313,7 @@ class EventRecorder(Uncompiled, StorageLedger):
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
         self._zeros = result.untyped_storage()._cdata if id(func) in _ZEROS else None
-        if isinstance(result, torch.Tensor) and result.is_meta:
+        if isinstance(result, torch.Tensor) and result.device.type == "meta":
             return result  # a shape, for which no kernel ran
         taken = None if self.kernels is None else self.kernels.of(func, args, kwargs or {}, result)
         if taken is not None and (taken.dtypes or taken.orders):

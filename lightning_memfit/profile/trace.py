@@ -53,11 +53,10 @@ from lightning_memfit.profile.integers import (
 )
 from lightning_memfit.profile.kernels import keep_learned
 from lightning_memfit.profile.patches import (
-    FakeKernels,
-    OneDnnWorkspaces,
     UnknownKernelError,
     UnreadableError,
     foreach_defaults,
+    give_kernels,
     padded_sequences,
     readable_fakes,
     refuse_fused_recurrence,
@@ -416,7 +415,8 @@ class TraceRequest:
     shorten: bool = True
     check_assumptions: bool = True
     find_groups: GroupFinder | None = None
-    assumed: AssumedValues = field(default_factory=AssumedValues)
+    assumed: AssumedValues | None = None
+    """Values to assume where one has to be, without trying others."""
 
 
 _MOST_CONDITIONS = 3
@@ -479,6 +479,8 @@ def make_trace(request: TraceRequest) -> Trace:
                 # as metrics refuse more values than classes
                 return _attempt(replace(request, assumed=replace(assumed, all_distinct=False)))
 
+        if request.assumed is not None:
+            return once(request.assumed)
         found = over_draws(over_assumptions(name, once, request.check_assumptions), once)
         return over_routings(name, found, once) if request.check_assumptions else found
 
@@ -516,8 +518,8 @@ def _trace(request: TraceRequest) -> Trace:
     """Trace a module itself, whose tensors become fakes: this is for a process that is thrown away."""
     workload, emulation, find_groups = request.workload, request.emulation, request.find_groups
     module, options, ranks = workload.module, workload.options, workload.ranks
-    fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
-    integers = RealIntegers(fake_mode, request.assumed)
+    fake_mode = TracingFakeMode()
+    integers = RealIntegers(fake_mode, request.assumed or AssumedValues())
     # A ledger of a run around this one, as where a plan is made within a measured step, must not count the fakes.
     with _disable_current_modes(), _explained(workload.name, integers), process_group_of(ranks):
         true_dtype = TRUE_DTYPES.get(options.precision)
@@ -655,7 +657,7 @@ def of_built(module: torch.nn.Module, read: Callable[[torch.nn.Module], T]) -> T
 
 
 def _build_and_read(module: torch.nn.Module, read: Callable[[torch.nn.Module], T]) -> T:
-    fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
+    fake_mode = TracingFakeMode()
     integers = RealIntegers(fake_mode)
     with _disable_current_modes(), _explained(type(module).__name__, integers), contextlib.ExitStack() as stack:
         turn_fake(module, fake_mode, integers.remember_counter, left_out=[getattr(module, "_trainer", None)])
@@ -678,7 +680,7 @@ def _unrolled(total: dict[str, int], per_block: dict[str, int], extra: int) -> d
 
 def _enter_modes(
     stack: contextlib.ExitStack,
-    fake_mode: FakeTensorMode,
+    fake_mode: TracingFakeMode,
     integers: RealIntegers,
     emulation: Emulation,
     options: StepOptions,
@@ -690,9 +692,7 @@ def _enter_modes(
         if options.precision in AUTOCAST_DTYPES:
             stack.enter_context(cuda_autocast_lists())
         stack.enter_context(refuse_fused_recurrence())
-    else:
-        stack.enter_context(OneDnnWorkspaces(fake_mode))
-    stack.enter_context(FakeKernels(fake_mode, DeviceKind.of(emulation.device).emulated_dispatch))
+    give_kernels(fake_mode, DeviceKind.of(emulation.device).emulated_dispatch)
     stack.enter_context(foreach_defaults(DeviceKind.of(emulation.device).emulated_dispatch))
     stack.enter_context(padded_sequences())
     stack.enter_context(transformers_not_tracing())

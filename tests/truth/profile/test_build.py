@@ -186,6 +186,23 @@ def test_assumptions_are_checked_at_one_size(monkeypatch):
     assert len(traces) == 4  # and one in another process
 
 
+class RefusesTheFirst(Classifier):
+    """Ends in an error of its own with the value that is assumed first."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        assert loss.item() > 10.0
+        return loss
+
+
+def test_other_sizes_assume_what_the_batch_s_own_did(monkeypatch):
+    traces = []
+    monkeypatch.setattr(trace, "_attempt", lambda *rest, run=trace._attempt: traces.append(1) or run(*rest))
+    profile = profile_module(RefusesTheFirst(), batch(), emulation=Emulation("cpu"))
+    assert profile.knows_every_size
+    assert len(traces) == 4 + 1
+
+
 class ShowsItsLoss(Classifier):
     """Logs for a progress bar."""
 

@@ -13,7 +13,7 @@ class Keys(TracingFakeMode):
     """Keeps its keys beside torch's."""
 
     def __init__(self):
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self.found = []
         self.own = True
 
@@ -87,7 +87,7 @@ def test_keys_tell_apart_and_take_together_what_torch_s_do():
 
 
 def test_calls_on_what_is_not_plain_are_left_to_torch():
-    with TracingFakeMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False):
+    with TracingFakeMode() as mode, torch.inference_mode(False):
         others = FakeTensorMode().from_tensor(torch.empty(2)), torch.empty(2, 2).to_sparse_csr(), object()
         constant = torch.tensor(3.0)
         assert constant.constant is not None

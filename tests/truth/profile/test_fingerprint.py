@@ -328,7 +328,7 @@ TENSORS = [
 
 def taken_over(module):
     """What a trace knows of a module's tensors, which become fakes: each one's number, and facts where it occurs."""
-    fake_mode = TracingFakeMode(allow_non_fake_inputs=True)
+    fake_mode = TracingFakeMode()
     integers = RealIntegers(fake_mode)
     module = copy.deepcopy(module)  # its tensors are those of others, too
     turn_fake(module, fake_mode, integers.remember_counter)

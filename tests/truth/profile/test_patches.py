@@ -14,11 +14,12 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.flops import grouped_product_flops
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.events import CATEGORIES
+from lightning_memfit.profile.fake_mode import TracingFakeMode
 from lightning_memfit.profile.integers import RealIntegers
 from lightning_memfit.profile.patches import (
-    FakeKernels,
     UnknownKernelError,
     foreach_defaults,
+    give_kernels,
     readable_fakes,
     refuse_fused_recurrence,
 )
@@ -267,9 +268,9 @@ def test_addresses_tell_which_tensors_share_memory(fakes):
 
 @pytest.fixture
 def fakes():
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = TracingFakeMode()
     integers = RealIntegers(fake_mode)
-    with fake_mode, FakeKernels(fake_mode, cuda=False), integers, readable_fakes(integers):
+    with fake_mode, integers, readable_fakes(integers):
         yield
 
 
@@ -290,9 +291,10 @@ def test_grouped_products_are_those_of_the_real_kernel(dtype):
             found.append(torch._grouped_mm(x, w, ends if x.dim() + w.dim() < 6 else None))
         return [(tuple(y.shape), y.stride(), y.dtype) for y in found]
 
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = TracingFakeMode()
+    give_kernels(fake_mode, cuda=False)
     real = products()
-    with fake_mode, FakeKernels(fake_mode, cuda=False):
+    with fake_mode:
         assert products() == real
         with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
             torch._grouped_mm(torch.randn(8, 15, dtype=dtype), torch.randn(3, 15, 32, dtype=dtype), ends)
