@@ -24,12 +24,21 @@ from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.integers import AssumedValues
-from lightning_memfit.profile.process import RefusedError, beside
+from lightning_memfit.profile.process import RefusedError
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import EndedError, OptimizerFactory, StartError, StepOptions, Workload, run_step
-from lightning_memfit.profile.trace import Emulation, Trace, TraceError, TraceRequest, isolated, make_trace, somewhere
+from lightning_memfit.profile.trace import (
+    Emulation,
+    Trace,
+    TraceError,
+    TraceRequest,
+    begin_trace,
+    isolated,
+    make_trace,
+    somewhere,
+)
 
 
 def profile_module(
@@ -119,18 +128,14 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
             key = own if checked is check else key
     started = time.perf_counter()
 
-    def traced(more: int, assumed: AssumedValues) -> Trace:
-        return make_trace(replace(request, workload=replace(workload, batch=_grown(batch, more)), assumed=assumed))
-
     ahead: list[Callable[[], Trace]] = []
     if any_micro_batch:
         # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
-        ahead = [
-            beside(partial(traced, more, AssumedValues())) for more in ((1, 2) if batch_size(batch) == 1 else (1,))
-        ]
+        samples = (1, 2) if batch_size(batch) == 1 else (1,)
+        ahead = [begin_trace(request, partial(_grown, more, AssumedValues())) for more in samples]
     with files_read(here=False) as read:
         first = make_trace(request)
-        sizes = _every_size(first, batch, traced, ahead) if any_micro_batch else _Sizes(first.events)
+        sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(name, first, sizes, batch, workload.options, request.emulation, time.perf_counter() - started)
     profile = profile.after(workload.length.batches or 0)
     if cache is not None and key is not None and not read:  # no key knows what files hold that only a trace reads
@@ -152,26 +157,24 @@ class _Sizes:
     """Why nothing is known about other sizes."""
 
 
-def _every_size(
-    first: Trace, batch: Any, traced: Callable[[int, AssumedValues], Trace], ahead: Sequence[Callable[[], Trace]]
-) -> _Sizes:
+def _every_size(first: Trace, request: TraceRequest, ahead: Sequence[Callable[[], Trace]]) -> _Sizes:
     """Trace the step with one more sample, and with further ones where sizes don't follow from two (`fit_sizes`).
 
     A batch of one may differ in structure from two, from which sizes follow then.
 
     Args:
         first: Trace at the size of the batch.
-        batch: The batch.
-        traced: Traces the step with so many more samples and given assumed values.
+        request: What it was made of.
         ahead: Return traces with one and two more samples that assumed the first choice of values, as far as they were
             started.
     """
-    size = batch_size(batch)
+    size = batch_size(request.workload.batch)
 
     def with_more(samples: int) -> Trace:
         if first.assumed == AssumedValues() and len(ahead) >= samples:
             return ahead[samples - 1]()
-        return traced(samples, first.assumed)  # a trace that assumed something else would be of another step
+        # A trace that assumed something else would be of another step.
+        return make_trace(_grown(samples, first.assumed, request))
 
     further = cache(with_more)
     try:
@@ -190,10 +193,12 @@ def _every_size(
         return _Sizes(first.events, reason=str(error))
 
 
-def _grown(batch: Any, more: int) -> Any:
-    """The batch with some of its samples repeated."""
+def _grown(more: int, assumed: AssumedValues, request: TraceRequest) -> TraceRequest:
+    """A trace of the batch with some of its samples repeated, and with given assumed values."""
+    batch = request.workload.batch
     size = batch_size(batch)
-    return resize_batch(batch, size, size + more)
+    larger = replace(request.workload, batch=resize_batch(batch, size, size + more))
+    return replace(request, workload=larger, assumed=assumed)
 
 
 def _growth(smaller: Trace, larger: Trace) -> dict[str, float]:

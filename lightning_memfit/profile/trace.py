@@ -61,7 +61,7 @@ from lightning_memfit.profile.patches import (
     readable_fakes,
     refuse_fused_recurrence,
 )
-from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, run
+from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, begin, run
 from lightning_memfit.profile.quiet import loggers_at
 from lightning_memfit.profile.ranks import Ranks, process_group_of
 from lightning_memfit.profile.record import Growth
@@ -88,6 +88,7 @@ UNKNOWN_VALUES = (UnknownSizeError, DataDependentOutputException, DynamicOutputS
 _PERHAPS = "If training gets past this, measure the step instead with `measure_step` (two real steps of a micro-batch)."
 _OWN_ERROR = "A trace has the datamodule of the module's Trainer, if there is one, and no logger."
 WAY_OUT = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
+_ONLY_LONG = f" if the step is only long. {WAY_OUT}"
 
 _CHOICES = (
     AssumedValues(),
@@ -151,8 +152,15 @@ def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out:
         TraceError: If its process ended without an answer, or came to its limits.
         Exception: What the function raised.
     """
+    task = partial(_with_gradients, function)
+    with _limits_explained(workload, doing, way_out):
+        return run(task, workload.limits.seconds, with_values=with_values)
+
+
+@contextlib.contextmanager
+def _limits_explained(workload: Workload, doing: str, way_out: str) -> Iterator[None]:
     try:
-        return run(partial(_with_gradients, function), workload.limits.seconds, with_values=with_values)
+        yield
     except LimitReached as limit:
         raise not_known(workload.name, limit, way_out) from None
     except LostError as error:
@@ -467,7 +475,7 @@ def trace_step(
 
 def make_trace(request: TraceRequest) -> Trace:
     """Make a trace; see `trace_step`."""
-    name, callbacks = request.workload.name, request.workload.callbacks
+    name = request.workload.name
 
     def trace(request: TraceRequest) -> Trace:
         def once(assumed: AssumedValues) -> Trace:
@@ -497,7 +505,7 @@ def make_trace(request: TraceRequest) -> Trace:
             except TraceError:
                 raise error from None
 
-    if request.shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks):
+    if _may_shorten(request):
         # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
         try:
             return over_hooks(request)
@@ -509,8 +517,40 @@ def make_trace(request: TraceRequest) -> Trace:
     return over_hooks(replace(request, shorten=False))
 
 
+def begin_trace(request: TraceRequest, change: Callable[[TraceRequest], TraceRequest]) -> Callable[[], Trace]:
+    """Begin to make a trace if there is a core for it; the returned callable waits for it.
+
+    Args:
+        request: What to trace but for the change, which says what values to assume.
+        change: Made where the trace is.
+    """
+    workload = request.workload
+    shortest = replace(request, shorten=_may_shorten(request))
+    begun = begin(lambda: _with_gradients(lambda: _trace(change(shortest))), workload.limits.seconds)
+
+    def trace() -> Trace:
+        if begun is None:
+            return make_trace(change(request))
+        try:
+            with _limits_explained(workload, "traced", _ONLY_LONG):
+                return begun()
+        except AlignmentError:
+            return make_trace(replace(change(request), shorten=False))
+        except TraceError as error:
+            if error.cause == "limit":
+                raise
+            return make_trace(change(request))
+
+    return trace
+
+
+def _may_shorten(request: TraceRequest) -> bool:
+    callbacks = request.workload.callbacks
+    return request.shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks)
+
+
 def _attempt(request: TraceRequest) -> Trace:
-    return isolated(request.workload, partial(_trace, request), "traced", " if the step is only long. " + WAY_OUT)
+    return isolated(request.workload, partial(_trace, request), "traced", _ONLY_LONG)
 
 
 @runs_steps
