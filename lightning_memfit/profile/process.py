@@ -106,15 +106,13 @@ def beside(function: Callable[[], T]) -> Callable[[], T]:
 
     Where no copy has a core of its own, the function runs here when its result is asked for.
     """
-    return _begun(function, None, is_thrown_away=False) or function
+    return begin(function, is_thrown_away=False) or function
 
 
-def begin(function: Callable[[], T], seconds: float) -> Callable[[], T] | None:
+def begin(
+    function: Callable[[], T], seconds: float | None = None, is_thrown_away: bool = True
+) -> Callable[[], T] | None:
     """Begin what `run` does; the returned callable waits for it. None where no copy has a core of its own."""
-    return _begun(function, seconds, is_thrown_away=True)
-
-
-def _begun(function: Callable[[], T], seconds: float | None, is_thrown_away: bool) -> Callable[[], T] | None:
     if _is_thrown_away or not can_fork() or len(os.sched_getaffinity(0)) < 2:
         return None
     try:

@@ -88,7 +88,6 @@ UNKNOWN_VALUES = (UnknownSizeError, DataDependentOutputException, DynamicOutputS
 _PERHAPS = "If training gets past this, measure the step instead with `measure_step` (two real steps of a micro-batch)."
 _OWN_ERROR = "A trace has the datamodule of the module's Trainer, if there is one, and no logger."
 WAY_OUT = "Measure it instead with `measure_step` (two real steps of a small micro-batch)."
-_ONLY_LONG = f" if the step is only long. {WAY_OUT}"
 
 _CHOICES = (
     AssumedValues(),
@@ -138,7 +137,14 @@ class TraceError(RuntimeError):
         self.cause = cause
 
 
-def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out: str, with_values: bool = False) -> T:
+def isolated(
+    workload: Workload,
+    function: Callable[[], T],
+    doing: str,
+    way_out: str,
+    with_values: bool = False,
+    begun: Callable[[], T] | None = None,
+) -> T:
     """Run a function on a workload in a process that is thrown away; what is learned there of kernels is kept.
 
     Args:
@@ -147,20 +153,16 @@ def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out:
         doing: What it does, for messages: `traced` or `measured`.
         way_out: What to do instead of giving more room where it takes too long.
         with_values: Whether it needs the values of tensors.
+        begun: Waits for it where it has begun already.
 
     Raises:
         TraceError: If its process ended without an answer, or came to its limits.
         Exception: What the function raised.
     """
-    task = partial(_with_gradients, function)
-    with _limits_explained(workload, doing, way_out):
-        return run(task, workload.limits.seconds, with_values=with_values)
-
-
-@contextlib.contextmanager
-def _limits_explained(workload: Workload, doing: str, way_out: str) -> Iterator[None]:
     try:
-        yield
+        if begun is not None:
+            return begun()
+        return run(partial(_with_gradients, function), workload.limits.seconds, with_values=with_values)
     except LimitReached as limit:
         raise not_known(workload.name, limit, way_out) from None
     except LostError as error:
@@ -473,14 +475,14 @@ def trace_step(
     return make_trace(request)
 
 
-def make_trace(request: TraceRequest) -> Trace:
-    """Make a trace; see `trace_step`."""
-    name = request.workload.name
+def make_trace(request: TraceRequest, begun: Callable[[], Trace] | None = None) -> Trace:
+    """Make a trace; see `trace_step`. `begun` waits for its first attempt where that has begun already."""
+    name, started = request.workload.name, [begun]
 
     def trace(request: TraceRequest) -> Trace:
         def once(assumed: AssumedValues) -> Trace:
             try:
-                return _attempt(replace(request, assumed=assumed))
+                return _attempt(replace(request, assumed=assumed), started.pop() if started else None)
             except TraceError as error:
                 if not error.took_distinct:
                     raise
@@ -524,24 +526,9 @@ def begin_trace(request: TraceRequest, change: Callable[[TraceRequest], TraceReq
         request: What to trace but for the change, which says what values to assume.
         change: Made where the trace is.
     """
-    workload = request.workload
     shortest = replace(request, shorten=_may_shorten(request))
-    begun = begin(lambda: _with_gradients(lambda: _trace(change(shortest))), workload.limits.seconds)
-
-    def trace() -> Trace:
-        if begun is None:
-            return make_trace(change(request))
-        try:
-            with _limits_explained(workload, "traced", _ONLY_LONG):
-                return begun()
-        except AlignmentError:
-            return make_trace(replace(change(request), shorten=False))
-        except TraceError as error:
-            if error.cause == "limit":
-                raise
-            return make_trace(change(request))
-
-    return trace
+    begun = begin(lambda: _with_gradients(lambda: _trace(change(shortest))), request.workload.limits.seconds)
+    return lambda: make_trace(change(request), begun)
 
 
 def _may_shorten(request: TraceRequest) -> bool:
@@ -549,8 +536,9 @@ def _may_shorten(request: TraceRequest) -> bool:
     return request.shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks)
 
 
-def _attempt(request: TraceRequest) -> Trace:
-    return isolated(request.workload, partial(_trace, request), "traced", _ONLY_LONG)
+def _attempt(request: TraceRequest, begun: Callable[[], Trace] | None = None) -> Trace:
+    way_out = " if the step is only long. " + WAY_OUT
+    return isolated(request.workload, partial(_trace, request), "traced", way_out, begun=begun)
 
 
 @runs_steps
