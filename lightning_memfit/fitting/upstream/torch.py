@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_memfit.memory.collectives import parameter_groups
 from lightning_memfit.memory.kind import synchronize
@@ -79,22 +78,6 @@ def forget_pass(module: nn.Module) -> None:
                     parameter.unsharded_accumulated_grad = None
                     if getattr(parameter, "_unsharded_param", None) is not None:
                         parameter._unsharded_param.grad = None
-
-
-def num_writes(module: nn.Module) -> int:
-    """How often weights were written so far; of those that FSDP2 divides, parts and what it gathers them into."""
-    sharded: list[Any] = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    divided = [one for child in sharded for group in parameter_groups(child) for one in group.fsdp_params]
-    weights = {id(one): one for one in module.parameters()}
-    for one in divided:
-        gathered = getattr(one, "_unsharded_param", None)
-        weights.update((id(each), each) for each in (one.sharded_param, gathered) if each is not None)
-    return sum(map(_version, weights.values()))
-
-
-def _version(weight: Any) -> int:
-    """Writes into a weight; an operation on one that is divided counts for it or for this rank's part."""
-    return int(weight._version) + (_version(weight._local_tensor) if isinstance(weight, DTensor) else 0)
 
 
 def _reset_by_hand(module: Any) -> None:
