@@ -119,8 +119,7 @@ def run_step(recorder: EventRecorder, workload: Workload) -> Course:
     course = Course(recorder, workload.limits, options.traced_micro_batches, workload.length)
     for tensor in tensors_in(workload.batch):
         recorder.track(tensor, Category.INPUT, "batch")
-    for parameter in workload.module.parameters():
-        parameter.grad = None  # of a run before
+    torch.nn.Module.zero_grad(workload.module)  # of a run before; a loop here would keep a weight that is replaced
     is_compiling = "torch._dynamo" in sys.modules  # fakes have nothing to compile for, and a recorder sees operators
     try:
         with torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext():
@@ -209,6 +208,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
     for child in module.modules():
         if isinstance(child, pl.LightningModule):
             child._trainer = None
+    del child  # which a callback may replace
     leave_out_hooks(module, () if workload.start_hooks else START_HOOKS)
     if type(module).setup is not pl.LightningModule.setup:
         wrap_method(module, "setup", partial(_before_moving, recorder), innermost=True)

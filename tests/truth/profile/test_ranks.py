@@ -109,6 +109,26 @@ def test_weights_and_states_are_divided_and_blocks_gathered() -> None:
     assert largest(shared, Category.COMMUNICATION) >= 4 * 8 * WIDTH * WIDTH
 
 
+class ReplacesTheEnd(pl.Callback):
+    """Puts a layer without a bias in the place of the last one, which it has read."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        end = nn.Linear(WIDTH, 4, bias=False)
+        end.weight.data.copy_(pl_module.end.weight.detach())
+        pl_module.end = end
+
+
+@pytest.mark.parametrize("callbacks", [(), (ReplacesTheEnd(),)], ids=["divided", "replaced"])
+def test_the_last_weight_is_not_kept_whole(callbacks: Any) -> None:
+    module = Stack(2)
+    module.end = nn.Linear(WIDTH, 4, bias=False)
+    ranks = Ranks(FullyShardedStrategy, 2)
+    found = trace_step(
+        module, batch(), StepOptions(), Emulation("cpu"), callbacks, check_assumptions=False, ranks=ranks
+    )
+    assert largest(found, Category.BUFFER) < module.end.weight.nbytes
+
+
 def test_no_value_is_assumed_to_judge_the_optimizer_by() -> None:
     assert trace(5, Ranks(FullyShardedStrategy, 2)).assumptions == ()
 
