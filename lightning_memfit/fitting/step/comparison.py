@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.recovery.step_state import Saved, alike, places_of, restore_all
+from lightning_memfit.fitting.recovery.step_state import Saved, alike
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.log_rules import LogRules, check_metrics
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
@@ -107,6 +107,7 @@ class Comparison:
         self._holds_statistics = holds_statistics
         self._only_weights = only_weights
         self._warned: set[str] = set()
+        self._num_runs = 0
 
     def run(self, samples: Samples) -> None:
         """Compare some samples twice in a row, each time cut elsewhere, and others where candidates still differ.
@@ -117,12 +118,15 @@ class Comparison:
         """
         room = samples.num_samples - samples.count
         step = max(1, room // (_MAX_WINDOWS - 1))
-        offsets = dict.fromkeys(min(index * step, room) for index in range(_MAX_WINDOWS))
-        first_offset, first = self._most_disputed(samples) or (0, 0)
+        begin = self._num_runs * step % (room + 1)
+        offsets = [begin, *(min(index * step, room) for index in range(_MAX_WINDOWS))]
+        self._num_runs += 1
+        start = self._passes.state()
+        first_offset, first = self._most_disputed(samples) or (begin, 0)
         unseen: NotFiniteError | None = None
         for offset in dict.fromkeys((first_offset, *offsets)):
             try:
-                self._compare(samples, offset, first)
+                self._compare(samples, offset, first, start)
                 break
             except NotFiniteError as error:
                 unseen = error
@@ -135,31 +139,34 @@ class Comparison:
             found = self._most_disputed(samples)
             if found is None:
                 return
-            self._compare(samples, *found)
+            self._compare(samples, *found, start)
 
-    def _compare(self, samples: Samples, offset: int, first: int) -> None:
-        """Compare the samples from an offset on twice in a row."""
+    def _compare(self, samples: Samples, offset: int, first: int, start: Saved) -> None:
+        """Compare samples twice in a row: those from an offset on, and those as far from the end of the batch."""
         count, num_samples = samples.count, samples.num_samples
-        around = [offset, count, num_samples - count - offset]
-        window = samples.batch
-        if num_samples > count:
-            window = self._splitter.split(samples.batch, [one for one in around if one])[1 if offset else 0]
-        start = self._passes.state()
+        room = num_samples - count
         starts = (start, start)
+        others = room - offset if 2 * offset != room else 0
         for turn, at in enumerate(_firsts(num_samples, count, samples.size, first)):
+            offset = others if turn else offset
+            window = samples.batch
+            if room:
+                around = [one for one in (offset, count, room - offset) if one]
+                window = self._splitter.split(samples.batch, around)[1 if offset else 0]
             sizes = [at, count - at]
             whole = self._passes.run(samples.request, [window], [count], [1.0], starts[0], num_samples)
             self._weights.ignore(self._passes.ignored)
             ended = self._passes.state()
             if self._anywhere(not whole.shows):
+                if turn:
+                    return
                 raise NotFiniteError(whole.least_bits < 32 and not whole.is_finite)
             parts, weights = self._first_right(samples, window, offset, sizes, whole, starts[1], turn)
             if self._only_weights:
-                break
+                return
             self._judge_state(whole, parts)
             self._judge_logs(whole, parts, sizes, weights, turn)
             starts = (ended, self._passes.state())
-        restore_all(start, places_of(self._loop.module))
 
     def _most_disputed(self, samples: Samples) -> tuple[int, int] | None:
         """Return where candidates that may be right weigh two parts most differently; None if they agree everywhere."""
