@@ -21,6 +21,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     is_look,
     places_of,
     put_back,
+    sampled_weights,
 )
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.outputs import StepOutputs, merge
@@ -29,6 +30,11 @@ _SKIPS = (
     "`training_step` returned None, which skips a batch, for some micro-batches of a batch and not others: the "
     "whole batch would be skipped or not. Return a loss of zero weight for them, or keep the whole share in one "
     "micro-batch."
+)
+_WRITTEN_WHEN_CLEARED = (
+    "`on_before_zero_grad` or `optimizer_zero_grad` changes `{}` between forward and backward of a split batch: "
+    "forward of the next micro-batches would see the new weights. Change them in `on_train_batch_end`, which "
+    "is called once per batch, or keep the whole share in one micro-batch."
 )
 
 
@@ -119,7 +125,7 @@ class Accumulation:
                 if len(skips) > 1:
                     raise MisconfigurationException(_SKIPS)
                 if clears and clear is not None:
-                    self._clear(clear, saved)
+                    self._clear(clear, saved, is_split=last > 0)
                 if index == last and is_first_of_window and self._left:
                     put_back(self._left)
                 announces = announce and index == announced
@@ -154,10 +160,13 @@ class Accumulation:
             for parameter, grad in before if self.hides_gradients else ():
                 parameter.grad = grad
 
-    def _clear(self, clear: Callable[[], None], saved: Saved) -> None:
+    def _clear(self, clear: Callable[[], None], saved: Saved, is_split: bool) -> None:
         """Clear the gradients, once for all micro-batches: what hooks write then is not for the next ones to see.
 
         In a run without micro-batches they write it between forward and backward of the whole batch.
+
+        Raises:
+            MisconfigurationException: If they write to weights in training, of which the next forward would see it.
         """
         module = self._loop.module
         if not self._loop.has_zero_grad_hooks:
@@ -167,7 +176,11 @@ class Accumulation:
         looks = is_look(self._num_clears)
         places = places_of(module) if looks else {n: one for n, one in self._once.items() if n not in saved}
         before = held(places.values(), copies_frozen_weights(module))
+        weights = sampled_weights(module) if looks and is_split else {}
         clear()
+        now = sampled_weights(module) if weights else {}
+        if written := [name for name, one in weights.items() if not one.equal(now[name])]:
+            raise MisconfigurationException(_WRITTEN_WHEN_CLEARED.format(written[0]))
         if looks:
             found = changed_since(before, module)
             if any(isinstance(place.read(), nn.Parameter) for place in found.values()):  # a teacher: all of it follows

@@ -49,12 +49,6 @@ class Sketches:
 
         return add
 
-    def clear(self) -> None:
-        """Clear gradients and projections, as a step does between forward and backward."""
-        self._rows.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
-
     def remove(self) -> None:
         """Read gradients no more."""
         for handle in self._handles:

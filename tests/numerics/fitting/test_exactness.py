@@ -35,6 +35,7 @@ from tests.zoo.split_steps import (
     Clamped,
     Classes,
     Cleared,
+    Clipped,
     ClipsSums,
     Contrastive,
     Counting,
@@ -61,6 +62,7 @@ from tests.zoo.split_steps import (
     ReplacesSums,
     RunningVariance,
     Shrinks,
+    ShrinksWhenCleared,
     Spectral,
     SumLoss,
     Teacher,
@@ -468,6 +470,13 @@ def test_what_a_zero_grad_hook_writes_is_seen_so_in_windows(fails_at: tuple[int,
     fit(ours, MicroBatching(micro_batch_size=2), accumulate_grad_batches=2)
     assert difference(plain, ours) < 1e-9
     assert plain.share == ours.share
+
+
+@pytest.mark.parametrize("kind", [ShrinksWhenCleared, Clipped])
+def test_a_zero_grad_hook_that_writes_to_weights_is_refused(kind: type[Toy]) -> None:
+    with pytest.raises(MisconfigurationException, match=r"`on_before_zero_grad` .* changes `net\.0\.weight`"):
+        fit(kind(), MicroBatching(micro_batch_size=2))
+    assert_exact(kind, BATCH)
 
 
 @pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (4, (1, 6))])
