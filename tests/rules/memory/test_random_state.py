@@ -27,7 +27,7 @@ def module_on(index):
     trainer = SimpleNamespace(
         world_size=1, callbacks=[], strategy=strategy, global_rank=0, state=SimpleNamespace(status=None)
     )
-    module._trainer, module.model = trainer, SimpleNamespace(config={})
+    module._trainer, module.model = trainer, SimpleNamespace(config=SimpleNamespace(to_dict=dict))
     return module
 
 
