@@ -21,7 +21,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.lockstep import Lockstep
-from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.step import effective_step
 from tests.helpers.fitting import VOCABULARY, is_checking
 from tests.helpers.ranks import run_ranks
@@ -41,7 +40,6 @@ DISTURBED: dict[str, tuple[str, tuple[int, ...]]] = {
     "backward of all ranks' last block": ("backward", (12,)),
     "loss, later": ("loss", (9,)),
     "first optimizer step": ("step", (1,)),
-    "before later optimizer steps": ("before step", (3, 5)),
     "often": ("forward", (3, 31, 60)),
 }
 IN_VALIDATION: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -109,53 +107,6 @@ def test_so_it_does_in_validation(strategy: dict[str, Any], tmp_path: Path) -> N
     options = {**VALIDATED, "strategy": strategy}
     ended = run_ranks(lambda: disturbed(IN_VALIDATION, 1, options), 2, tmp_path)
     assert_nothing_changed(IN_VALIDATION, ended, 1)
-
-
-class LooksBetween(Tagger):
-    """Runs its network in hooks, where `MicroBatching` does nothing together."""
-
-    place = ""
-    writes = False
-
-    def look(self, place: str) -> None:
-        if place != self.place:
-            return
-        with torch.no_grad():
-            if self.writes:
-                self.net(torch.zeros(2, 3, dtype=torch.long))
-                self.net[4].weight.mul_(2.0)
-            self.net(torch.zeros(2, 3, dtype=torch.long))
-
-    def on_after_backward(self) -> None:
-        self.look("backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.look("step")
-
-
-def fail_in_hooks() -> dict[str, Any]:
-    """By place and number of the failure: failures and the difference from an undisturbed run; or the error."""
-    found: dict[str, Any] = {}
-    for LooksBetween.place in ("backward", "step"):
-        whole = train(LooksBetween(), MicroBatching(micro_batch_size=8))
-        for number in (1, 5):
-            moments = Moments(0, "validation", (number,), run_out_of_memory)
-            run = train(LooksBetween(moments), MicroBatching(micro_batch_size=4))
-            found[f"{LooksBetween.place} {number}"] = moments.failures, close(run, whole)
-    LooksBetween.writes = True
-    with pytest.raises(MemoryExhausted) as caught:
-        train(LooksBetween(Moments(0, "validation", (4,), run_out_of_memory)), MicroBatching(micro_batch_size=4))
-    return {**found, "written": str(caught.value)}
-
-
-@pytest.mark.nightly
-def test_so_it_does_in_a_forward_of_a_hook_on_one_device(tmp_path: Path) -> None:
-    (only,) = run_ranks(fail_in_hooks, 1, tmp_path)
-    assert not only.error, only.output[-5000:]
-    assert "Hooks had changed weights" in only.result.pop("written")
-    for name, (failures, difference) in only.result.items():
-        assert failures == 1, name
-        assert difference < TOLERANCE, name
 
 
 class Keeper(Tagger):

@@ -121,13 +121,10 @@ class SelfCheck:
         count = num_samples
         if self._memory is not None or has_failed:
             # A comparison holds more than a step: what it compares, and on ranks that share one batch a copy of it.
-            most_together = size if self._memory is None else size * 3 // 4
-            if not self._consensus.can_repeat:
-                most_together = size // 2
-            count = max(2, min(most_together, num_samples // 2))
+            together = (size if self._memory is None else size * 3 // 4) if self._consensus.can_repeat else size // 2
+            count = max(2, min(together, num_samples // 2))
         self._passes.divisor, larger = _DIVISORS[0], iter(_DIVISORS[1:])
         while True:
-            count = min(count, num_samples)
             status, failure = self._attempt(request, batch, num_samples, count, size)
             told: set[float] = {_OUT_OF_MEMORY}
             most, statuses = count, []

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_memfit.device.host import probe_host
+from lightning_memfit.fitting.recovery.host_states import fetch_states
 from lightning_memfit.fitting.recovery.ladder import Ladder
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
 from lightning_memfit.fitting.recovery.postmortem import explain
@@ -239,6 +240,8 @@ class EffectiveStep:
                 local_batch, start = self._check_on(request, local_batch, start, size, has_failed=True)
                 self._window.weigh_past_again()
         assert result is not None
+        if is_repeated:  # a rung of the ladder may have sent states away in the midst of the step that needs them
+            fetch_states(self._loop.trainer.optimizers[0])
         if request.is_last and self._loop.runs_backward:
             if self._reducer is not None:
                 self._reduce(self._reducer)
