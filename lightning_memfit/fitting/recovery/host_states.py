@@ -131,13 +131,6 @@ def absent_bytes(optimizer: Optimizer) -> int:
     return sum(state.nbytes for _, state in _states(optimizer) if state in _AWAY) if _AWAY else 0
 
 
-def paged_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of states in memory that goes to the host under pressure, by bitsandbytes' mark."""
-    if not getattr(optimizer, "is_paged", False):
-        return 0
-    return sum(state.nbytes for _, state in _states(optimizer) if getattr(state, "is_paged", False))
-
-
 def _states(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield parameters with their states, each state once."""
     seen: set[int] = set()

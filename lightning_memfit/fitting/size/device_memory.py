@@ -41,13 +41,9 @@ class CudaMemory:
     @property
     def limit_bytes(self) -> int:
         """Free memory of the card plus what this process has reserved, within the per-process memory fraction."""
-        return self.limit_beside(0)
-
-    def limit_beside(self, paged_bytes: int) -> int:
-        """Return the limit if as much paged memory, which the driver counts as used, may go to the host."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total_bytes)
-        return min(allowed, free_bytes + paged_bytes + torch.cuda.memory_reserved(self._device))
+        return min(allowed, free_bytes + torch.cuda.memory_reserved(self._device))
 
     @property
     def live_bytes(self) -> int:
@@ -63,16 +59,6 @@ class CudaMemory:
         """Empty the cache and start a new peak."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-
-
-def limit_beside(memory: DeviceMemory, paged_bytes: int) -> int:
-    """Return the bytes that this process may use once its paged memory has gone to the host.
-
-    Args:
-        memory: Any device memory; a simulated one doesn't count paged memory in the first place.
-        paged_bytes: Paged memory of this process, wherever it is now.
-    """
-    return memory.limit_beside(paged_bytes) if isinstance(memory, CudaMemory) else memory.limit_bytes
 
 
 def find_device_memory(trainer: Trainer) -> DeviceMemory | None:
