@@ -130,8 +130,10 @@ class Doing(Classifier):
     losses: ClassVar[list[Any]] = []
 
     def __init__(self, act: Callable[..., Any]) -> None:
+        global MAPPED
         super().__init__()
         self.act = act
+        MAPPED = mmap.mmap(-1, 3)  # forks share a mapping, so that each trial needs its own
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Any:
