@@ -4,8 +4,8 @@
 
 For every model the limit is set just above the peak of its case's `largest` micro-batch, so that this is the true
 maximum of a run with several micro-batches. `BatchSizeFinder` runs without micro-batches, where gradients are released
-during backward; its true maximum is found by bisection. Trial steps, errors and the result are counted for each, and
-for ours the errors in the 50 training steps after the search, too.
+during backward; its true maximum is found by bisection. Steps, errors and the result are counted for each: trial steps
+of the finder, and of ours the training steps that ended the search. Errors in 50 more steps are counted, too.
 
 Models whose memory is not linear in the batch (`models.CURVED`) are tried with ours alone. Where the second batch is
 longer, the limit leaves room for `largest` samples of that one, and the size that it ran with is noted.
@@ -28,6 +28,7 @@ from benchmarks.micro_batching.models import CASES, CURVED, Case, Lit
 from benchmarks.micro_batching.record import write
 from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.size.search import MAX_STEPS
 from lightning_memfit.memory.attach import TrainerAttachment
 
 SHARE = 1024  # at least two full micro-batches of the largest case
@@ -135,16 +136,16 @@ def run_ours(case: Case, limit_bytes: int, share: int = SHARE, later_steps: int 
     callback, limit, module = MicroBatching(), MemoryLimit(limit_bytes), Lit(case, share)
     used = SizesUsed()
     started = time.perf_counter()
-    trainer_of(callback, limit, used, max_steps=1 + later_steps).fit(module)
+    trainer_of(callback, limit, used, max_steps=MAX_STEPS + 1 + later_steps).fit(module)
     assert limit.ledger is not None
     assert callback.found is not None
-    errors = sum(not probe.fits for probe in callback.found.probes)
+    errors = callback.found.num_failed
     result = {
         "largest": callback.found.largest,
-        "verified": callback.found.is_verified,
-        "steps": callback.found.num_trials,
+        "tried": callback.found.tried,
+        "steps": callback.found.num_steps,
         "errors": errors,
-        "size_used": callback.changes[0][1],
+        "size_used": callback.micro_batch_size_in_use,
         "seconds": round(time.perf_counter() - started, 2),
     }
     if later_steps:

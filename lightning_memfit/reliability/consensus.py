@@ -43,7 +43,7 @@ class At(IntEnum):
 
 
 _IN_WORDS = {
-    At.ELSEWHERE: "is in a trial or a comparison before training goes on",
+    At.ELSEWHERE: "is in a comparison before training goes on",
     At.BATCH: "begins a training batch",
     At.INSIDE: "is within a step",
     At.ATTEMPTED: "has run forward and backward of a batch",

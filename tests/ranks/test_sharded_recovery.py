@@ -230,14 +230,13 @@ def test_ranks_agree_while_a_shape_is_new(tmp_path: Path) -> None:
 
 
 def find_a_size() -> tuple[int | None, int, float]:
-    """Run out of memory on one rank in the trial step with all 8 samples; the next trial is smaller."""
+    """Run out of memory on one rank in the first step, with all 8 samples; it is repeated with fewer."""
     whole = train(Tagger(), MicroBatching(micro_batch_size=8))
-    moments = Moments(1, "backward", (8,), run_out_of_memory)  # three in each of the trials with one sample
+    moments = Moments(1, "backward", (8,), run_out_of_memory)
     callback = MicroBatching(predictor=lambda size: size, limit_bytes=8)
     module = Tagger(moments)
     run = train(module, callback)
-    assert callback.changes
-    return callback.changes[0][1], moments.failures, close(run, whole)
+    return callback.micro_batch_size_in_use, moments.failures, close(run, whole)
 
 
 def test_a_size_is_found_that_fits_on_all_ranks(tmp_path: Path) -> None:

@@ -393,8 +393,8 @@ def sizes_found() -> str:
 
     def run(limit: int, **size: int) -> Any:
         limited, batching = MemoryLimit(limit), MicroBatching(**size, allow_batch_statistics=True)
-        train(PeakOfOptimizer, batching, limited, steps=3)
-        return limited.ledger.peak_bytes if size else batching.found.largest
+        train(PeakOfOptimizer, batching, limited, steps=8)
+        return limited.ledger.peak_bytes if size else batching.found.tried
 
     most = max(run(1 << 40, micro_batch_size=size) for size in (1, 48))
     found = [run(int(most * share)) for share in (1.0, 1.005, 1.02, 1.1)]

@@ -36,7 +36,6 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        self._in_trial = False
         self.num_retries = 0
 
     def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -56,15 +55,6 @@ class StepGuard:
             else:
                 optimizer.step = own
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Take the steps within for those of a trial, which runs inside the closure of a real step or before it."""
-        self._in_trial = True
-        try:
-            yield
-        finally:
-            self._in_trial = False
-
     def step(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
@@ -76,8 +66,7 @@ class StepGuard:
             MemoryExhausted: If memory runs out in every retry, after the step had called its closure more than once, or
                 in a later step; the message says whether weights are those before the step.
         """
-        is_trial = self._in_trial
-        calls = _Calls(closure, optimizer, is_trial or optimizer not in self._stepped)
+        calls = _Calls(closure, optimizer, optimizer not in self._stepped)
         if closure is not None:
             kwargs["closure"] = calls
         for attempt in range(_MAX_RETRIES + 1):
@@ -90,8 +79,7 @@ class StepGuard:
             except Exception as error:
                 failure = error
             else:
-                if not is_trial:
-                    self._stepped.add(optimizer)
+                self._stepped.add(optimizer)
                 return result
             if calls.snapshot is not None:
                 calls.snapshot.restore()

@@ -1,7 +1,7 @@
 """Save what a step changes and restore it bitwise.
 
 `Rollback` goes back to the start of an effective batch whose attempt failed; it is used in every step and saves only
-what forward and backward change. `TrainingSnapshot` is for trial steps: after `restore`, training continues
+what forward and backward change. `TrainingSnapshot` is for passes of a check: after `restore`, training continues
 exactly as it would have without them. `OptimizerSnapshot` is the part that an optimizer step changes.
 """
 
@@ -119,7 +119,6 @@ class TrainingSnapshot:
         module: The module in training.
         optimizers: Its optimizers, if the passes step them.
         device: The device in use.
-        others: Further plain objects whose attributes may change: schedulers, the gradient scaler.
         with_parameters: Whether to save parameters and gradients; passes of forward alone don't change them.
     """
 
@@ -128,7 +127,6 @@ class TrainingSnapshot:
         module: nn.Module,
         optimizers: Iterable[Optimizer],
         device: torch.device,
-        others: Iterable[object] = (),
         with_parameters: bool = True,
     ) -> None:
         self._module = module
@@ -144,7 +142,6 @@ class TrainingSnapshot:
         self._modes = [(child, child.training) for child in module.modules()]
         self._metrics = MetricStates(module)
         self._of_metrics = self._metrics.save()
-        self._others = [(vars(other), {key: Held(value) for key, value in vars(other).items()}) for other in others]
         cudnn = torch.backends.cudnn
         self._cudnn = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
 
@@ -163,8 +160,6 @@ class TrainingSnapshot:
         for child, mode in self._modes:
             child.training = mode
         self._metrics.load(self._of_metrics)
-        for target, values in self._others:
-            restore_dict(target, {key: value.restored() for key, value in values.items()})
         cudnn = torch.backends.cudnn
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self._cudnn
         self._random.restore()

@@ -1,1 +1,1 @@
-"""The micro-batch size that fits: predicted, then verified by trial steps."""
+"""The micro-batch size that fits: predicted, and corrected by what the first steps take."""

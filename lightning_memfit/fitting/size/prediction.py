@@ -29,7 +29,7 @@ from lightning_memfit.memory.attach import exchange_tensors, hide_idle_hooks
 from lightning_memfit.memory.kind import CPU, CUDA, compute_capability
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, fit_slopes
+from lightning_memfit.profile.events import AlignmentError, EventList, fit_slopes
 from lightning_memfit.profile.fake import give_up_memory, tensors_in
 from lightning_memfit.profile.process import LostError, NoProcessError, Worker
 from lightning_memfit.profile.record import ModelProfile
@@ -139,8 +139,8 @@ class SizePrediction:
         self._profiles: dict[int, ModelProfile] = {}
         self._replayed: ModelProfile | None = None
         self._input_sizes: dict[int, int] = {}
-        self._rest_bytes: int | None = None
-        self._traced_rest_bytes: int | None = None
+        self._live: tuple[int, bool] | None = None
+        self._traced_live_bytes: dict[bool, int] = {}
 
     def begin(self, batch: Any, local_batch_size: int, take: Callable[[Any, int], Any]) -> None:
         """Predict for a batch from now on; nothing is traced yet, and only a copy in host memory is kept.
@@ -222,12 +222,12 @@ class SizePrediction:
         at = None if known is None else size
         _tell_monitors(trainer, estimate_step(profile, at, self._runtime).breakdown + waiting)
 
-    def calibrate(self, rest_bytes: int) -> None:
-        """Say how many bytes are alive between two steps, with gradients, optimizer states and the whole batch.
+    def calibrate(self, live_bytes: int, is_after_step: bool) -> None:
+        """Say how many bytes are alive, with the whole batch: before the first step, or between two.
 
         What a trace can't know (workspaces of libraries, tensors of other callbacks) is then counted.
         """
-        self._rest_bytes = rest_bytes - self._input_bytes(self._local_batch_size)
+        self._live = (live_bytes - self._input_bytes(self._local_batch_size), is_after_step)
 
     def _traced_bytes(self, size: int) -> int:
         return self._peak_bytes(self._trace(size), size)
@@ -239,16 +239,17 @@ class SizePrediction:
         return predict_peak_bytes(profile, at, self._runtime) + waiting_bytes + self._untraced_bytes(profile)
 
     def _untraced_bytes(self, profile: ModelProfile) -> int:
-        """Return the bytes alive between steps that a trace doesn't know; they are the same for every size."""
-        if self._rest_bytes is None:
+        """Return the bytes alive that a trace doesn't know; they are the same for every size."""
+        if self._live is None:
             return 0
-        if self._traced_rest_bytes is None:
-            live = profile.events.live_bytes(profile.device_kind.rounding_bytes)
+        live_bytes, is_after_step = self._live
+        if is_after_step not in self._traced_live_bytes:
+            events = profile.events
+            at = _end_of_step(events) if is_after_step else (events.phases[0][0] if events.phases else len(events)) - 1
+            traced = events.breakdown_at(at, profile.device_kind.rounding_bytes) if at >= 0 else MemoryBreakdown()
             runtime_bytes = self._runtime.allocated_bytes if self._runtime is not None else 0
-            inputs = profile.events.categories == CATEGORIES.index(Category.INPUT)
-            input_bytes = int(profile.events.rounded_sizes(profile.device_kind.rounding_bytes)[inputs].sum())
-            self._traced_rest_bytes = int(live[_end_of_step(profile.events)]) + runtime_bytes - input_bytes
-        return self._rest_bytes - self._traced_rest_bytes
+            self._traced_live_bytes[is_after_step] = traced.total() - traced.get(Category.INPUT) + runtime_bytes
+        return live_bytes - self._traced_live_bytes[is_after_step]
 
     def _trace(self, size: int) -> ModelProfile:
         size = min(size, self._local_batch_size)
@@ -345,7 +346,7 @@ def predict_sizes(trainer: Trainer, module: LightningModule) -> SizePrediction |
     try:
         return SizePrediction(trainer, module)
     except (LostError, NoProcessError) as error:
-        rank_zero_warn(f"MicroBatching: sizes are drawn from trial steps, for no step can be traced here: {error}.")
+        rank_zero_warn(f"MicroBatching: the size grows in the first steps, for no step can be traced here: {error}.")
         return None
 
 

@@ -1,8 +1,8 @@
-"""Find the largest micro-batch size that fits: a candidate is named by a prediction or by measured peaks, then tried.
+"""Find the largest micro-batch size that fits while the first steps of training run, each of which trains.
 
-The search is pure: predictions and trials come in as functions. It assumes one thing only, that a larger size never
-needs less memory. `longest_samples` and `lengthened` make the batch to try sizes with, which is the one that needs the
-most memory.
+The search is pure: predictions come in as a function, and what steps took as numbers. It assumes one thing only, that a
+larger size never needs less memory. `longest_samples` and `lengthened` make the batch to predict for, which is the one
+that needs the most memory.
 """
 
 import contextlib
@@ -21,9 +21,16 @@ from lightning_memfit.memory.oom import release
 PeakPredictor = Callable[[int], int]
 """From a micro-batch size to the predicted peak of a training step in bytes; must not decrease as the size grows."""
 
-MAX_PROBES = 2  # where there is a prediction
-MAX_MEASURED = 5  # where sizes are drawn from trials alone
-_STEP_BACK = 0.97  # after a failed trial; the prediction is better than 3 %
+MAX_MEASURED = 5  # steps that are measured where sizes are drawn from them alone
+MAX_STEPS = 8  # after which a search ends, however little the batches were alike
+_FEWEST = 2  # samples of the first step where nothing is predicted: layers of batch statistics can't run one
+_MAX_RAISES = 2
+_STEP_BACK = 0.97
+_SHARES = (_STEP_BACK, 0.75)
+"""Of a predicted size that failed, one after the other: the prediction is better than 3 %; if not, it is wrong."""
+_FAILING_SHARE = 0.5  # of any later one
+_ENDING_MARGIN = 0.03  # of the memory for more than few samples, where running out of it ends the run
+_RIGHT = 0.001  # of the peak: as near as a prediction comes that is right
 _CLOSE = 0.01  # a bracket this narrow is not narrowed further
 _AGREES = 0.01  # of the growth since the smallest size: where a rough prediction is taken to be right
 _MAX_EXACT = 20  # exact predictions, each of which may take seconds
@@ -44,8 +51,8 @@ class ExactPredictor(Protocol):
             NoPrediction: If the step can't be traced.
         """
 
-    def calibrate(self, rest_bytes: int) -> None:
-        """Say how many bytes are alive between two steps."""
+    def calibrate(self, live_bytes: int, is_after_step: bool) -> None:
+        """Say how many bytes are alive before the first step, or between two."""
 
     def largest_under(self, limit_bytes: int, upper: int) -> int:
         """Return the largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is.
@@ -56,145 +63,262 @@ class ExactPredictor(Protocol):
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A trial step that was run.
+class StepMemory:
+    """What a training step took, on the rank that took most.
 
     Attributes:
         size: Micro-batch size.
-        fits: Whether memory sufficed.
-        peak_bytes: The measured peak; None if it can't be measured or the trial failed.
-        work_bytes: The peak of forward and backward alone, without the optimizer step.
-        is_in_optimizer: Whether memory ran out in the optimizer step, behind forward and backward.
-        error: What the module raised instead of running so few samples.
+        peak_bytes: The peak.
+        work_bytes: The peak of forward and backward, without the optimizer step.
+        rest_bytes: Bytes alive after it.
+        is_alike: Whether its batch had the shapes of the one that is predicted for, on all ranks.
     """
 
     size: int
-    fits: bool
-    peak_bytes: int | None = None
-    work_bytes: int | None = None
-    is_in_optimizer: bool = False
-    error: Exception | None = None
+    peak_bytes: int
+    work_bytes: int
+    rest_bytes: int = 0
+    is_alike: bool = True
 
 
 @dataclass(frozen=True)
 class SizeSearchResult:
-    """What a search found.
+    """What a search has found so far.
 
     Attributes:
-        largest: The largest size that was tried and fits.
-        is_verified: Whether a trial step of that size succeeded.
-        predicted_bytes: Predicted peak at that size, corrected by what was measured; None without prediction.
-        probes: The trials near the limit, in order.
-        num_trials: Number of all trial steps, including smaller ones for the prediction.
-        missed_bytes: What was measured at that size beyond an exact prediction; 0 without one.
+        largest: The largest size that has room, as far as is known.
+        tried: The largest size that has run.
+        predicted_bytes: Predicted peak at `largest`, before anything was measured; None without prediction.
+        num_steps: Training steps that ran during the search.
+        num_failed: How often memory ran out meanwhile.
+        is_done: Whether the search has ended.
     """
 
     largest: int
-    is_verified: bool
+    tried: int
     predicted_bytes: int | None
-    probes: tuple[Probe, ...]
-    num_trials: int = 0
-    missed_bytes: int = 0
+    num_steps: int
+    num_failed: int
+    is_done: bool
 
 
-def find_largest(
-    upper: int,
-    predict: PeakPredictor | ExactPredictor,
-    limit_bytes: int,
-    run_probe: Callable[[int], Probe],
-    first: Probe | None = None,
-    agree: Callable[[int], int] = int,
-) -> SizeSearchResult:
-    """Find the largest size up to `upper` that fits, from a prediction and usually one or two trials.
+class SizeSearch:
+    """Names the micro-batch size of the next training step, from a prediction and from what the last ones took.
 
-    The prediction names a candidate, and measured peaks correct it: the error found at one size is taken to be the same
-    at others, that found at two sizes to grow linearly. If the first candidate fits and the corrected prediction
-    promises more, that is tried as well. If it fails, the next trial is 3 % lower; if that fails, too, the prediction
-    is wrong, and further trials go down until one fits. A size that was not tried is never returned.
-
-    Where the optimizer step is the peak at the size that an exact prediction named, memory is flat up to there,
-    whatever was predicted. Then what forward and backward took alone says how far one can go.
+    A prediction names the size of the first step, and is held against the second one, by which the optimizer has its
+    states: if its error leaves room for a size that saves a micro-batch, training goes on with that. Where the
+    optimizer step is the peak, what forward and backward took alone says how far one can go. If a predicted size fails,
+    the next one is 3 % lower, then a quarter, then half. Without a prediction the first step has micro-batches of two
+    samples, and up to five steps of growing sizes replace it. Where a failure ends the run, training begins with two
+    samples as well, and 3 % of the memory beyond what they take is left free.
 
     Args:
-        upper: The largest size of interest.
-        predict: The prediction.
+        upper: Samples per device and loader batch.
         limit_bytes: Memory of the device.
-        run_probe: Runs a trial step.
-        first: An earlier trial of a small size, which corrects the constant.
-        agree: Returns the smallest of all ranks' numbers, so that all of them try the same sizes.
+        predict: The prediction; None if there is none.
+        can_fail: Whether a step in which memory runs out is repeated.
+        is_measured: Whether it can be measured what steps take. If not, the first size that runs is the last.
+        agree: Returns the smallest of all ranks' numbers, so that all of them take the same sizes.
 
-    Raises:
-        NoPrediction: If `predict` raises it, on any rank.
+    Attributes:
+        largest: The largest size that has room, as far as is known.
+        no_prediction: Why there is no prediction, if one was expected.
+        missed_bytes: What was measured beyond an exact prediction.
+        is_done: Whether the search has ended.
     """
-    measured = [] if first is None or first.peak_bytes is None else [first]
-    best = 0 if first is None or not first.fits else first.size
-    probes: list[Probe] = []
-    failed = upper + 1
-    while True:
-        promised, reason = _promised(predict, measured, limit_bytes, upper, is_free=first is None)
-        promised = agree(promised)
+
+    def __init__(
+        self,
+        upper: int,
+        limit_bytes: int,
+        predict: PeakPredictor | ExactPredictor | None,
+        can_fail: bool,
+        is_measured: bool = True,
+        agree: Callable[[int], int] = int,
+    ) -> None:
+        self._upper = upper
+        self._limit_bytes = limit_bytes
+        self._predict = predict
+        self._can_fail = can_fail
+        self._is_measured = is_measured
+        self._agree = agree
+        self._failed = upper + 1
+        self._num_failed = self._num_failed_in_step = 0
+        self._num_steps = 0
+        self._num_raises = 0
+        self._best = 0
+        self._predicted_bytes: int | None = None
+        self._measured: list[StepMemory] = []
+        self._rest_bytes = 0
+        self.largest = 0
+        self.no_prediction = ""
+        self.missed_bytes = 0
+        self.is_done = False
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether a prediction names sizes."""
+        return self._predict is not None
+
+    @property
+    def result(self) -> SizeSearchResult:
+        """What has been found so far."""
+        return SizeSearchResult(
+            self.largest, self._best, self._predicted_bytes, self._num_steps, self._num_failed, self.is_done
+        )
+
+    def first(self, live_bytes: int | None = None) -> int:
+        """Return the size of the first step.
+
+        Args:
+            live_bytes: Bytes that are alive before it; None if they can't be measured.
+        """
+        if live_bytes is not None and isinstance(self._predict, ExactPredictor):
+            self._predict.calibrate(live_bytes, is_after_step=False)
+        promised = self._promised()
+        if self._predict is not None and self._can_fail:
+            self.largest = min(max(1, promised), self._upper)
+            with contextlib.suppress(NoPrediction):
+                self._predicted_bytes = self._predict(self.largest)
+        elif self._is_measured or not self._can_fail:
+            self.largest = min(_FEWEST, self._upper)
+        else:
+            self.largest = self._upper
+        return self.largest
+
+    def needs_more(self, size: int) -> int:
+        """Return the size to begin with if the module can't run so few samples; 0 if there is none above."""
+        if self._num_steps or self._num_failed or size >= self._upper:
+            return 0
+        self.largest = min(2 * size, self._upper)
+        return self.largest
+
+    def fail(self, size: int) -> int:
+        """Return the size with which a batch is repeated after memory has run out; 0 if there is none below."""
+        self._failed = min(self._failed, size)
+        self._num_failed += 1
+        self._num_failed_in_step += 1
+        shares = _SHARES[self._num_failed_in_step - 1 :] if self.is_predicted else ()
+        share = shares[0] if shares else _FAILING_SHARE
+        smaller = min(math.ceil(size * share) if share == _STEP_BACK else int(size * share), size - 1)
+        if 0 < self._best < size:
+            smaller = max(smaller, self._best) if share == _STEP_BACK else self._best
+        self.largest = smaller
+        return smaller
+
+    def after(self, step: StepMemory) -> int:
+        """Return the size of the step that follows one that has run.
+
+        Args:
+            step: What it took.
+        """
+        self._num_steps += 1
+        self._num_failed_in_step = 0
+        self._best = max(self._best, step.size)
+        self._rest_bytes = step.rest_bytes
+        if isinstance(self._predict, ExactPredictor) and self._is_measured:
+            self._predict.calibrate(step.rest_bytes, is_after_step=True)
+        if not self._is_measured or (self._num_steps >= MAX_STEPS):
+            self.is_done = True
+        elif self._num_steps == 1:  # in which the optimizer has made its states
+            if self._predict is not None and self._can_fail:
+                return self._name(min(step.size, max(1, self._promised())))
+        elif step.is_alike:
+            self._measured.append(step)
+            return self._name(self._next_of_prediction(step) if self._predict else self._next_by_growth(step))
+        return self._name(step.size)
+
+    def _name(self, size: int) -> int:
+        self.largest = max(size, self._best) if self.is_done else size
+        return self.largest
+
+    # --- with a prediction ------------------------------------------------------------------------------------------
+
+    def _next_of_prediction(self, step: StepMemory) -> int:
+        promised = min(self._promised(), self._failed - 1)
+        most = _MAX_RAISES + (self._can_fail and _is_flat(self._measured))
+        if self._num_parts(promised) >= self._num_parts(step.size) or self._num_raises >= most:
+            self.is_done = True
+            return max(promised, step.size)
+        self._num_raises += 1
+        return promised
+
+    def _num_parts(self, size: int) -> int:
+        return -(-self._upper // max(size, 1))
+
+    def _promised(self) -> int:
+        """The size that a prediction promises, corrected by what was measured; without one, 0 from now on."""
+        promised, reason = self._promise()
+        promised = self._agree(promised)
         if promised < 0:
-            raise NoPrediction(reason or "another rank has none")
-        candidate = min(max(promised, 1), failed - 1)
-        if failed <= upper:
-            num_failed = sum(not probe.fits for probe in probes)
-            share = _STEP_BACK if num_failed == 1 else 0.75 if num_failed == MAX_PROBES else 0.5
-            candidate = min(candidate, math.ceil(failed * share) if num_failed == 1 else int(failed * share))
-        most = MAX_PROBES + 1 if first is None and _is_flat(measured) else MAX_PROBES
-        if candidate <= best or (len(probes) >= most and best > (first.size if first else 0)):
-            break
-        probe = run_probe(candidate)
-        probes.append(probe)
-        if not probe.fits:
-            failed = candidate
-            continue
-        best = candidate
-        if probe.peak_bytes is None:
-            break
-        measured.append(probe)
-    predicted = missed = None
-    with contextlib.suppress(NoPrediction):
-        predicted = _corrected(predict, measured)(best) if best else None
-        missed = next((p.peak_bytes - predict(best) for p in measured if p.size == best and p.peak_bytes), None)
-    is_exact = isinstance(predict, ExactPredictor)
-    return SizeSearchResult(
-        best, best > 0, predicted, tuple(probes), missed_bytes=max(0, missed or 0) if is_exact else 0
-    )
+            self.no_prediction = reason or "another rank has none"
+            self._predict = None
+        return max(promised, 0)
+
+    def _promise(self) -> tuple[int, str]:
+        """The size promised; -1 and the reason if there is no prediction."""
+        predict, measured, limit_bytes = self._predict, self._measured, self._limit_bytes
+        if predict is None:
+            return 0, ""
+        if not self._can_fail and measured:
+            limit_bytes -= int(_ENDING_MARGIN * max(0, limit_bytes - measured[0].peak_bytes))
+        try:
+            if not isinstance(predict, ExactPredictor):
+                return largest_under(_corrected(predict, measured), limit_bytes, self._upper), ""
+            if self._can_fail and _is_flat(measured):
+                work = _through({step.size: step.work_bytes for step in measured[-2:]})
+                return largest_under(work, limit_bytes, self._upper), ""
+            error = self._error_of(predict, measured[-1]) if measured else 0
+            return predict.largest_under(limit_bytes - error, self._upper), ""
+        except NoPrediction as error:
+            refused = error
+        reason = str(refused)
+        release(refused)  # frames of a refused trace may form a cycle that holds the batch (contextlib of Python 3.12)
+        return -1, reason
+
+    def _error_of(self, predict: ExactPredictor, step: StepMemory) -> int:
+        """What a step took beyond the prediction; less than nothing may be that of forward and backward alone."""
+        predicted = predict(step.size)
+        self.missed_bytes = max(0, step.peak_bytes - predicted)
+        is_too_high = step.peak_bytes < (1.0 - _RIGHT) * predicted
+        return (step.work_bytes if is_too_high and self._can_fail else step.peak_bytes) - predicted
+
+    # --- without a prediction ---------------------------------------------------------------------------------------
+
+    def _next_by_growth(self, step: StepMemory) -> int:
+        """Name the next size from steps alone.
+
+        The bytes that forward and backward need beyond what is alive between steps are taken to grow at most with the
+        square of the size, so that the second size is safe for any such curve. The later ones follow what was measured:
+        a parabola where the curve is smooth, whole steps where it has some (batches padded to a multiple). A curve with
+        steps can't be found exactly by so few: the result fits, but may be some steps too low.
+        """
+        limit_bytes = self._limit_bytes
+        if not self._can_fail:
+            limit_bytes -= int(_ENDING_MARGIN * max(0, limit_bytes - self._measured[0].peak_bytes))
+        room = max(limit_bytes - self._rest_bytes, 1)
+        taken = {one.size: max(one.work_bytes - one.rest_bytes, 1) for one in self._measured}
+        points = sorted(taken.items())
+        named = _by_growth(points, room, self._failed, is_free=self._failed > self._upper)
+        if not self._can_fail:  # then not even one sample may be too many
+            size, used = points[-1]
+            line = largest_under(_through(dict(points[-2:])), int(room), self._upper)
+            named = min(named, line if len(points) > 1 else int(size * math.sqrt(room / used)))
+        named = self._agree(min(named, self._failed - 1))
+        if named <= self._best or len(self._measured) >= MAX_MEASURED:
+            self.is_done = True
+            return self._best
+        return named
 
 
-def _promised(
-    predict: PeakPredictor | ExactPredictor,
-    measured: Sequence[Probe],
-    limit_bytes: int,
-    upper: int,
-    is_free: bool,
-) -> tuple[int, str]:
-    """The size that a prediction promises, corrected by what was measured; -1 and the reason if there is none.
-
-    With `is_free`, a trial that fails can be taken back, and all measured sizes were named by the prediction.
-    """
-    try:
-        if not isinstance(predict, ExactPredictor):
-            return largest_under(_corrected(predict, measured), limit_bytes, upper), ""
-        if is_free and _is_flat(measured):
-            work = _through({probe.size: probe.work_bytes or 0 for probe in measured[-2:]})
-            return largest_under(work, limit_bytes, upper), ""
-        taken = [(probe, (is_free and probe.work_bytes) or probe.peak_bytes or 0) for probe in measured[-1:]]
-        errors = [taken_bytes - predict(probe.size) for probe, taken_bytes in taken]
-        return predict.largest_under(limit_bytes - sum(errors), upper), ""
-    except NoPrediction as error:
-        refused = error
-    reason = str(refused)
-    release(refused)  # frames of a refused trace may form a cycle that holds the batch (contextlib of Python 3.12)
-    return -1, reason
+# --- corrections -----------------------------------------------------------------------------------------------------
 
 
-def _is_flat(measured: Sequence[Probe]) -> bool:
+def _is_flat(measured: Sequence[StepMemory]) -> bool:
     """Whether two sizes had one peak, which lies in the optimizer step."""
-    peaks = {probe.peak_bytes for probe in measured[-2:]}
-    return (
-        len(measured) > 1 and len(peaks) == 1 and all((p.work_bytes or 0) < (p.peak_bytes or 0) for p in measured[-2:])
-    )
+    last = measured[-2:]
+    sizes, peaks = {step.size for step in last}, {step.peak_bytes for step in last}
+    return len(sizes) > 1 and len(peaks) == 1 and all(step.work_bytes < step.peak_bytes for step in last)
 
 
 def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
@@ -209,18 +333,13 @@ def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
     return low
 
 
-def _corrected(predict: PeakPredictor, measured: Sequence[Probe]) -> PeakPredictor:
-    errors = [
-        (probe.size, probe.peak_bytes - predict(probe.size)) for probe in measured if probe.peak_bytes is not None
-    ]
-    if not errors:
+def _corrected(predict: PeakPredictor, measured: Sequence[StepMemory]) -> PeakPredictor:
+    """A prediction with the error found at one size, or the line through those of the last two."""
+    if not measured:
         return predict
-    size, error = errors[-1]
-    if len(errors) == 1:
-        return lambda n: predict(n) + error
-    other_size, other_error = errors[-2]
-    slope = (error - other_error) / (size - other_size)
-    return lambda n: round(predict(n) + error + slope * (n - size))
+    errors = {step.size: step.peak_bytes - predict(step.size) for step in measured[-2:]}
+    error = _through(errors)
+    return lambda n: predict(n) + error(n)
 
 
 # --- a curve of which single values are expensive -------------------------------------------------------------------
@@ -290,46 +409,7 @@ def _through(values: Mapping[int, int]) -> PeakPredictor:
     return value
 
 
-# --- without a prediction -------------------------------------------------------------------------------------------
-
-
-def find_by_trials(
-    upper: int, rest_bytes: int, limit_bytes: int, run_probe: Callable[[int], Probe], least: int = 1
-) -> SizeSearchResult:
-    """Find the largest size up to `upper` that fits by trials alone, of which there are at most `MAX_MEASURED`.
-
-    The bytes that forward and backward need beyond what is alive between steps are taken to grow at most with the
-    square of the size, so that the second trial is safe for any such curve. The later ones follow what was measured: a
-    parabola where the curve is smooth, whole steps where it has some (batches padded to a multiple). A curve with steps
-    can't be found exactly by so few trials: the result fits, but may be some steps too low.
-
-    Args:
-        upper: The largest size of interest.
-        rest_bytes: Bytes alive between steps.
-        limit_bytes: Memory of the device.
-        run_probe: Runs a trial step.
-        least: The fewest samples that the module can run.
-    """
-    probes: list[Probe] = []
-    points: list[tuple[int, int]] = []
-    room = max(limit_bytes - rest_bytes, 1)
-    best, failed = 0, upper + 1
-    while len(probes) < MAX_MEASURED or not best:
-        candidate = min(max(least, _by_growth(points, room, failed, is_free=failed > upper)), failed - 1)
-        if candidate <= best or candidate < least:
-            break
-        probe = run_probe(candidate)
-        probes.append(probe)
-        if not probe.fits:
-            failed = candidate
-            continue
-        best = candidate
-        if probe.work_bytes is None:
-            break
-        points.append((candidate, max(probe.work_bytes - rest_bytes, 1)))
-    peak = next((probe.peak_bytes for probe in probes if probe.size == best and probe.fits), None)
-    return SizeSearchResult(best, best > 0, peak, tuple(probes))
-
+# --- growth without a prediction ------------------------------------------------------------------------------------
 
 _BETWEEN = 0.35  # from what is safe for a parabola (0) to what a line promises (1)
 _MARGIN = 0.04  # of an extrapolated distance

@@ -23,19 +23,18 @@ class ShapeGuard:
     predicted, once for each shape, and it holds for batches of that shape only. Without a prediction, memory is taken
     to grow with the square of the number of elements, which is safe for attention.
 
-    The sizes only ever lower the size in use: none is larger than what a trial step has shown to fit.
+    The sizes only ever lower the size in use: none is larger than the one that is known to fit.
 
     Args:
-        batch: The batch that was tried.
+        shape: `shape_of` the batch that is known to fit.
         size: The largest size for it.
         predict: From a batch and an upper bound to the largest size for that batch; may raise `NoPrediction`.
     """
 
-    def __init__(self, batch: Any, size: int, predict: Callable[[Any, int], int] | None) -> None:
+    def __init__(self, shape: Any, size: int, predict: Callable[[Any, int], int] | None) -> None:
         self._largest = size
         self._predict = predict
         self._num_predictions = 0
-        shape = _shape(batch)
         self._proven = [shape]
         self._caps: dict[Any, int] = {shape: _NO_CAP}
 
@@ -49,7 +48,7 @@ class ShapeGuard:
             batch: The loader batch.
             current: The size in use.
         """
-        shape = _shape(batch)
+        shape = shape_of(batch)
         cap = self._caps.get(shape)
         if cap is None:
             cap = self._learn(batch, shape)
@@ -99,7 +98,7 @@ class ProvenShapes:
 
     def covers(self, batch: Any, size: int) -> bool:
         """Whether a batch that was nowhere smaller has run in micro-batches of a size or of a larger one."""
-        shape = _shape(batch)
+        shape = shape_of(batch)
         if (size, shape) in self._covered:
             return True
         if any(larger >= size and _is_within(shape, one) for larger, known in self._largest.items() for one in known):
@@ -110,27 +109,27 @@ class ProvenShapes:
     def add(self, batch: Any, size: int) -> None:
         """Note that a batch has run in micro-batches of a size."""
         if not self.covers(batch, size):
-            shape = _shape(batch)
+            shape = shape_of(batch)
             known = self._largest.get(size, [])
             self._largest[size] = [*(one for one in known if not _is_within(one, shape)), shape]
             self._covered.add((size, shape))
 
 
-def _shape(value: Any) -> Any:
+def shape_of(value: Any) -> Any:
     """The shapes of all tensors in a batch, hashable; equal shapes stand for equal memory."""
     kind = type(value)
     if kind is Tensor:
         return value.shape
     if kind is list or kind is tuple:
-        return tuple([one.shape if type(one) is Tensor else _shape(one) for one in value])
+        return tuple([one.shape if type(one) is Tensor else shape_of(one) for one in value])
     if kind is dict:
-        return tuple([one.shape if type(one) is Tensor else _shape(one) for one in value.values()])
+        return tuple([one.shape if type(one) is Tensor else shape_of(one) for one in value.values()])
     if isinstance(value, Tensor):
         return value.shape
     if isinstance(value, Mapping):
-        return tuple(_shape(one) for one in value.values())
+        return tuple(shape_of(one) for one in value.values())
     if isinstance(value, (list, tuple)):
-        return tuple(_shape(one) for one in value)
+        return tuple(shape_of(one) for one in value)
     if kind.__module__ == "numpy" and hasattr(value, "ndim"):
         return tuple(value.shape)
     attributes = getattr(value, "__dict__", None)

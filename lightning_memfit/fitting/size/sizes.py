@@ -1,5 +1,6 @@
 """`MicroBatchSize`: the size in use, lowered after a failure and raised again when a `Backoff` has passed."""
 
+from collections.abc import Callable
 from itertools import chain
 
 STEPS_BEFORE_GROWTH = 100
@@ -68,11 +69,11 @@ class MicroBatchSize:
     Args:
         local_batch_size: Samples per device and loader batch.
         target: The size wanted, at which growth ends.
-
         at_most: The size for batches larger than `local_batch_size`, while nothing has failed; by default `target`.
 
     Attributes:
         current: The size in use.
+        name_smaller: Names the size that follows one that failed, while a search goes on.
     """
 
     def __init__(self, local_batch_size: int, target: int, at_most: int | None = None) -> None:
@@ -87,6 +88,17 @@ class MicroBatchSize:
         self._is_failing = False
         self._is_settled = True
         self._backoff = Backoff()
+        self.name_smaller: Callable[[int], int] | None = None
+
+    def begin(self, size: int, at_most: int) -> None:
+        """Begin with a size, and with another one for larger batches."""
+        self.target = self.current = self._good = size
+        self._at_most = at_most
+
+    def take(self, size: int) -> None:
+        """Go on with a size that a search has named; if it fails, the one before it is taken again."""
+        self.target = self.current = size
+        self._good = min(self._good, size)
 
     def for_batch(self, num_samples: int) -> int:
         """Return the size for a batch, which may have more samples than the first one had."""
@@ -101,6 +113,10 @@ class MicroBatchSize:
         """
         if failed <= 1:
             return 0
+        if self.name_smaller is not None:
+            self.take(min(self.current, self.name_smaller(failed)))
+            self._at_most = self.target
+            return self.current
         if not self._is_failing:
             self._is_failing = True
             if self._good < self.current:

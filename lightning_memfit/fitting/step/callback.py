@@ -75,14 +75,14 @@ class MicroBatching(KeepsRandomNumbers):
         micro_batch_size: `auto`, or a number of samples.
         allow_batch_statistics: Accept that BatchNorm layers take their statistics over a micro-batch. Everything else
             is compared with them held fixed.
-        max_sequence_length: Longest sequence that the data can contain, for the trial steps. Not needed if the data set
-            has `lengths` or a column `length`.
+        max_sequence_length: Longest sequence that the data can contain, for which sizes are predicted. Not needed if
+            the data set has `lengths` or a column `length`.
         recover: Whether to recover from out-of-memory errors; False lets such an error end the run.
         last_resort: How far to go, step by step, when not even one sample fits any more, instead of ending the run:
             `recompute` the activations of all repeated blocks, or `offload` as well: first the inputs of these
             blocks, then the optimizer states go to host memory. All of it is exact, and undone when no longer needed.
         predictor: Function from a micro-batch size to the predicted peak in bytes. By default the memory model, from a
-            trace of the training step; if that can't be traced, two small trials replace it.
+            trace of the training step; if that can't be traced, the size grows in the first steps instead.
         limit_bytes: Memory that may be used, in bytes. By default what the device reports.
         loss_weight: Function from a batch, or a part of it, to the number that its loss is averaged over. By default
             the module's method `loss_weight`, else unmasked label tokens if the batch has integer `labels`, else
@@ -161,7 +161,7 @@ class MicroBatching(KeepsRandomNumbers):
 
     @property
     def found(self) -> SizeSearchResult | None:
-        """Result of the search for the size; None if there was no search."""
+        """What the search for the size has found so far; None if there is no search."""
         return None if self._session is None else self._session.found
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def _refuse_synchronized_norm(trainer: Trainer, module: LightningModule) -> None
 
 
 def _refuse_lazy(module: LightningModule) -> None:
-    """Refuse weights that the first forward makes: a comparison or trial would, from random numbers of the run."""
+    """Refuse weights that the first forward makes: a comparison would, from random numbers of the run."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     name = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if name is not None:

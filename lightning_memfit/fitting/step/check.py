@@ -193,8 +193,9 @@ class SelfCheck:
         return _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED, failure
 
     def _raise(self, failure: Exception) -> NoReturn:
-        layers = batch_statistics(self._loop.module) if isinstance(failure, PartFailedError) else []
-        if layers and not self._holds_statistics:  # which have no statistics of one sample
+        is_alone = isinstance(failure, PartFailedError) and isinstance(failure.__cause__, ValueError)
+        layers = batch_statistics(self._loop.module) if is_alone else []
+        if layers and not self._holds_statistics:  # which have no statistics of one sample, and say so
             raise MisconfigurationException(normalised(layers)) from failure
         raise failure
 

@@ -166,6 +166,11 @@ class EffectiveStep:
         self.shapes: ShapeGuard | None = None
 
     @property
+    def can_fail(self) -> bool:
+        """Whether a batch in which memory runs out is repeated."""
+        return self._recovers
+
+    @property
     def _weighs_whole(self) -> bool:
         """Whether batches that aren't split are weighed; alone and not accumulating, their weight cancels out."""
         return not self._is_alone or self._loop.trainer.accumulate_grad_batches > 1  # which callbacks may change

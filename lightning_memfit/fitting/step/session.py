@@ -1,14 +1,16 @@
 """`FitSession`: what one run of `fit` needs from the start of training to its end.
 
-It checks that the loader delivers what `global_batch_size` asks for, chooses the micro-batch size on the first batch,
-and then leaves every batch to an `EffectiveStep`, which runs later batches without the session.
+It checks that the loader delivers what `global_batch_size` asks for, and names the micro-batch size of the first steps,
+which train as any other. From then on an `EffectiveStep` runs every batch without the session.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,14 +24,19 @@ from torch.utils.data import BatchSampler
 
 from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.ladder import Ladder, LastResort, rungs_up_to
-from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.prediction import SizePrediction
-from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult, lengthened, longest_samples
-from lightning_memfit.fitting.size.shapes import ShapeGuard
+from lightning_memfit.fitting.size.search import (
+    PeakPredictor,
+    SizeSearch,
+    SizeSearchResult,
+    StepMemory,
+    lengthened,
+    longest_samples,
+)
+from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
 from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
-from lightning_memfit.fitting.size.trial import NothingFits, Trial, clear_gradients, describe, fit_size
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.check import SelfCheck
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
@@ -37,16 +44,16 @@ from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LossWeights
-from lightning_memfit.fitting.step.outputs import StepLogs
-from lightning_memfit.fitting.step.passes import silenced
+from lightning_memfit.fitting.step.passes import PartFailedError
 from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.replicas import num_replicas, sum_by_loop
 from lightning_memfit.reliability.consensus import At, RankConsensus
 from lightning_memfit.reliability.upstream.deepspeed import engine_of
 
 _ON_DISK = (
-    "`MicroBatching` compares and tries steps, which can't be taken back where DeepSpeed keeps optimizer states or "
+    "`MicroBatching` compares steps, which can't be taken back where DeepSpeed keeps optimizer states or "
     "weights on disk. Set the loader's batch size to the micro-batch and `accumulate_grad_batches` to the number of "
     "micro-batches; `memfit estimate` says which micro-batch fits."
 )
@@ -167,7 +174,7 @@ class FitSession:
 
     Attributes:
         sizes: The size in use; None before the first batch.
-        found: Result of the search; None if there was none.
+        found: What the search has found so far; None if there is none.
 
     Raises:
         MisconfigurationException: If the loader's batch size contradicts `global_batch_size`.
@@ -201,7 +208,7 @@ class FitSession:
         if loop.engine is not None and loop.engine.is_on_disk:
             raise MisconfigurationException(_ON_DISK)
         consensus.settle()
-        # Made before any trial, so that trials measure its buffer as well.
+        # Made before anything is measured, so that its buffer is, too.
         self._reducer: GradientReducer | None = None
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._reducer = GradientReducer(module)
@@ -214,11 +221,21 @@ class FitSession:
         self._ladder = Ladder(rungs, self._consensus)
         self._rules = LogRules()
         self.sizes: MicroBatchSize | None = None
-        self.found: SizeSearchResult | None = None
-        self._shapes: ShapeGuard | None = None
-        self._step_guard = StepGuard()
-        loop.guard = self._step_guard if loop.engine is None else _unguarded
+        self._search: SizeSearch | None = None
+        self._step: EffectiveStep
+        self._shape: Any = None  # of the batch that sizes are predicted for, or that was measured
+        self._is_alike = True
+        self._limit_bytes = 0
+        self._work_bytes: int | None = None  # that the step before this batch took, without its optimizer step
+        self._num_failed = 0
+        self._started = 0.0
+        loop.guard = StepGuard() if loop.engine is None else _unguarded
         loop.run_step = self._run_first
+
+    @property
+    def found(self) -> SizeSearchResult | None:
+        """What the search has found so far; None if there is none."""
+        return None if self._search is None else self._search.result
 
     def close(self) -> None:
         """Undo everything that the ladder did."""
@@ -232,12 +249,13 @@ class FitSession:
     # --- the first batch --------------------------------------------------------------------------------------------
 
     def _run_first(self, request: StepRequest) -> ClosureResult:
-        """Choose the size and run the batch; from the next one on the loop calls the step itself."""
+        """Choose the size and run the batch; when the search has ended the loop calls the step itself."""
         self._consensus.settle()
         share_added = getattr(self._loop.trainer.strategy, "share_added", None)
         if self._reducer is not None and share_added is not None:
-            share_added()  # before trial steps, which end where values are this rank's own
-        options, sizes = self._options, self._start(request)
+            share_added()
+        options = self._options
+        self.sizes = sizes = MicroBatchSize(self._splitter.count(request.batch), 1)
         accumulation = Accumulation(self._loop, self._loop.is_sharded)
         check = SelfCheck(
             self._loop,
@@ -249,7 +267,7 @@ class FitSession:
             accumulation,
             options.allow_batch_statistics,
         )
-        step = EffectiveStep(
+        self._step = EffectiveStep(
             self._loop,
             self._splitter,
             self._weights,
@@ -264,27 +282,26 @@ class FitSession:
             options.advise if options.last_resort == "offload" else self._advise,
             self._rules,
         )
-        step.shapes = self._shapes
-        self._loop.run_step = step.run
-        return step.run(request)
+        self._start(request, sizes)
+        self._loop.run_step = self._step.run
+        if self._search is not None:
+            self._loop.run_step = partial(self._run_searching, self._search, sizes)
+        return self._loop.run_step(request)
 
-    def _start(self, request: StepRequest) -> MicroBatchSize:
-        local_batch_size = self._splitter.count(request.batch)
+    def _start(self, request: StepRequest, sizes: MicroBatchSize) -> None:
         if self._options.global_batch_size is not None and loader_batch_size(self._loop.trainer) is None:
-            check_global_batch(self._loop.trainer, self._options.global_batch_size, local_batch_size)
+            check_global_batch(self._loop.trainer, self._options.global_batch_size, sizes.local_batch_size)
         again = self._ladder.climb_to(self._kept.get("rungs", ())) if self._is_as_kept() else None
-        size, reason = self._choose(request, local_batch_size)
+        size, reason = self._choose(request, sizes)
         # All ranks use the smallest size; their batches may differ.
         size = int(min(theirs for (theirs,) in self._consensus.exchange(size, at=At.BATCH)))
         wanted = self._options.micro_batch_size
         is_unlimited = wanted == "auto" and self._options.limit_bytes is None and self._memory is None
-        at_most = sys.maxsize if is_unlimited else None if wanted == "auto" else wanted
-        self.sizes = MicroBatchSize(local_batch_size, size, at_most)
+        sizes.begin(size, sys.maxsize if is_unlimited else size if wanted == "auto" else max(size, wanted))
         self._note(size, f"{reason} As before, with {again}." if again else reason)
-        return self.sizes
 
-    def _choose(self, request: StepRequest, local_batch_size: int) -> tuple[int, str]:
-        wanted, kept = self._options.micro_batch_size, self._kept
+    def _choose(self, request: StepRequest, sizes: MicroBatchSize) -> tuple[int, str]:
+        wanted, kept, local_batch_size = self._options.micro_batch_size, self._kept, sizes.local_batch_size
         if wanted != "auto":
             size = min(wanted, local_batch_size)
             self._predict_for(request.batch, local_batch_size)
@@ -293,62 +310,124 @@ class FitSession:
         if kept.get("micro_batch_size") and self._is_as_kept():
             size = min(local_batch_size, int(kept["micro_batch_size"]))
             self._predict_for(request.batch, local_batch_size)
-            self._shapes = self._guard(request.batch, size, limit_bytes)
+            self._step.shapes = self._guard(shape_of(request.batch), size, limit_bytes)
             return size, f"MicroBatching: micro-batch {size} of {local_batch_size} samples, as in the checkpoint."
         if limit_bytes is None:
             return local_batch_size, (
                 f"MicroBatching: the whole share of {local_batch_size} samples at once; no memory limit is known for "
                 f"{self._device.type}. Add a `MemoryLimit` or set `micro_batch_size`."
             )
-        started = time.monotonic()
-        try:
-            found = self.found = self._search(request, local_batch_size, limit_bytes)
-        except NothingFits as error:
-            if self._options.last_resort == "none":
-                raise MemoryExhausted(f"{error} {_HINT}") from error
-            return 1, "MicroBatching: as it is, not even one sample fits; training begins with one and saves memory."
-        size = prefer(local_batch_size, found.largest)
-        return size, describe(found, size, local_batch_size, limit_bytes, time.monotonic() - started)
+        return self._begin_search(request, sizes, limit_bytes)
 
-    def _search(self, request: StepRequest, local_batch_size: int, limit_bytes: int) -> SizeSearchResult:
-        """Find the largest size that fits by trial steps on the longest samples of the data."""
-        loop, batch = self._loop, self._worst_case(request.batch, local_batch_size)
+    # --- the first steps, which show which size is best -------------------------------------------------------------
+
+    def _begin_search(self, request: StepRequest, sizes: MicroBatchSize, limit_bytes: int) -> tuple[int, str]:
+        """Name the size of the first step, predicted for the longest samples of the data."""
+        self._started, local_batch_size = time.monotonic(), sizes.local_batch_size
+        memory, batch = self._memory, self._worst_case(request.batch, local_batch_size)
         self._predict_for(batch, local_batch_size)
+        self._search = search = SizeSearch(
+            local_batch_size,
+            limit_bytes,
+            self._options.predictor,
+            self._step.can_fail,
+            memory is not None,
+            self._smallest,
+        )
+        has_states = any(optimizer.state for optimizer in self._loop.trainer.optimizers)  # of a run that is resumed
+        largest = search.first(None if memory is None or has_states else self._highest(memory.live_bytes))
+        if search.no_prediction:
+            why = f"for there is no prediction: {search.no_prediction}"
+            rank_zero_info(f"MicroBatching: the size grows in the first steps, {why}")
+        self._shape = shape_of(batch if search.is_predicted else request.batch)
+        self._limit_bytes = limit_bytes
+        self._step.shapes = self._guard(self._shape, largest, limit_bytes)
+        sizes.name_smaller = lambda failed: prefer(local_batch_size, search.fail(failed))
+        size = prefer(local_batch_size, largest)
+        return size, self._described(search, size, local_batch_size)
 
-        def forward_and_backward(size: int) -> None:
-            is_cleared = size == local_batch_size and loop.trainer.accumulate_grad_batches == 1
-            with StepLogs().capture(loop.results):
-                if loop.engine is not None and not is_cleared:  # what a window has accumulated is alive in forward
-                    loss = loop.forward(request, self._take(batch, 1), 1.0).closure_loss
-                    if loss is not None:
-                        loop.backward(request, loss, announce=False)
-                loss = loop.forward(request, self._take(batch, size), 1.0).closure_loss
-                if is_cleared:  # the whole batch at once: `zero_grad` comes between forward and backward
-                    clear_gradients(loop.module)
-                if loss is not None:
-                    loop.backward(request, loss, announce=False, is_final=True)
+    def _run_searching(self, search: SizeSearch, sizes: MicroBatchSize, request: StepRequest) -> ClosureResult:
+        """Run a batch of the first steps, and measure what a step takes."""
+        memory = self._memory
+        if request.is_complete:
+            return self._step.run(request)
+        if request.zero_grad is not None:
+            if self._work_bytes is not None:
+                self._learn(search, sizes, self._work_bytes)
+                if search.is_done:
+                    sizes.begin(sizes.current, sizes.current)
+                    sizes.name_smaller, self._loop.run_step = None, self._step.run
+                    return self._step.run(request)
+            self._is_alike = True
+            self._num_failed = search.result.num_failed
+            if memory is not None:
+                memory.reset_peak()
+        shape, count = shape_of(request.batch), self._splitter.count(request.batch)
+        if not search.is_predicted and count == sizes.local_batch_size:
+            self._shape = shape
+        self._is_alike &= shape == self._shape
+        result = self._run_or_enlarge(search, sizes, request)
+        if request.is_last:
+            self._work_bytes = 0 if memory is None else memory.peak_bytes
+        return result
 
-        with (
-            silenced(loop.trainer),
-            self._step_guard.trial(),
-            Trial(loop.trainer, forward_and_backward, self._memory, self._consensus, loop.engine) as trial,
-        ):
-            found = fit_size(trial, local_batch_size, limit_bytes, self._options.predictor)
-        self._shapes = self._guard(batch, found.largest, limit_bytes - found.missed_bytes)
-        return replace(found, num_trials=trial.num_steps)
+    def _run_or_enlarge(self, search: SizeSearch, sizes: MicroBatchSize, request: StepRequest) -> ClosureResult:
+        """Run a batch, at the beginning of the run with more samples at once if the module can't run so few."""
+        while True:
+            try:
+                return self._step.run(request)
+            except PartFailedError:
+                size = search.needs_more(sizes.current)
+                if not size:
+                    raise
+            sizes.begin(size, size)
+            self._note(size, "the module can't run fewer samples")
 
-    def _guard(self, batch: Any, size: int, limit_bytes: int | None) -> ShapeGuard:
+    def _learn(self, search: SizeSearch, sizes: MicroBatchSize, work_bytes: int) -> None:
+        """Take what the step before this batch has shown, and go on with the size that the search names."""
+        memory, before = self._memory, sizes.current
+        peak_bytes, rest_bytes = (0, 0) if memory is None else (memory.peak_bytes, memory.live_bytes)
+        is_alike = self._is_alike and search.result.num_failed == self._num_failed
+        told = self._consensus.exchange(work_bytes, peak_bytes, rest_bytes, not is_alike, at=At.BATCH)
+        work, peak, rest, unlike = (int(max(numbers)) for numbers in zip(*told, strict=True))
+        largest = self._smallest(search.after(StepMemory(before, peak, work, rest, not unlike)))
+        size = prefer(sizes.local_batch_size, largest)
+        if size != before:
+            sizes.take(size)
+            self._step.shapes = self._guard(self._shape, largest, self._limit_bytes - search.missed_bytes)
+            self._note(size, self._described(search, size, sizes.local_batch_size))
+
+    def _described(self, search: SizeSearch, size: int, local_batch_size: int) -> str:
+        """Return one line that says which size is in use, and why."""
+        found, why = search.result, "so far"
+        if found.num_steps:
+            why = "by what the first steps took"
+        elif found.predicted_bytes is not None:
+            why = f"by its prediction of {format_bytes(found.predicted_bytes)}"
+        return (
+            f"MicroBatching: micro-batch {size} x {math.ceil(local_batch_size / size)} for {local_batch_size} samples "
+            f"per device; {format_bytes(self._limit_bytes)} have room for {found.largest}, {why} "
+            f"({time.monotonic() - self._started:.1f} s)."
+        )
+
+    def _smallest(self, number: int) -> int:
+        return int(min(theirs for (theirs,) in self._consensus.exchange(number, at=At.BATCH)))
+
+    def _highest(self, number: int) -> int:
+        return int(max(theirs for (theirs,) in self._consensus.exchange(number, at=At.BATCH)))
+
+    def _guard(self, shape: Any, size: int, limit_bytes: int | None) -> ShapeGuard:
         """Return what gives batches of larger shapes than this one a smaller size."""
         prediction = self._options.predictor
         if not isinstance(prediction, SizePrediction) or limit_bytes is None:
-            return ShapeGuard(batch, size, None)
+            return ShapeGuard(shape, size, None)
 
         def predict(other: Any, upper: int) -> int:
             count = self._splitter.count(other)
             found = prediction.for_batch(other, count, self._take).largest_under(limit_bytes, min(upper, count))
             return upper if found == count else found
 
-        return ShapeGuard(batch, size, predict)
+        return ShapeGuard(shape, size, predict)
 
     def _take(self, batch: Any, size: int) -> Any:
         """Return the first samples of a batch, as they are split in training."""

@@ -242,8 +242,13 @@ def _split_graphs(batch: Any, sizes: list[int]) -> list[Any]:
 
 
 def sizes_of(num_samples: int, micro_batch_size: int) -> list[int]:
-    """Return the sizes of micro-batches for a number of samples; only the last may be smaller."""
+    """Return the sizes of micro-batches for a number of samples; only the last may be smaller.
+
+    A single sample is not left over where that can be helped: layers of batch statistics can't run one.
+    """
     full, rest = divmod(num_samples, micro_batch_size)
+    if rest == 1 and full and micro_batch_size > 2:
+        return [micro_batch_size] * (full - 1) + [micro_batch_size - 1, 2]
     return [micro_batch_size] * full + ([rest] if rest else [])
 
 

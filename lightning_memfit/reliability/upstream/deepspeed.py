@@ -1,18 +1,10 @@
 """Everything that fitting does to a DeepSpeed engine by names that are not public. Written for DeepSpeed 0.19.8."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from lightning_memfit.memory.host_copy import HostCopy
-
-_LINKED = "_hp_optimizer_states_linked"
-_NUMBERS = ("overflow", "_global_grad_norm", _LINKED)
 
 
 def engine_of(trainer: Trainer) -> "ZeroEngine | None":
@@ -44,12 +36,6 @@ class ZeroEngine:
 
     def __init__(self, engine: Any) -> None:
         self._zero = engine.optimizer
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer of torch that steps this rank's part of the weights."""
-        optimizer: Optimizer = self._zero.optimizer
-        return optimizer
 
     @property
     def is_on_disk(self) -> bool:
@@ -97,24 +83,3 @@ class ZeroEngine:
             for accumulated in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
                 accumulated.update(dict.fromkeys(accumulated))  # after an overflow there is no window's beginning
         zero.overflow, zero._global_grad_norm = False, norm
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Put back what the engine keeps beside its optimizer: master weights, the loss scale and the last norm."""
-        zero = self._zero
-        self.settle()
-        masters = [(master, HostCopy(master)) for master in getattr(zero, "fp32_partitioned_groups_flat", ())]
-        scaler, numbers = dict(vars(zero.loss_scaler)), {n: vars(zero)[n] for n in _NUMBERS if n in vars(zero)}
-        try:
-            yield
-        finally:
-            self.settle()
-            zero.zero_grad(set_to_none=True)
-            for master, copy in masters:
-                copy.restore(master)
-            vars(zero.loss_scaler).update(scaler)
-            vars(zero).update(numbers)
-            if not numbers.get(_LINKED, True):  # parameters have learnt of the states that the trial has made
-                for parameter in (p for group in zero.bit16_groups for p in group):
-                    if parameter._hp_mapping is not None:
-                        parameter._hp_mapping.optim_fragment = None

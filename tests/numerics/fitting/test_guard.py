@@ -97,33 +97,6 @@ def test_a_step_that_never_fits_leaves_weights_and_states_as_they_were(after: bo
     assert equal([*module.parameters(), *optimizer.state[module.weight].values()], before)
 
 
-def test_a_trial_step_is_not_the_first_step() -> None:
-    """The first real step makes the states, whatever a trial inside its closure did before."""
-    module = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    calls = 0
-
-    def fail(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise out_of_memory()
-
-    guard = StepGuard()
-
-    def closure() -> None:
-        with guard.trial():
-            for _ in range(2):
-                optimizer.step()
-
-    optimizer.register_step_post_hook(fail)
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with guard(optimizer):
-        optimizer.step(closure)
-    assert guard.num_retries == 1
-
-
 def test_without_room_for_a_copy_the_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(optimizer: Any) -> Any:
         raise MemoryError

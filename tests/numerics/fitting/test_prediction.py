@@ -56,14 +56,14 @@ class Wide(pl.LightningModule):
         return DataLoader(TensorDataset(torch.randn(2048, WIDTH)), 1024, shuffle=True)
 
 
-def test_the_memory_model_names_the_size_and_one_trial_confirms_it() -> None:
+def test_the_memory_model_names_the_size_and_two_steps_confirm_it() -> None:
     callback = MicroBatching()
     module = Wide()
-    fit(module, MemoryLimit("1MiB"), callback, max_epochs=1)
-    assert callback.found is not None
-    assert callback.found.is_verified
-    assert callback.found.num_trials <= 3
-    assert 1 < callback.found.largest < 1024
+    fit(module, MemoryLimit("1MiB"), callback, max_epochs=2)
+    found = callback.found
+    assert found is not None
+    assert (found.is_done, found.num_steps, found.num_failed) == (True, 2, 0)
+    assert 1 < found.tried <= found.largest < 1024
 
 
 @pytest.mark.nightly
@@ -78,11 +78,11 @@ def test_the_run_is_bitwise_the_run_with_that_size_given() -> None:
     assert difference(auto, by_hand) == 0.0
 
 
-def test_a_step_that_cannot_be_traced_is_fitted_by_trials() -> None:
+def test_without_a_trace_the_size_grows_in_the_first_steps() -> None:
     callback = MicroBatching()
-    fit(Wide(value_dependent=True), MemoryLimit("1MiB"), callback, max_epochs=1)
+    fit(Wide(value_dependent=True), MemoryLimit("1MiB"), callback, max_epochs=2)
     assert callback.found is not None
-    assert callback.found.largest > 1
+    assert callback.found.largest > 2
 
 
 @pytest.mark.nightly
@@ -101,25 +101,6 @@ def test_predicting_keeps_no_batch_on_the_device() -> None:
     assert len(set(live)) == 1
 
 
-@pytest.mark.nightly
-def test_every_trial_step_is_reported() -> None:
-    calls: list[int] = []
-
-    class Counting(Wide):
-        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            if type(batch[0]) is torch.Tensor:  # not in a trace
-                calls.append(len(batch[0]))
-            return super().training_step(batch, batch_idx)
-
-    module, callback = Counting(), MicroBatching()
-    fit(module, MemoryLimit("1MiB"), callback, max_steps=1, max_epochs=-1)
-    assert callback.found is not None
-    trials = [1, *(probe.size for probe in callback.found.probes)]
-    assert callback.found.num_trials == len(trials)
-    assert calls[: len(trials)] == trials
-    assert calls[-1] == 1024 % callback.changes[0][1] or callback.changes[0][1]
-
-
 # --- memory that is not linear in the batch -------------------------------------------------------------------------
 
 
@@ -129,7 +110,7 @@ def searched(name: str, monkeypatch: pytest.MonkeyPatch, steps: int = 4) -> dict
     assert row["checked"]
     assert row["memfit"]["later_errors"] == 0
     assert row["memfit"]["errors"] <= 1
-    assert row["memfit"]["verified"]
+    assert row["memfit"]["tried"]
     return row
 
 
@@ -152,10 +133,10 @@ def test_a_step_of_any_curve_is_traced_where_it_matters(name: str, monkeypatch: 
 
 @pytest.mark.nightly_cases("values choose")
 @pytest.mark.parametrize("name", ["values choose, attention", "through C"])
-def test_a_step_that_cannot_be_traced_is_found_in_six_trials(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_traced_is_found_in_eight_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = searched(name, monkeypatch)
     assert 0.97 <= row["memfit"]["fraction"] <= 1
-    assert row["memfit"]["steps"] <= 6
+    assert row["memfit"]["steps"] <= 8
 
 
 @pytest.mark.nightly

@@ -7,9 +7,8 @@ import pytest
 
 from lightning_memfit.fitting.size.search import (
     NoPrediction,
-    Probe,
-    find_by_trials,
-    find_largest,
+    SizeSearch,
+    StepMemory,
     largest_by_exact,
     largest_under,
 )
@@ -23,15 +22,33 @@ class Device:
         constant = rng.uniform(0, 5e6)
         self.lines = [(constant + rng.uniform(0, 2e5), rng.uniform(1e3, 1e5)) for _ in range(rng.randint(1, 3))]
         self.limit = (self.peak(largest) + self.peak(largest + 1)) // 2
-        self.probes: list[Probe] = []
 
     def peak(self, size: int) -> int:
         return round(max(offset + slope * size for offset, slope in self.lines))
 
-    def probe(self, size: int) -> Probe:
-        fits = self.peak(size) <= self.limit
-        self.probes.append(Probe(size, fits, self.peak(size) if fits else None, self.peak(size) if fits else None))
-        return self.probes[-1]
+
+def train(search: SizeSearch, peak: Callable[[int], int], limit: int, rest: int = 0, flat: int = 0) -> list[int]:
+    """Run steps until the search has ended; the sizes that were tried, those that failed as well.
+
+    Args:
+        search: The search.
+        peak: What forward and backward take at a size.
+        limit: The memory.
+        rest: Bytes alive between steps.
+        flat: What the optimizer step takes.
+    """
+    tried, size = [], search.first(rest)
+    while not search.is_done:
+        tried.append(size)
+        has_failed = False
+        while max(peak(size), flat) > limit:
+            has_failed = True
+            if size == 1:
+                return tried
+            size = search.fail(size)
+            tried.append(size)
+        size = search.after(StepMemory(size, max(peak(size), flat), peak(size), rest, not has_failed))
+    return tried
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -41,48 +58,45 @@ def test_the_maximum_is_found(seed: int) -> None:
     largest = rng.randint(1, 500)
     device = Device(rng, largest)
     shift, factor = rng.uniform(-2e6, 2e6), rng.uniform(0.99, 1.03)
-    first = Probe(1, True, device.peak(1), device.peak(1))
-    found = find_largest(
-        600, lambda n: round((device.peak(n) - device.peak(1)) * factor + shift), device.limit, device.probe, first
-    )
-    assert len(device.probes) <= 2
-    assert sum(not probe.fits for probe in device.probes) <= 1
-    assert found.largest <= largest
-    assert found.largest >= min(0.97 * largest, largest - 1)
-    assert found.is_verified
+
+    def predict(size: int) -> int:
+        return round((device.peak(size) - device.peak(1)) * factor + shift)
+
+    search = SizeSearch(600, device.limit, predict, can_fail=True)
+    tried = train(search, device.peak, device.limit)
+    assert search.is_done
+    best = search.result.tried
+    assert 1 <= best <= largest
+    assert -(-600 // best) <= -(-600 // max(1, int(0.97 * largest))) or best >= largest - 1
+    assert len(tried) <= 10
 
 
 @pytest.mark.parametrize("true", [1, 2, 30, 57, 77, 78, 79])
 def test_a_wrong_prediction_ends_with_a_size_that_was_tried(true: int) -> None:
-    tried = []
-
-    def probe(size: int) -> Probe:
-        tried.append(size)
-        return Probe(size, size <= true)
-
-    found = find_largest(100, lambda n: n, 80, probe)
+    search = SizeSearch(100, 80, lambda n: n, can_fail=True, is_measured=False)
+    tried = train(search, lambda n: n, true)
     assert tried[:2] == [80, 78]
-    assert found.largest in tried
-    assert found.is_verified
-    assert found.largest <= true
+    assert search.result.tried in tried
+    assert true / 2 <= search.result.tried <= true
     assert len(tried) <= 8
 
 
 def test_nothing_fits() -> None:
-    found = find_largest(100, lambda n: n, 80, lambda size: Probe(size, False))
-    assert (found.largest, found.is_verified, found.probes[-1]) == (0, False, Probe(1, False))
+    search = SizeSearch(100, 80, lambda n: n, can_fail=True)
+    assert train(search, lambda n: 81, 80)[-1] == 1
+    assert not search.result.tried
 
 
-def test_the_whole_share_needs_one_probe() -> None:
+def test_the_whole_share_is_tried_at_once() -> None:
     device = Device(random.Random(0), 400)
-    found = find_largest(64, device.peak, device.limit, device.probe)
-    assert found.largest == 64
-    assert [probe.size for probe in device.probes] == [64]
+    search = SizeSearch(64, device.limit, device.peak, can_fail=True)
+    assert train(search, device.peak, device.limit) == [64, 64]
 
 
-def test_without_measured_peaks_one_good_probe_ends_the_search() -> None:
-    found = find_largest(100, lambda n: n, 50, lambda size: Probe(size, True))
-    assert (found.largest, len(found.probes), found.is_verified) == (50, 1, True)
+def test_without_measured_peaks_the_first_good_size_is_the_last() -> None:
+    search = SizeSearch(100, 50, lambda n: n, can_fail=True, is_measured=False)
+    assert train(search, lambda n: n, 50) == [50]
+    assert search.result.largest == 50
 
 
 def test_largest_under() -> None:
@@ -117,7 +131,6 @@ class Curve:
         self._work = work
         self.limit = (self(true) + self(true + 1)) // 2
         self.asked: list[int] = []
-        self.tried: list[int] = []
 
     def __call__(self, size: int) -> int:
         return REST + self._work(size)
@@ -126,7 +139,7 @@ class Curve:
         self.asked.append(size)
         return self(size)
 
-    def calibrate(self, rest_bytes: int) -> None:
+    def calibrate(self, live_bytes: int, is_after_step: bool) -> None:
         """Nothing to correct."""
 
     def largest_under(self, limit_bytes: int, upper: int) -> int:
@@ -135,11 +148,6 @@ class Curve:
             self.exact, limit_bytes, upper, known, lambda n: self(2) + (self(3) - self(2)) * (n - 2)
         )
 
-    def probe(self, size: int) -> Probe:
-        self.tried.append(size)
-        fits = self(size) <= self.limit
-        return Probe(size, fits, self(size) if fits else None, self(size) if fits else None)
-
 
 def is_near(found: int, true: int) -> bool:
     return min(0.97 * true, true - 1) <= found <= true
@@ -147,12 +155,13 @@ def is_near(found: int, true: int) -> bool:
 
 @pytest.mark.parametrize("true", [1, 2, 3, 7, 30, 127, 400])
 @pytest.mark.parametrize("name", [*CURVES, *STEPPED])
-def test_a_traced_prediction_of_any_curve_needs_one_trial(name: str, true: int) -> None:
+def test_a_traced_prediction_of_any_curve_is_right_at_once(name: str, true: int) -> None:
     curve = Curve((CURVES | STEPPED)[name], true)
-    found = find_largest(1024, curve, curve.limit, curve.probe)
-    assert is_near(found.largest, min(curve.true, 1024))
-    assert curve.tried == [found.largest]
-    assert found.is_verified
+    search = SizeSearch(1024, curve.limit, curve, can_fail=True)
+    tried = train(search, curve, curve.limit, REST)
+    assert is_near(search.result.largest, min(curve.true, 1024))
+    assert set(tried) == {search.result.tried}
+    assert len(tried) == 2
     assert len(set(curve.asked)) <= 20
 
 
@@ -171,61 +180,70 @@ def test_few_values_are_asked_for_however_little_they_say() -> None:
 
 
 def test_a_traced_prediction_that_is_wrong_is_corrected_by_what_was_measured() -> None:
-    """3 % too low, so that the first trial fails; 40 % too high, so that the second promises more."""
+    """3 % too low, so that the first size fails; 40 % too high, so that the second step promises more."""
     curve = Curve(CURVES["distances"], 300)
     for factor, wanted in ((0.97, 0.95), (1.4, 0.9)):
-        curve.tried.clear()
         wrong = Curve(lambda n, f=factor: round(f * CURVES["distances"](n)), 300)  # type: ignore[misc]
-        found = find_largest(1024, wrong, curve.limit, curve.probe)
-        assert wanted * 300 <= found.largest <= 300
-        assert found.largest in curve.tried
-        assert len(curve.tried) == 2
+        search = SizeSearch(1024, curve.limit, wrong, can_fail=True)
+        tried = train(search, curve, curve.limit, REST)
+        assert wanted * 300 <= search.result.tried <= 300
+        assert len(set(tried)) <= 3
 
 
 def test_no_prediction_on_one_rank_is_none_on_all() -> None:
-    with pytest.raises(NoPrediction, match="another rank"):
-        find_largest(64, lambda n: n, 80, lambda size: Probe(size, True), agree=lambda size: -1)
+    search = SizeSearch(64, 80, lambda n: n, can_fail=True, agree=lambda size: -1)
+    assert search.first() == 2
+    assert "another rank" in search.no_prediction
+    assert not search.is_predicted
 
 
-def test_ranks_try_the_size_that_all_of_them_predict() -> None:
-    tried = []
-    find_largest(64, lambda n: n, 50, lambda n: tried.append(n) or Probe(n, True), agree=lambda n: min(n, 40))  # type: ignore[func-returns-value]
-    assert tried == [40]
+def test_ranks_take_the_size_that_all_of_them_predict() -> None:
+    assert SizeSearch(64, 50, lambda n: n, can_fail=True, agree=lambda n: min(n, 40)).first() == 40
 
 
-# --- trials alone ---------------------------------------------------------------------------------------------------
+# --- without a prediction -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("true", [1, 2, 3, 7, 30, 127, 400])
 @pytest.mark.parametrize("name", [name for name in CURVES if name != "jump"])
-def test_a_smooth_curve_is_found_in_five_trials(name: str, true: int) -> None:
+def test_a_smooth_curve_is_found_in_six_steps(name: str, true: int) -> None:
     curve = Curve(CURVES[name], true)
-    found = find_by_trials(1024, REST, curve.limit, curve.probe)
-    assert is_near(found.largest, true)
-    assert found.largest in curve.tried
-    assert len(curve.tried) <= 5
-    assert sum(size > true for size in curve.tried) <= 1
+    search = SizeSearch(1024, curve.limit, None, can_fail=True)
+    tried = train(search, curve, curve.limit, REST)
+    assert is_near(search.result.tried, true)
+    assert len(tried) <= 8
+    assert sum(size > true for size in tried) <= 1
 
 
 @pytest.mark.parametrize("true", [16, 30, 64, 127, 400])
 @pytest.mark.parametrize("name", [*STEPPED, "jump"])
 def test_steps_end_with_a_size_that_was_tried_and_fits(name: str, true: int) -> None:
     curve = Curve((CURVES | STEPPED)[name], true)
-    found = find_by_trials(1024, REST, curve.limit, curve.probe)
-    assert 1 <= found.largest <= curve.true
-    assert found.largest in curve.tried
-    assert len(curve.tried) <= 6
+    search = SizeSearch(1024, curve.limit, None, can_fail=True)
+    tried = train(search, curve, curve.limit, REST)
+    assert 1 <= search.result.tried <= curve.true
+    assert search.result.tried in tried
+    assert len(tried) <= 10
 
 
-def test_a_share_that_fits_is_tried_whole() -> None:
+@pytest.mark.parametrize("upper", [1, 6, 64])
+def test_a_share_that_fits_is_tried_whole(upper: int) -> None:
     curve = Curve(CURVES["line"], 900)
-    assert find_by_trials(6, REST, curve.limit, curve.probe).largest == 6
-    assert find_by_trials(1, REST, curve.limit, curve.probe).largest == 1
-    assert find_by_trials(64, REST, curve.limit, curve.probe).largest == 64
+    search = SizeSearch(upper, curve.limit, None, can_fail=True)
+    train(search, curve, curve.limit, REST)
+    assert search.result.tried == upper
 
 
-def test_nothing_fits_beside_what_is_there() -> None:
-    assert find_by_trials(64, REST, REST, lambda size: Probe(size, False)).largest == 0
+@pytest.mark.parametrize("name", ["none", "exact", "too low"])
+@pytest.mark.parametrize("true", [3, 30, 400])
+def test_where_a_failure_ends_the_run_none_happens(name: str, true: int) -> None:
+    """The limit is left alone, however wrong the prediction's constant is."""
+    curve = Curve(CURVES["line"], true)
+    predict = {"none": None, "exact": curve, "too low": Curve(lambda n: CURVES["line"](n) - 80_000, true)}[name]
+    search = SizeSearch(1024, curve.limit, predict, can_fail=False)
+    tried = train(search, curve, curve.limit, REST)
+    assert max(tried) <= true
+    assert search.result.tried >= min(0.85 * true, true - 2)
 
 
 def test_a_refused_trace_leaves_nothing_alive() -> None:
@@ -236,7 +254,7 @@ def test_a_refused_trace_leaves_nothing_alive() -> None:
         def __call__(self, size: int) -> int:
             return size
 
-        def calibrate(self, rest_bytes: int) -> None:
+        def calibrate(self, live_bytes: int, is_after_step: bool) -> None:
             pass
 
         def largest_under(self, limit_bytes: int, upper: int) -> int:
@@ -249,8 +267,9 @@ def test_a_refused_trace_leaves_nothing_alive() -> None:
                 raise NoPrediction("values") from error
 
     with collector_paused():
-        with pytest.raises(NoPrediction, match="values"):
-            find_largest(8, Unpredictable(), 100, lambda size: Probe(size, True, size))
+        search = SizeSearch(8, 100, Unpredictable(), can_fail=True)
+        search.first()
+        assert search.no_prediction == "values"
         assert alive[0]() is None
 
 
@@ -260,7 +279,7 @@ class TooSteep:
     def __call__(self, size: int) -> int:
         return 1000 + 10 * size
 
-    def calibrate(self, rest_bytes: int) -> None:
+    def calibrate(self, live_bytes: int, is_after_step: bool) -> None:
         pass
 
     def largest_under(self, limit_bytes: int, upper: int) -> int:
@@ -270,18 +289,13 @@ class TooSteep:
 @pytest.mark.parametrize("room", [0, 5, 20, 100, 500])
 def test_a_measured_flat_curve_is_flat(room: int) -> None:
     """The optimizer step takes 1,000 bytes at any size, forward and backward 600 and two for each sample."""
-    found = find_largest(48, TooSteep(), 1000 + room, lambda size: Probe(size, True, 1000, 600 + 2 * size))
-    assert found.largest == 48
-    assert found.is_verified
-    assert len(found.probes) <= 3
+    search = SizeSearch(48, 1000 + room, TooSteep(), can_fail=True)
+    tried = train(search, lambda n: 600 + 2 * n, 1000 + room, 500, flat=1000)
+    assert search.result.tried == 48
+    assert len(set(tried)) <= 3
 
 
-def test_trials_begin_with_the_fewest_samples_that_run() -> None:
-    tried = []
-
-    def probe(size: int) -> Probe:
-        tried.append(size)
-        return Probe(size, True, 100 * size, 100 * size)
-
-    assert find_by_trials(64, 0, 3200, probe, least=8).largest >= 29
-    assert tried[0] == 8
+def test_a_module_that_cannot_run_few_samples_begins_with_more() -> None:
+    search = SizeSearch(20, 3200, None, can_fail=True)
+    assert search.first(0) == 2
+    assert [search.needs_more(size) for size in (2, 4, 8, 16, 20)] == [4, 8, 16, 20, 0]

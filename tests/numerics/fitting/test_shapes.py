@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memfit.fitting.size.search import NoPrediction
-from lightning_memfit.fitting.size.shapes import ShapeGuard, _described, _shape
+from lightning_memfit.fitting.size.shapes import ShapeGuard, _described, shape_of
 
 
 def tokens(length: int, samples: int = 16) -> dict[str, Tensor]:
@@ -30,20 +30,20 @@ class Model:
 
 def test_a_longer_batch_gets_what_it_has_room_for_and_the_next_one_all() -> None:
     model = Model()
-    guard = ShapeGuard(tokens(100), 10, model)
+    guard = ShapeGuard(shape_of(tokens(100)), 10, model)
     assert [guard.size_for(tokens(n), 10) for n in (100, 250, 100, 60, 250, 125)] == [10, 4, 10, 10, 4, 8]
     assert model.asked == [(250, 10), (125, 10)]
 
 
 def test_it_never_raises_the_size() -> None:
-    guard = ShapeGuard(tokens(100), 10, Model())
+    guard = ShapeGuard(shape_of(tokens(100)), 10, Model())
     assert [guard.size_for(tokens(n), 3) for n in (50, 100, 250, 500)] == [3, 3, 3, 2]
     assert guard.size_for(tokens(5000), 3) == 1
 
 
 def test_fewer_samples_need_no_more() -> None:
     model = Model()
-    guard = ShapeGuard(tokens(100), 10, model)
+    guard = ShapeGuard(shape_of(tokens(100)), 10, model)
     assert guard.size_for(tokens(100, samples=7), 10) == 10
     assert guard.size_for(tokens(90, samples=16), 10) == 10
     assert model.asked == []
@@ -51,7 +51,7 @@ def test_fewer_samples_need_no_more() -> None:
 
 def test_many_lengths_need_few_predictions() -> None:
     model = Model()
-    guard = ShapeGuard(tokens(10), 100, model)
+    guard = ShapeGuard(shape_of(tokens(10)), 100, model)
     for length in torch.randint(10, 500, (300,), generator=torch.Generator().manual_seed(0)).tolist():
         size = guard.size_for(tokens(length), 100)
         assert 0.7 * (1000 // length) <= size <= max(1, 1000 // length)
@@ -60,7 +60,7 @@ def test_many_lengths_need_few_predictions() -> None:
 
 def test_a_shape_that_fits_at_full_size_is_proven_for_smaller_ones() -> None:
     asked = []
-    guard = ShapeGuard(tokens(100), 10, lambda batch, upper: asked.append(1) or upper)  # type: ignore[func-returns-value]
+    guard = ShapeGuard(shape_of(tokens(100)), 10, lambda batch, upper: asked.append(1) or upper)  # type: ignore[func-returns-value]
     assert [guard.size_for(tokens(n), 10) for n in (200, 150, 200, 120)] == [10] * 4
     assert len(asked) == 1
 
@@ -70,7 +70,7 @@ def test_without_a_prediction_memory_is_taken_to_grow_with_the_square(is_asked: 
     def refuse(batch: Any, upper: int) -> int:
         raise NoPrediction("no trace")
 
-    guard = ShapeGuard([torch.zeros(16, 100)], 40, refuse if is_asked else None)
+    guard = ShapeGuard(shape_of([torch.zeros(16, 100)]), 40, refuse if is_asked else None)
     assert guard.size_for([torch.zeros(16, 200)], 40) == 10
     assert guard.size_for([torch.zeros(16, 100)], 40) == 40
     assert guard.size_for([torch.zeros(16, 2000)], 40) == 1
@@ -96,16 +96,16 @@ class Fields:
     ],
 )
 def test_any_batch(make: Any) -> None:
-    guard = ShapeGuard(make(10), 8, lambda batch, upper: 2)
+    guard = ShapeGuard(shape_of(make(10)), 8, lambda batch, upper: 2)
     assert [guard.size_for(make(n), 8) for n in (10, 5, 20, 10, 20)] == [8, 8, 2, 8, 2]
 
 
 def test_a_known_shape_costs_next_to_nothing() -> None:
-    guard = ShapeGuard(tokens(100), 10, None)
+    guard = ShapeGuard(shape_of(tokens(100)), 10, None)
     batch = tokens(100)
     assert min(timeit.repeat(lambda: guard.size_for(batch, 10), number=2000, repeat=5)) / 2000 < 3e-6
 
 
 def test_shapes_in_messages_leave_out_what_has_none() -> None:
     batch = {"ids": torch.zeros(64, 128), "names": ["a"] * 64, "epoch": 3, "images": [torch.zeros(2, 3)]}
-    assert _described(_shape(batch)) == "64 x 128, 2 x 3"
+    assert _described(shape_of(batch)) == "64 x 128, 2 x 3"
