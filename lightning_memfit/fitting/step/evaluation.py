@@ -5,9 +5,7 @@ Before the first split it checks on some of the samples that parts give what the
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,9 +20,11 @@ from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
     MODULE_INTERNALS,
+    PartStates,
     Place,
     Saved,
     alike,
+    changed_since,
     held,
     hidden_metrics,
     places_of,
@@ -91,9 +91,8 @@ class EvaluationSplitter:
         self._splitter = splitter
         self._find_weights = weights
         self.sizes = sizes
-        self._added: dict[_Place, _Added] = {}
-        self._merged: dict[_Kind, set[_Place]] = {}
-        self._checked: set[_Kind] = set()
+        self._written: dict[_Kind, dict[str, Place]] = {}
+        self._joined: dict[_Kind, set[str]] = {}
         self._kind: _Kind = ("", 0)
         self._guards: dict[_Kind, BatchGuard] = {}
         self._undo: list[Callable[[], None]] = []
@@ -162,7 +161,7 @@ class EvaluationSplitter:
 
     def _is_to_check(self, ranks: RankConsensus, count: int, name: str) -> bool:
         """Whether a batch is about to be split, and none of its kind was compared in this run; on all ranks alike."""
-        if self._allows_changes or self._kind in self._checked:
+        if self._kind in self._written:
             return False
         is_due = count > self.sizes.get(name, 0)
         return ranks.any_of([is_due])[0] if ranks.stops_together else is_due
@@ -233,8 +232,11 @@ class EvaluationSplitter:
         parts = self._splitter.split(batch, sizes)
         weights = self._weights.read(batch, count).weights_of(parts, sizes)
         results = self._results(name)
+        written = self._written.get(self._kind, {})
+        joined = self._joined.setdefault(self._kind, set())
+        states = PartStates(written, {}, joined, merge, goes_on=True)
         self._metrics.begin()
-        outputs, lengths = [], [_lengths_of_lists(self._module)]
+        outputs = []
         try:
             for part, weight, size in zip(parts, weights, sizes, strict=True):
                 logs.begin_part(weight, size)
@@ -243,30 +245,13 @@ class EvaluationSplitter:
                 else:
                     with logs.capture(results):
                         outputs.append(step(part, *args, **kwargs))
-                lengths.append(_lengths_of_lists(self._module))
+                states.add(size, weight)
         finally:
             self._metrics.end()
         self._metrics.finish(logs.metrics_on_step())
-        self._merge(name, lengths, weights, sizes)
+        if len(sizes) > 1:
+            states.finish()
         return merge(outputs, weights, sizes)
-
-    def _merge(self, name: str, lengths: list[dict["_Place", int]], weights: list[float], sizes: list[int]) -> None:
-        """Put together what parts have added to lists of the module, which the end of the epoch reads."""
-        lists = _lists_of(self._module)
-        self._added = {
-            place: _Added([lists[place][start[place] : end[place]] for start, end in pairwise(lengths)], weights, sizes)
-            for place in lists
-            if all(place in known for known in lengths) and lengths[0][place] < lengths[-1][place]
-        }
-        self._exchange(self._merged.get(self._kind, set()))
-
-    def _exchange(self, places: set["_Place"]) -> None:
-        """Put what parts have added to some lists, merged, in the place of what each has added."""
-        lists = _lists_of(self._module)
-        for place in places & self._added.keys():
-            added = self._added[place]
-            if (merged := added.merged()) is not None:
-                lists[place][-added.count :] = merged
 
     def _results(self, name: str) -> Any:
         """Lightning's collection that the step logs to; None if it can't log."""
@@ -290,7 +275,7 @@ class EvaluationSplitter:
         Raises:
             MisconfigurationException: If they don't.
         """
-        self._checked.add(self._kind)
+        self._written[self._kind] = {}
         found: list[str] | None = None
         while size > 1:
             part = batch if size == count else self._splitter.split(batch, [size, count - size])[0]
@@ -303,9 +288,9 @@ class EvaluationSplitter:
             size //= 2
         if ranks.stops_together and ranks.any_of([bool(found)])[0] and not found:
             raise PeerFailed(f"Another rank found that `{name}` can't be split; see its error. This rank stops, too.")
-        if found is None:
+        if found is None and not self._allows_changes:
             rank_zero_warn(f"Two samples do not fit in `{name}`: nobody knows whether its values depend on the batch.")
-        elif found:
+        elif found and not self._allows_changes:
             raise MisconfigurationException(
                 f"Memory ran out in `{name}` with {count} samples, and it can't be split: with {size} samples at once "
                 f"and in parts, {'; '.join(found)}. Give its loader a smaller `batch_size`, collect the metric over "
@@ -325,21 +310,13 @@ class EvaluationSplitter:
         def run(micro_batch_size: int) -> dict[str, Any]:
             return self._values(name, step, with_own_tensors(part), args, kwargs, size, micro_batch_size)
 
-        micro_batch_size = size - max(1, size // 3)
-        self._merged[self._kind] = merged = set[_Place]()
+        start = held(places_of(self._module).values())
         try:
-            whole, counts, kept = run(size), {place: one.count for place, one in self._added.items()}, self._readings()
+            whole, kept = run(size), self._readings()
+            self._written[self._kind] = changed_since(start, self._module)
             snapshot.restore()
             random.restore()
-            cut = run(micro_batch_size)
-            # Parts that add what belongs to each of their samples have together added as much as the whole.
-            merged |= {
-                place
-                for place, one in self._added.items()
-                if one.count != counts.get(place) and len(one.merged() or ()) == counts.get(place)
-            }
-            self._exchange(merged)
-            of_parts = self._readings()
+            cut, of_parts = run(size - max(1, size // 3)), self._readings()
             different = [key for key in {**whole, **cut} if _differ(whole.get(key), cut.get(key), tolerance)]
             others = [key for key in {**kept, **of_parts} if _unlike(kept.get(key), of_parts.get(key), tolerance)]
             # The second run at once draws other random numbers; ranks that meet in a step make equally many.
@@ -352,7 +329,6 @@ class EvaluationSplitter:
                 others = [key for key in others if not _unlike(kept.get(key), kept_again.get(key), tolerance)]
         finally:
             snapshot.restore()
-        merged -= {place for place in merged if place[0] in others}
         if others and not different:
             rank_zero_warn(
                 f"`{name}` changes {', '.join(f'`{key}`' for key in others)} of the module per part of a batch that is "
@@ -429,41 +405,6 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, pro
 _Kind = tuple[str, int]
 """The name of a step, and the index of the loader: what a step computes may depend on it."""
 
-_Place = tuple[str, ...]
-"""The name of an attribute of the module that is a list, or of one that is a dict and a key of it."""
-
-
-@dataclass(frozen=True)
-class _Added:
-    """What each part of a batch has added to a list."""
-
-    parts: list[list[Any]]
-    weights: list[float]
-    sizes: list[int]
-
-    @property
-    def count(self) -> int:
-        """Number of items."""
-        return sum(map(len, self.parts))
-
-    def merged(self) -> list[Any] | None:
-        """Return what the parts have added first, second and so on, merged; None if they haven't added equally many."""
-        if len(set(map(len, self.parts))) > 1:
-            return None
-        return [merge(list(row), self.weights, self.sizes) for row in zip(*self.parts, strict=True)]
-
-
-def _lists_of(module: LightningModule) -> dict[_Place, list[Any]]:
-    """Return the lists that a module keeps, also those in its dicts."""
-    found: dict[_Place, list[Any]] = {}
-    for name, value in vars(module).items():
-        if type(value) is list:
-            found[name,] = value
-        elif isinstance(value, dict) and name not in MODULE_INTERNALS:
-            found |= {(name, str(key)): item for key, item in value.items() if type(item) is list}
-    return found
-
-
 _MUCH_KEPT = 0.1
 """Share of the weights' bytes from which on kept results are named as what fills the memory."""
 
@@ -474,21 +415,21 @@ def _kept_results(module: LightningModule, name: str) -> str:
     Steps that keep results on the device until the epoch ends run out of memory late: Lightning's issues 5735 and 8453.
     """
     kept = {
-        place: sum(tensor.nbytes for tensor in tensors_among(held) if tensor.device == module.device)
-        for place, held in _lists_of(module).items()
+        f"self.{name}" + (f"[{key!r}]" if isinstance(value, dict) else ""): sum(
+            tensor.nbytes for tensor in tensors_among(items) if tensor.device == module.device
+        )
+        for name, value in vars(module).items()
+        if name not in MODULE_INTERNALS
+        for key, items in (value.items() if isinstance(value, dict) else ((name, value),))
+        if type(items) is list
     }
-    place = max(kept, key=kept.__getitem__, default=("",))
-    if kept.get(place, 0) < _MUCH_KEPT * sum(parameter.nbytes for parameter in module.parameters()):
+    where = max(kept, key=kept.__getitem__, default="")
+    if kept.get(where, 0) < _MUCH_KEPT * sum(parameter.nbytes for parameter in module.parameters()):
         return ""
-    where = f"self.{place[0]}" + "".join(f"[{key!r}]" for key in place[1:])
     return (
-        f"But `{where}` keeps {format_bytes(kept[place])} of earlier batches on the device: keep results in host "
+        f"But `{where}` keeps {format_bytes(kept[where])} of earlier batches on the device: keep results in host "
         f"memory (`.cpu()`), or what `{name}` needs of them at the end of the epoch (a torchmetrics metric)."
     )
-
-
-def _lengths_of_lists(module: LightningModule) -> dict[_Place, int]:
-    return {place: len(value) for place, value in _lists_of(module).items()}
 
 
 def _unlike(one: Any, other: Any, tolerance: float) -> bool:
