@@ -13,15 +13,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.fitting.recovery.step_state import is_look
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.comparison import Comparison, Samples, normalised
-from lightning_memfit.fitting.step.log_rules import LogRules
-from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, LossWeights
-from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Passes
-from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.fitting.step.loop import StepRequest
+from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX
+from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus, ShortElsewhere
+from lightning_memfit.reliability.consensus import PeerFailed, ShortElsewhere
 from lightning_memfit.techniques.core.facts import batch_statistics
 
 _DIVISORS = (1.0, 2.0**8, 2.0**16)
@@ -35,67 +32,35 @@ class SelfCheck:
     """Compares samples together with samples apart: at split steps 1, 2, 4 ... 64, and at new kinds of cuts.
 
     Args:
-        loop: Runs forward and backward.
-        splitter: Splits batches.
-        weights: Candidates for what the loss is a mean over; those that the comparison refutes are left out.
-        consensus: Communication between the ranks, which all check together.
-        rules: How logged values are put together.
+        comparison: Compares some samples, once.
         device_memory: The device's memory; None if it is not limited, so that any batch fits at once.
-        accumulation: Runs the parts; learns what steps write on the module.
-        holds_statistics: Whether layers of batch statistics are held fixed in the comparison, which the user accepts.
-        only_weights: Whether nothing but what losses are means over is to be learned.
 
     Attributes:
         is_done: Whether a check has passed.
     """
 
-    def __init__(
-        self,
-        loop: MicroBatchLoop,
-        splitter: BatchSplitter,
-        weights: LossWeights,
-        consensus: RankConsensus,
-        rules: LogRules,
-        device_memory: DeviceMemory | None,
-        accumulation: Accumulation,
-        holds_statistics: bool = False,
-        only_weights: bool = False,
-    ) -> None:
-        self._loop = loop
-        self._splitter = splitter
-        self._weights = weights
-        self._consensus = consensus
-        self._rules = rules
+    def __init__(self, comparison: Comparison, device_memory: DeviceMemory | None) -> None:
+        self._comparison = comparison
         self._memory = device_memory
-        self._accumulation = accumulation
-        self._holds_statistics = holds_statistics
+        self._loop = comparison.loop
+        self._splitter = comparison.splitter
+        self._weights = comparison.weights
+        self._consensus = comparison.consensus
+        self._passes = comparison.passes
         self._last_number = 0
         self._cuts: set[frozenset[Any]] = set()
         self._warned: set[str] = set()
-        self._passes = Passes(loop, rules, accumulation, holds_statistics)
-        self._comparison = Comparison(
-            loop,
-            splitter,
-            weights,
-            consensus,
-            rules,
-            self._passes,
-            accumulation,
-            holds_statistics,
-            only_weights,
-        )
         self.is_done = False
 
     def of_weights(self) -> "SelfCheck":
         """Return a check that learns nothing but what losses are means over."""
-        arguments = (self._loop, self._splitter, self._weights, self._consensus, LogRules(), self._memory)
-        return SelfCheck(*arguments, self._accumulation, self._holds_statistics, only_weights=True)
+        return SelfCheck(self._comparison.of_weights(), self._memory)
 
     def is_due(self, batch: Any, number: int) -> bool:
         """Whether the split step of a number, counted from 1, is to be checked."""
         if not self.is_done:
             return True
-        is_look_due = is_look(number) or (self._rules.is_open and number <= _LAST_OPEN)
+        is_look_due = is_look(number) or (self._comparison.rules.is_open and number <= _LAST_OPEN)
         return (is_look_due and number != self._last_number) or self._splitter.cuts(batch) not in self._cuts
 
     def run(
@@ -195,7 +160,7 @@ class SelfCheck:
     def _raise(self, failure: Exception) -> NoReturn:
         is_alone = isinstance(failure, PartFailedError) and isinstance(failure.__cause__, ValueError)
         layers = batch_statistics(self._loop.module) if is_alone else []
-        if layers and not self._holds_statistics:  # which have no statistics of one sample, and say so
+        if layers and not self._comparison.holds_statistics:  # which have no statistics of one sample, and say so
             raise MisconfigurationException(normalised(layers)) from failure
         raise failure
 

@@ -79,10 +79,12 @@ class Comparison:
         weights: Candidates for what the loss is a mean over; those that the comparison refutes are left out.
         consensus: Communication between the ranks.
         rules: How logged values are put together.
-        passes: Runs samples.
-        accumulation: Knows what steps write on the module.
+        accumulation: Runs the parts; learns what steps write on the module.
         holds_statistics: Whether layers of batch statistics are held fixed, which the user accepts.
         only_weights: Whether nothing but what losses are means over is to be learned.
+
+    Attributes:
+        passes: Runs samples, together or in parts.
     """
 
     def __init__(
@@ -92,22 +94,26 @@ class Comparison:
         weights: LossWeights,
         consensus: RankConsensus,
         rules: LogRules,
-        passes: Passes,
         accumulation: Accumulation,
         holds_statistics: bool,
-        only_weights: bool,
+        only_weights: bool = False,
     ) -> None:
-        self._loop = loop
-        self._splitter = splitter
-        self._weights = weights
-        self._consensus = consensus
-        self._rules = rules
-        self._passes = passes
+        self.loop = loop
+        self.splitter = splitter
+        self.weights = weights
+        self.consensus = consensus
+        self.rules = rules
+        self.passes = Passes(loop, rules, accumulation, holds_statistics)
+        self.holds_statistics = holds_statistics
         self._accumulation = accumulation
-        self._holds_statistics = holds_statistics
         self._only_weights = only_weights
         self._warned: set[str] = set()
         self._num_runs = 0
+
+    def of_weights(self) -> "Comparison":
+        """Return a comparison that learns nothing but what losses are means over."""
+        arguments = (self.loop, self.splitter, self.weights, self.consensus, LogRules(), self._accumulation)
+        return Comparison(*arguments, self.holds_statistics, only_weights=True)
 
     def run(self, samples: Samples) -> None:
         """Compare some samples twice in a row, each time cut elsewhere, and others where candidates still differ.
@@ -121,7 +127,7 @@ class Comparison:
         begin = self._num_runs * step % (room + 1)
         offsets = [begin, *(min(index * step, room) for index in range(_MAX_WINDOWS))]
         self._num_runs += 1
-        start = self._passes.state()
+        start = self.passes.state()
         first_offset, first = self._most_disputed(samples) or (begin, 0)
         unseen: NotFiniteError | None = None
         for offset in dict.fromkeys((first_offset, *offsets)):
@@ -130,7 +136,7 @@ class Comparison:
                 break
             except NotFiniteError as error:
                 unseen = error
-                if self._consensus.meets_inside:  # ranks run the same passes
+                if self.consensus.meets_inside:  # ranks run the same passes
                     raise
         else:
             assert unseen is not None
@@ -152,11 +158,11 @@ class Comparison:
             window = samples.batch
             if room:
                 around = [one for one in (offset, count, room - offset) if one]
-                window = self._splitter.split(samples.batch, around)[1 if offset else 0]
+                window = self.splitter.split(samples.batch, around)[1 if offset else 0]
             sizes = [at, count - at]
-            whole = self._passes.run(samples.request, [window], [count], [1.0], starts[0], num_samples)
-            self._weights.ignore(self._passes.ignored)
-            ended = self._passes.state()
+            whole = self.passes.run(samples.request, [window], [count], [1.0], starts[0], num_samples)
+            self.weights.ignore(self.passes.ignored)
+            ended = self.passes.state()
             if self._anywhere(not whole.shows):
                 if turn:
                     return
@@ -166,14 +172,14 @@ class Comparison:
                 return
             self._judge_state(whole, parts)
             self._judge_logs(whole, parts, sizes, weights, turn)
-            starts = (ended, self._passes.state())
+            starts = (ended, self.passes.state())
 
     def _most_disputed(self, samples: Samples) -> tuple[int, int] | None:
         """Return where candidates that may be right weigh two parts most differently; None if they agree everywhere."""
-        if self._weights.is_users or self._weights.is_sum:
+        if self.weights.is_users or self.weights.is_sum:
             return None
         count, num_samples = samples.count, samples.num_samples
-        rules = list(self._weights.weights(samples.batch, num_samples).values())
+        rules = list(self.weights.weights(samples.batch, num_samples).values())
         best, found = 1e-6, None
         least = _least(count, samples.size)
         firsts = sorted({least, max(least, count // 3), count // 2, count - least})
@@ -198,12 +204,12 @@ class Comparison:
 
         The likeliest candidate is tried first. If it is wrong, the parts are run alone, which tells which one is right.
         """
-        parts = self._splitter.split(window, sizes)
+        parts = self.splitter.split(window, sizes)
         shares = self._shares(samples, offset, parts, sizes)
-        run = partial(self._passes.run, samples.request, start=start, num_samples=samples.num_samples)
+        run = partial(self.passes.run, samples.request, start=start, num_samples=samples.num_samples)
         likeliest = next(iter(shares))
         found = run(parts, sizes, shares[likeliest])
-        tolerance = Tolerance.of(self._loop.module, min(whole.least_bits, found.least_bits))
+        tolerance = Tolerance.of(self.loop.module, min(whole.least_bits, found.least_bits))
         if not self._anywhere(_distance(whole, found.sketch, tolerance) > 1.0):
             if likeliest.is_usual or 0.0 < shares[likeliest][0] < 1.0:
                 self._settle_rules(likeliest, shares)
@@ -237,17 +243,17 @@ class Comparison:
 
         All of them run the same passes: they would wait for each other otherwise.
         """
-        return bool(self._consensus.highest(int(is_so))) if self._consensus.meets_inside else is_so
+        return bool(self.consensus.highest(int(is_so))) if self.consensus.meets_inside else is_so
 
     def _shares(self, samples: Samples, offset: int, parts: list[Any], sizes: list[int]) -> dict[Rule, list[float]]:
         """Return by what each candidate multiplies the losses of the two parts, the likeliest first."""
-        if self._weights.is_users:
-            counted = [self._weights.read(part, size).weight for part, size in zip(parts, sizes, strict=True)]
+        if self.weights.is_users:
+            counted = [self.weights.read(part, size).weight for part, size in zip(parts, sizes, strict=True)]
             return {_USERS: [one / (sum(counted) or 1.0) for one in counted]}
-        if self._weights.is_sum:
+        if self.weights.is_sum:
             return {SUM: [1.0, 1.0]}
         found: dict[Rule, list[float]] = {}
-        for rule, rows in self._weights.weights(samples.batch, samples.num_samples).items():
+        for rule, rows in self.weights.weights(samples.batch, samples.num_samples).items():
             values = rows[offset : offset + sum(sizes)]
             if total := sum(values):
                 found[rule] = [sum(values[: sizes[0]]) / total, sum(values[sizes[0] :]) / total]
@@ -257,7 +263,7 @@ class Comparison:
         """Refute the candidates that would have weighed parts otherwise, of those that show it."""
         if right == SUM:
             if all(shows):
-                self._weights.take_sum()
+                self.weights.take_sum()
         elif right != _USERS:
             wrong = [
                 rule
@@ -267,7 +273,7 @@ class Comparison:
                     for one, other, shown in zip(theirs, shares[right], shows, strict=True)
                 )
             ]
-            self._weights.refute(rule for rule in wrong if rule != SUM)
+            self.weights.refute(rule for rule in wrong if rule != SUM)
 
     # --- what a step leaves -----------------------------------------------------------------------------------------
 
@@ -277,9 +283,9 @@ class Comparison:
         Raises:
             MisconfigurationException: If weights, buffers or frozen weights differ, which checkpoints hold.
         """
-        module = self._loop.module
+        module = self.loop.module
         tolerance = Tolerance.of(module, min(whole.least_bits, parts.least_bits)).state
-        layers = [] if self._holds_statistics else batch_statistics(module)
+        layers = [] if self.holds_statistics else batch_statistics(module)
         for name, weight in whole.weights.items():
             if not alike(weight, parts.weights[name], tolerance):
                 raise MisconfigurationException(_state_reason(name, layers))
@@ -298,8 +304,8 @@ class Comparison:
             )
 
     def _judge_logs(self, whole: Pass, parts: Pass, sizes: list[int], weights: list[float], turn: int) -> None:
-        tolerance = Tolerance.of(self._loop.module, min(whole.least_bits, parts.least_bits)).state
-        self._rules.compare(whole.logs, parts.logs, list(zip(weights, sizes, strict=True)), tolerance)
+        tolerance = Tolerance.of(self.loop.module, min(whole.least_bits, parts.least_bits)).state
+        self.rules.compare(whole.logs, parts.logs, list(zip(weights, sizes, strict=True)), tolerance)
         if not turn:
             new = {n: v for n, v in whole.metrics.items() if n not in self._warned}
             self._warned.update(check_metrics(new, parts.metrics, max(tolerance, 1e-5)))
@@ -308,7 +314,7 @@ class Comparison:
 
     def _written_words(self) -> str:
         names = [
-            f"`{name}`" for name in (*sorted(self._passes.changed_weights), *sorted(self._accumulation.written))[:3]
+            f"`{name}`" for name in (*sorted(self.passes.changed_weights), *sorted(self._accumulation.written))[:3]
         ]
         return ", ".join(names) or "weights, or what an object holds that is no part of the module"
 
@@ -319,7 +325,7 @@ class Comparison:
             f"Micro-batches would give other weights than the whole batch: the gradient of {sum(sizes)} samples is not "
             f"the mean of those of {sizes[0]} and {sizes[1]} of them"
         )
-        layers = [] if self._holds_statistics else batch_statistics(self._loop.module)
+        layers = [] if self.holds_statistics else batch_statistics(self.loop.module)
         later = f" This is so from the second step on: the first one changes {self._written_words()}." if turn else ""
         if solution is not None and users is not None:
             return (

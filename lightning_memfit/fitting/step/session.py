@@ -39,6 +39,7 @@ from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
 from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.check import SelfCheck
+from lightning_memfit.fitting.step.comparison import Comparison
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 from lightning_memfit.fitting.step.log_rules import LogRules
@@ -257,13 +258,12 @@ class FitSession:
         options = self._options
         self.sizes = sizes = MicroBatchSize(self._splitter.count(request.batch), 1)
         accumulation = Accumulation(self._loop, self._loop.is_sharded)
-        check = SelfCheck(
+        comparison = Comparison(
             self._loop,
             self._splitter,
             self._weights,
             self._consensus,
             self._rules,
-            self._memory,
             accumulation,
             options.allow_batch_statistics,
         )
@@ -271,7 +271,7 @@ class FitSession:
             self._loop,
             self._splitter,
             self._weights,
-            check,
+            SelfCheck(comparison, self._memory),
             accumulation,
             sizes,
             self._ladder,
