@@ -18,12 +18,10 @@ class Adapters(pl.Callback):
         self.found: Found = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        copies: dict[int, Tensor] = {}  # layers that share a weight share their adapter
         for name, child in adapted(pl_module).items():
-            pair = (child.lora_A["default"].weight, child.lora_B["default"].weight)
-            a, b = (copies.setdefault(id(one), one.detach().clone().float()) for one in pair)
-            bits = None if child.codes is None else child.codes.bits
-            self.found[name] = (a, b, float(child.lora_scale), bits)
+            a, b = (one["default"].weight.detach().clone().float() for one in (child.lora_A, child.lora_B))
+            bits = {"Linear4bit": 4, "Linear8bit": 8}.get(type(child.get_base_layer()).__name__)
+            self.found[name] = (a, b, child.scaling["default"], bits)
 
 
 class CountedAdapters(Adapters):
@@ -103,8 +101,8 @@ class _Added(nn.Module):
 def rounded(weight: Tensor, bits: int) -> Tensor:
     """What is left of an `(out, in)` weight after storing it in few bits."""
     if bits == 8:
-        scale = weight.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        return (weight / scale).round() * scale
+        codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(weight.contiguous().half())
+        return codes.to(weight.dtype) * largest.mul(1.0 / 127.0).unsqueeze(1).to(weight.dtype)
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     codes, state = quantize_4bit(weight.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4")

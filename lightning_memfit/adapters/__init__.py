@@ -1,1 +1,1 @@
-"""Adapters on frozen weights, and frozen weights in 4 or 8 bits, in plain torch."""
+"""Adapters of peft on any module, and frozen linear layers in 4 or 8 bits."""

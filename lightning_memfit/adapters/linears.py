@@ -1,53 +1,55 @@
 """Find the linear layers of a module that can get adapters or be quantized, and say why others can't."""
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memfit.adapters.layer import FrozenLinear, is_conv1d
-
 AUTO = "auto"
+_QUANTIZED = {"Linear4bit", "Linear8bitLt"}
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' `Conv1D`, a linear layer whose weight is `(in, out)`."""
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") for kind in type(module).__mro__
+    )
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of bitsandbytes, with frozen codes for a weight."""
+    return any(kind.__name__ in _QUANTIZED for kind in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer; a subclass is not, as it may compute something else."""
-    return type(module) is Linear or is_conv1d(module) or isinstance(module, FrozenLinear)
-
-
-def weight_of(module: nn.Module) -> Tensor | None:
-    """The registered weight of a layer, or the one that waits for a quantized layer."""
-    return module.raw if isinstance(module, FrozenLinear) else module._parameters.get("weight")
+    """Whether a module is a linear layer; any other subclass is not, as it may compute something else."""
+    return type(module) is Linear or is_conv1d(module) or is_quantized(module)
 
 
 def linear_layers(
-    module: nn.Module, names: str | Collection[str] = AUTO, shared: bool = True
+    module: nn.Module, names: str | Collection[str] = AUTO
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Linear layers by dotted name, and those that `auto` leaves out with the reason.
 
-    A layer that is in several places has the first name.
-
     Args:
-        module: Any module.
+        module: A module without adapters.
         names: `auto` for all but output heads; else last parts of dotted names such as `c_attn` or `self_attn.q_proj`.
-        shared: Whether linear layers may have a weight in common, if all of them are chosen.
 
     Raises:
         ValueError: If the module has no such layer, a name fits none, or a layer that is named can't be changed.
     """
     places: dict[int, list[str]] = {}
-    inside = {id(part) for child in module.modules() if isinstance(child, FrozenLinear) for part in child.modules()}
     for name, child in module.named_modules(remove_duplicate=False):
-        if name and is_linear(child) and (isinstance(child, FrozenLinear) or id(child) not in inside):
+        if name and is_linear(child):
             places.setdefault(id(child), []).append(name)
-    found = {names[0]: module.get_submodule(names[0]) for names in places.values()}
+    found = {of_one[0]: module.get_submodule(of_one[0]) for of_one in places.values()}
     if names == AUTO:
         heads = output_heads(module)
         chosen = {name: child for name, child in found.items() if id(child) not in heads}
-        left_out = _unfit(module, chosen, shared)
+        left_out = {name: reason for name in chosen if (reason := _unfit(module, places[id(chosen[name])])) is not None}
         chosen = {name: child for name, child in chosen.items() if name not in left_out}
         if not chosen:
             reasons = "".join(f" {name}: {reason}." for name, reason in list(left_out.items())[:3])
@@ -66,8 +68,9 @@ def linear_layers(
         for first, child in found.items()
         if any(_fits(full, name) for full in places[id(child)] for name in wanted)
     }
-    for name, reason in _unfit(module, chosen, shared).items():
-        raise ValueError(f"{name}: {reason}. Leave it out of `target_modules`.")
+    for first, child in chosen.items():
+        if (reason := _unfit(module, places[id(child)])) is not None:
+            raise ValueError(f"{first}: {reason}. Leave it out of `target_modules`.")
     return chosen, {}
 
 
@@ -91,70 +94,35 @@ def _fits(full: str, name: str) -> bool:
     return full == name or full.endswith(f".{name}")
 
 
-def _unfit(module: nn.Module, chosen: dict[str, nn.Module], shared: bool) -> dict[str, str]:
-    """The chosen layers that can't be changed without changing what others compute, with the reason."""
-    ids = {id(child) for child in chosen.values()}
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
-    memory: dict[int, dict[int, Tensor]] = {}
-    for name, owner, tensor in _registered(module):
-        owners.setdefault(id(tensor), []).append((name, owner))
-        memory.setdefault(_storage(tensor), {})[id(tensor)] = tensor
-    reasons = {}
-    for name, layer in chosen.items():
-        weight = weight_of(layer)
-        if not isinstance(weight, nn.Parameter):
-            reasons[name] = "its weight is computed from other parameters (weight_norm, spectral_norm)"
-        elif "forward" in vars(layer):
-            reasons[name] = "its `forward` was replaced before (if by a technique, list that one later)"
-        elif weight.numel() == 0:
-            reasons[name] = f"its weight of shape {tuple(weight.shape)} is empty"
-        elif weight.ndim != 2 or not weight.is_floating_point():
-            reasons[name] = f"its weight is {weight.ndim}-dimensional, of {weight.dtype}"
-        elif is_traceable_wrapper_subclass(weight) or weight.layout is not torch.strided:
-            reasons[name] = f"its weight is a {type(weight.data).__name__} of layout {weight.layout}, no plain tensor"
-        else:
-            together = owners.get(id(weight), [])
-            others = [owner for _, owner in together if owner is not layer]
-            fits = shared and all(id(o) in ids and is_conv1d(o) == is_conv1d(layer) for o in others)
-            if others and not fits:
-                names = " = ".join(full for full, _ in together)
-                reasons[name] = f"{names} is one weight of several layers and can't be changed for one of them"
-            elif any(_overlap(weight, other) for other in memory.get(_storage(weight), {}).values()):
-                reasons[name] = "its weight has its memory in common with another parameter or buffer"
-    return reasons
+def _unfit(module: nn.Module, places: list[str]) -> str | None:
+    """Why another layer can't take the place of one without changing what others compute, or None."""
+    layer = module.get_submodule(places[0])
+    weight = layer._parameters.get("weight")
+    if len(places) > 1:
+        return f"{' and '.join(places)} are one layer, and another would take the first of its places alone"
+    if not isinstance(weight, nn.Parameter):
+        return "its weight is computed from other parameters (weight_norm, spectral_norm)"
+    if "forward" in vars(layer):
+        return "its `forward` was replaced before (if by a technique, list that one later)"
+    if weight.numel() == 0:
+        return f"its weight of shape {tuple(weight.shape)} is empty"
+    if is_quantized(layer):
+        return None
+    if weight.ndim != 2 or not weight.is_floating_point():
+        return f"its weight is {weight.ndim}-dimensional, of {weight.dtype}"
+    if is_traceable_wrapper_subclass(weight) or weight.layout is not torch.strided:
+        return f"its weight is a {type(weight.data).__name__} of layout {weight.layout}, no plain tensor"
+    others = [name for name, tensor in _registered(module) if tensor is weight and name != f"{places[0]}.weight"]
+    if others:
+        return f"{places[0]}.weight and {others[0]} are one weight, and can't be changed for one of them"
+    return None
 
 
-def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Every parameter and buffer with its owner, also where it is a second time, by one name for each owner."""
+def _registered(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer, also where it is a second time, by one name for each owner."""
     for prefix, owner in module.named_modules():
         for part in (owner._parameters, owner._buffers):
-            for name, tensor in part.items():
-                if tensor is not None and not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-                    yield (f"{prefix}.{name}" if prefix else name), owner, tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    """Id of the memory; that of a tensor without a storage of its own, or without values, is the tensor's."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return id(tensor)
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # subclasses that wrap other tensors
-        return id(tensor)
-
-
-def _overlap(weight: Tensor, other: Tensor) -> bool:
-    """Whether another tensor of the same storage lies where a weight does."""
-    if other is weight:
-        return False
-    (start, end), (first, last) = _span(weight), _span(other)
-    return start < last and first < end
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    begin = int(tensor.storage_offset()) * tensor.itemsize
-    reach = 1 + sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + reach * tensor.itemsize
+            yield from ((f"{prefix}.{name}" if prefix else name, one) for name, one in part.items() if one is not None)
 
 
 def output_heads(module: nn.Module) -> set[int]:
@@ -163,10 +131,18 @@ def output_heads(module: nn.Module) -> set[int]:
     A linear layer after the last repeated block is not a head for that reason alone: adapters work there, too.
     """
     embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
-    heads = {id(child) for child in module.modules() if is_linear(child) and id(weight_of(child)) in embeddings}
+    heads = {
+        id(child) for child in module.modules() if is_linear(child) and id(child._parameters["weight"]) in embeddings
+    }
     for child in module.modules():
-        if any(
-            cls.__name__ == "PreTrainedModel" for cls in type(child).__mro__
-        ):  # others may mean something else by it
+        if any(kind.__name__ == "PreTrainedModel" for kind in type(child).__mro__):  # others may mean something else
             heads.add(id(child.get_output_embeddings()))  # type: ignore[operator]
     return heads
+
+
+def replace_layers(module: nn.Module, others: Mapping[int, nn.Module]) -> None:
+    """Put other layers into the places of some, by `id`."""
+    for owner in list(module.modules()):
+        for name, child in list(owner.named_children()):
+            if id(child) in others:
+                owner.register_module(name, others[id(child)])

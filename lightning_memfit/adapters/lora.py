@@ -1,132 +1,101 @@
-"""Low-rank adapters (Hu et al., 2021, arXiv 2106.09685) on the linear layers of any module: inject, merge, remove."""
+"""Put adapters of peft into a module, find them, and take them out again, merged into the weights."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TypedDict
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from typing_extensions import override
 
-from lightning_memfit.adapters.layer import (
-    NAME,
-    FrozenLinear,
-    add_adapter,
-    drop_adapter,
-    is_conv1d,
-    is_fake_tensor,
-    share_adapter,
-    sum_with_product,
-)
-from lightning_memfit.adapters.linears import weight_of
+from lightning_memfit.adapters.linears import is_conv1d, replace_layers
+from lightning_memfit.memory.conversion import StaysFloat32, default_dtype
+
+NAME = "default"
+"""peft's name for the adapters."""
+
+
+class _Factor(StaysFloat32, nn.Linear):
+    """Half of an adapter: float32 in every precision, computing in that of its input.
+
+    peft keeps adapters of half-precision weights in float32, too, but has a float32 copy of the layer's input for it.
+    """
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype))
 
 
 def inject(
-    module: nn.Module,
-    layers: Iterable[nn.Module],
-    rank: int,
-    alpha: float,
-    dropout: float,
+    module: nn.Module, names: Iterable[str], rank: int, alpha: float, dropout: float, stay_float32: bool
 ) -> None:
-    """Freeze a module and add trainable adapters to its linear layers, in place.
-
-    Adapters are in float32, on the device of the layers, and stay so when the module is converted. Layers that have
-    their weight in common get one adapter.
+    """Freeze a module and put adapters on some of its layers.
 
     Args:
-        module: Any module without adapters.
-        layers: Some of its linear layers.
+        module: Changed in place.
+        names: Dotted names of linear layers.
         rank: Inner width of the adapters.
-        alpha: Scale: the adapters' outputs are multiplied by `alpha / rank`.
-        dropout: Dropout probability of the adapters' inputs.
+        alpha: Their outputs are scaled by `alpha / rank`.
+        dropout: Dropout of their inputs.
+        stay_float32: Keep them in float32 where the module is converted to half precision.
     """
-    module.requires_grad_(False)
-    for frozen in frozen_layers(module).values():
-        frozen.raw.requires_grad_(False)  # one that waits is no part of the module
-    first: dict[int, FrozenLinear] = {}
-    for layer in layers:
-        weight = id(weight_of(layer))
-        if weight in first:
-            share_adapter(layer, first[weight])
-        else:
-            first[weight] = add_adapter(layer, rank, alpha / rank, dropout)
+    targets = "|".join(re.escape(f"root.{name}") for name in names)
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
+    # A LightningModule has a `_device_mesh` and maybe a `config`, which mean something else to peft.
+    root = nn.ModuleDict({"root": module})
+    with warnings.catch_warnings(), default_dtype(torch.float32 if stay_float32 else None):
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # peft sees to it for each layer
+        inject_adapter_in_model(config, root, NAME)
+    if stay_float32:
+        for layer in adapted_layers(module).values():
+            layer.cast_input_dtype_enabled = False
+            for factor in (layer.lora_A[NAME], layer.lora_B[NAME]):
+                factor.float().__class__ = _Factor
 
 
 def is_fake(module: nn.Module) -> bool:
     """Whether a module has fake tensors, as in a trace."""
-    return any(is_fake_tensor(parameter) for parameter in module.parameters())
+    return any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
 
 
-def frozen_layers(module: nn.Module) -> dict[str, FrozenLinear]:
-    """The layers that have an adapter or are quantized, by dotted name."""
-    return {name: child for name, child in module.named_modules() if isinstance(child, FrozenLinear)}
-
-
-def adapted_layers(module: nn.Module) -> dict[str, FrozenLinear]:
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by dotted name."""
-    return {name: layer for name, layer in frozen_layers(module).items() if layer.lora_A is not None}
+    return {name: child for name, child in module.named_modules() if isinstance(child, LoraLayer)}
 
 
-def adapter_parameters(module: nn.Module) -> Iterator[Tensor]:
+def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The adapters' weights."""
-    for layer in adapted_layers(module).values():
-        yield from layer.factors()
+    layers = adapted_layers(module).values()
+    return [factor[NAME].weight for layer in layers for factor in (layer.lora_A, layer.lora_B)]
 
 
 @torch.no_grad()
-def remove(module: nn.Module) -> None:
-    """Restore a module's own layers, with the trained adapters added to their weights."""
-    merged: set[int] = set()
-    for layer in adapted_layers(module).values():
-        weight = layer.raw
-        if id(weight) not in merged:
-            merged.add(id(weight))
-            add_product(weight, *layer.factors(), layer.lora_scale, is_conv1d(layer))
-        drop_adapter(layer)
+def take_out(module: nn.Module) -> None:
+    """Give a module its own layers back, with what was learned added to their weights in float32 and rounded once."""
+    layers = adapted_layers(module)
+    for layer in layers.values():
+        base, a, b = layer.get_base_layer(), layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        add_product(base.weight, a, b, layer.scaling[NAME], is_conv1d(base))
+    replace_layers(module, {id(layer): layer.get_base_layer() for layer in layers.values()})
 
 
-@torch.no_grad()
-def add_product(weight: Tensor, first: Tensor, second: Tensor, scale: float, transposed: bool) -> None:
-    """Add `scale * second @ first` to a weight, in float32 and rounded once; arguments as in `sum_with_product`."""
-    merged = sum_with_product(weight, first, second, scale, transposed)
-    if merged is not weight:
-        weight.copy_(merged)
+def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> None:
+    """Add `scale * b @ a` to a weight of shape `(out, in)`, or `(in, out)` where it is transposed, in place.
 
-
-def merge_into(weights: dict[str, Tensor], adapters: Mapping[str, Tensor], layers: Mapping[str, LayerRecord]) -> None:
-    """Merge adapters into a plain state dictionary, in place.
-
-    Args:
-        weights: Weights by their names in a module without adapters.
-        adapters: Adapter weights by their names in a module with adapters.
-        layers: Result of `layer_records` for the module with adapters.
+    Where the device has no room for it at the end of a run, the sum is made on the host.
     """
-    for name, record in layers.items():
-        if record.get("shared_with") is None:
-            first, second = (adapters[f"{name}.lora_{part}.{NAME}.weight"] for part in "AB")
-            add_product(weights[f"{name}.weight"], first, second, record["scale"], record["transposed"])
-
-
-class _Layer(TypedDict):
-    scale: float
-    transposed: bool
-    """Whether the layer is a `Conv1D`, whose weight is `(in, out)`."""
-
-
-class LayerRecord(_Layer, total=False):
-    """Description of one adapter in a checkpoint."""
-
-    shared_with: str
-    """Layer that has the same weight and adapter, if it comes first."""
-
-
-def layer_records(module: nn.Module) -> dict[str, LayerRecord]:
-    """Describe the adapters of a module."""
-    records: dict[str, LayerRecord] = {}
-    first: dict[int, str] = {}
-    for name, layer in adapted_layers(module).items():
-        records[name] = LayerRecord(scale=float(layer.lora_scale), transposed=is_conv1d(layer))
-        earlier = first.setdefault(id(layer.raw), name)
-        if earlier != name:
-            records[name]["shared_with"] = earlier
-    return records
+    left, right = (a.T, b.T) if transposed else (b, a)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    for device in (weight.device, torch.device("cpu")):
+        try:
+            factors = (left.to(device, dtype), right.to(device, dtype))
+            weight.copy_(weight.to(device, dtype, copy=True).addmm_(*factors, alpha=scale))
+            return
+        except torch.OutOfMemoryError as error:
+            failed = error
+    raise failed

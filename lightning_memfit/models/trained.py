@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
-from lightning_memfit.adapters.checkpoint import base_checksum, base_weights
+from lightning_memfit.adapters.checkpoint import base_checksum, merge_into
 from lightning_memfit.memory.collectives import is_divided, on_first_rank, whole_state_dict
 from lightning_memfit.models.architecture import auto_class, is_encoder_decoder
 
@@ -83,15 +83,9 @@ def _architecture_of(checkpoint: dict[str, Any]) -> PretrainedConfig:
 
 def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """Return the pretrained network with the checkpoint's adapters merged into it."""
-    from lightning_memfit.adapters.lora import merge_into
-
     network = _base_network(checkpoint)
     weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
-    trained = checkpoint["state_dict"]
-    merge_into(weights, trained, checkpoint[ADAPTERS]["layers"])
-    with torch.no_grad():
-        for name in weights.keys() & trained.keys():  # trained in full, not by an adapter
-            weights[name].copy_(trained[name])
+    merge_into(weights, checkpoint["state_dict"], checkpoint[ADAPTERS])
     network.eval()
     return network
 
@@ -114,9 +108,9 @@ def _refuse_other_base(network: PreTrainedModel, checkpoint: dict[str, Any]) -> 
         ValueError: If its weights, in whichever precision they were trained, have another checksum.
     """
     record = checkpoint[ADAPTERS]
-    own = {f"{_PREFIX}{name}": weight for name, weight in base_weights(network).items()}
+    trained = [name.removeprefix(_PREFIX) for name in record["trained"]]
     for dtype in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        if base_checksum(own, record.get("trained", ()), dtype) == record["base"]:
+        if base_checksum(network, trained, dtype) == record["base"]:
             return
     raise ValueError(
         f"`ckpt_path` has adapters for other weights than those of `pretrained={_base_of(checkpoint)!r}`: these have "

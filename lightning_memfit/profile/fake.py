@@ -189,6 +189,25 @@ def copyable_fakes() -> Iterator[None]:
 
 
 @contextmanager
+def swappable_fakes() -> Iterator[None]:
+    """Let a module that is made in a trace go to another dtype, as adapters of peft do.
+
+    `nn.Module.to` swaps fake parameters, which `torch.utils.swap_tensors` refuses where somebody has a weak reference:
+    fakes have one always.
+    """
+    original = torch.utils.swap_tensors
+
+    def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor):
+            _exchange(tensor, other)
+        else:
+            original(tensor, other)
+
+    with replaced(torch.utils, "swap_tensors", swap):
+        yield
+
+
+@contextmanager
 def transformers_not_tracing() -> Iterator[None]:
     """Keep transformers from treating fake tensors as a compiler trace, which would build another attention mask."""
     try:

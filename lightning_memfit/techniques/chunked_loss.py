@@ -3,7 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from torch.nn import Linear  # the class itself, which precisions of Lightning r
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
-from lightning_memfit.adapters.layer import FrozenLinear, reading
 from lightning_memfit.memory.wrapping import own_attribute, wrap_method
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
@@ -210,8 +209,7 @@ class _ChunkedHead:
         buffers = [(buffer, buffer._version) for buffer in self.head.buffers() if learns and not buffer.is_inference()]
 
         def run(rows: Tensor) -> Tensor:
-            # Lora looks for reads of frozen weights outside their layer, whose own call is over by now.
-            with reading() if isinstance(self.head, FrozenLinear) else nullcontext(), _holding(seen):
+            with _holding(seen):
                 logits: Tensor = inner(rows, *args, **kwargs)
             if any(buffer._version != version for buffer, version in buffers):
                 raise ValueError(

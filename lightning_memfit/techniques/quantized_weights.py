@@ -1,16 +1,14 @@
 """`QuantizedWeights`: frozen linear weights in 4 or 8 bits, for training adapters on top."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from torch import nn
 from typing_extensions import override
 
-from lightning_memfit.adapters.layer import FrozenLinear, dequantize, quantize
-from lightning_memfit.adapters.linears import AUTO, linear_layers
-from lightning_memfit.adapters.lora import adapted_layers, frozen_layers
+from lightning_memfit.adapters.linears import AUTO, is_quantized, linear_layers, replace_layers
 from lightning_memfit.extras import require
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
@@ -42,70 +40,101 @@ class QuantizedWeights(TechniqueCallback):
         super().__init__()
         if bits not in (4, 8):
             raise ValueError(f"`bits={bits}` must be 4 or 8.")
-        if bits == 4:
-            require("bitsandbytes", "QuantizedWeights")
-            # Not first within a trace: an error that this import catches and logs leads to the frames around it, and
-            # who keeps the log keeps their tensors.
-            import bitsandbytes.functional  # noqa: F401
+        require("bitsandbytes", "QuantizedWeights")
+        # Not first within a trace: an error that this import catches and logs leads to the frames around it, and who
+        # keeps the log keeps their tensors.
+        import bitsandbytes.functional  # noqa: F401
+
         self.bits = bits
         self.target_modules = target_modules
-        self._quantized: list[FrozenLinear] = []
+        self.waiting: dict[nn.Module, nn.Module] = {}
+        """The module's own layers, by the quantized ones that stand in for them."""
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work, and quantize once the module is complete."""
+        """Refuse what cannot work. `Lora` has the weights quantized before it adds its adapters."""
         reason = copied_before(self, trainer) or replaces_layers(trainer) or _refused_beside(trainer)
         if reason is not None:
             raise ValueError(f"QuantizedWeights: {reason}")
 
-        def complete() -> None:
-            if not any(layer.codes is not None for layer in frozen_layers(pl_module).values()):
-                self._quantize(pl_module)
+    def quantize(self, module: nn.Module, trained: Collection[int] = ()) -> None:
+        """Replace the chosen layers; what was quantized before, such as by `BitsAndBytesConfig`, stays as it is.
 
-        self.when_complete(pl_module, complete)
-        self.on_restore(lambda: self.put_back(self.has_failed))
+        Args:
+            module: Its layers wait on the host until `put_back`.
+            trained: Ids of modules that are trained as a whole.
 
-    def _quantize(self, module: nn.Module) -> None:
-        layers, left_out = linear_layers(module, self.target_modules, shared=False)
-        trained = [name for name, layer in adapted_layers(module).items() if layer.raw.requires_grad and name in layers]
-        if trained:
-            raise ValueError(
-                f"QuantizedWeights: {trained[0]} is trained as a whole (`train` of Lora). Give `target_modules` "
-                "without it."
-            )
-        before = sum(layer.weight.nbytes for layer in layers.values())  # type: ignore[misc]
-        after = 0
+        Raises:
+            ValueError: If one of these is named in `target_modules`.
+        """
+        from lightning_memfit.adapters.quantized import quantized
+
+        layers, left_out = linear_layers(module, self.target_modules)
+        unfit = dict.fromkeys(_kept_in_float32(module), "transformers keeps it in float32, and reads its dtype")
+        unfit |= dict.fromkeys(trained, "it is trained as a whole (`train` of Lora)")
+        for name in [name for name, layer in layers.items() if id(layer) in unfit]:
+            left_out[name] = unfit[id(layers.pop(name))]
+            if self.target_modules != AUTO:
+                raise ValueError(f"QuantizedWeights: {name}: {left_out[name]}. Leave it out of `target_modules`.")
+        layers = {name: layer for name, layer in layers.items() if not is_quantized(layer)}
+        before = after = 0
         for layer in layers.values():
-            quantized = quantize(layer, self.bits)
-            self._quantized.append(quantized)
-            assert quantized.codes is not None
-            wait_on_host(quantized.raw, quantized.codes.codes)
-            after += sum(buffer.nbytes for buffer in quantized.codes.buffers())
-        self.announce(f"{len(layers)} layers in {self.bits} bits, {before / after:.1f} times smaller")
+            weight: Any = layer.weight
+            before += weight.nbytes
+            made: Any = quantized(layer, self.bits)
+            self.waiting[made] = layer
+            after += made.weight.nbytes + weight.numel() // 64
+            weight.data = weight.data.cpu()
+            keep_on_host(weight, Category.PARAMETER, made.weight)
+        replace_layers(module, {id(layer): made for made, layer in self.waiting.items()})
+        if layers:
+            self.announce(f"{len(layers)} layers in {self.bits} bits, {before / after:.1f} times smaller")
         for name, reason in left_out.items():
             self.announce(f"{name} stays as it is: {reason}")
 
-    def put_back(self, on_host: bool = False) -> None:
+    def renew(self, module: nn.Module) -> None:
+        """Quantize again what waits on the host, as it has changed."""
+        from lightning_memfit.adapters.quantized import quantized
+
+        renewed = {made: quantized(layer, self.bits) for made, layer in self.waiting.items()}
+        replace_layers(module, {id(made): new for made, new in renewed.items()})
+        self.waiting = {renewed[made]: layer for made, layer in self.waiting.items()}
+
+    def load(self, module: nn.Module, entries: dict[str, Any]) -> None:
+        """Take the weights of quantized layers out of a state dictionary, and quantize them."""
+        for name, made in list(module.named_modules()):
+            if made in self.waiting and f"{name}.weight" in entries:
+                self.waiting[made].weight.data.copy_(entries[f"{name}.weight"])  # type: ignore[operator, union-attr]
+                entries[f"{name}.weight"] = None
+        self.renew(module)
+        own = module.state_dict()
+        entries.update({name: own[name] for name, value in entries.items() if value is None})
+
+    def put_back(self, module: nn.Module, on_host: bool = False) -> None:
         """Give layers their weights again, in the precision that the rest of the module has now.
 
         Args:
+            module: The module whose layers were quantized.
             on_host: Leave them in host memory, where Lightning moves the whole module next, rather than move them to
                 the module's device, which need not have room for them.
         """
-        while self._quantized:
-            layer = self._quantized.pop()
-            if layer.waiting is None:
-                continue
-            weight, like = layer.waiting, layer.like
+        for made, layer in self.waiting.items():
+            weight: Any = layer.weight
+            like: Any = made.like
             return_to_device(weight)
             weight.data = weight.data.to(weight.device if on_host else like.device, like.dtype)
-            dequantize(layer)
+            layer.train(made.training)
+        replace_layers(module, {id(made): layer for made, layer in self.waiting.items()})
+        self.waiting = {}
 
 
-def wait_on_host(weight: torch.Tensor, serves: torch.Tensor) -> None:
-    """Move a weight out of the device's memory."""
-    weight.data = weight.data.cpu()
-    keep_on_host(weight, Category.PARAMETER, serves)
+def _kept_in_float32(module: nn.Module) -> set[int]:
+    """Ids of what a Hugging Face model leaves in float32, such as the second layers of T5's blocks."""
+    found = set()
+    for model in module.modules():
+        names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        found |= {id(part) for name, part in model.named_modules() if not names.isdisjoint(name.split("."))}
+    return found
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memfit import Lora, MicroBatching
-from lightning_memfit.adapters.layer import quantize
+from lightning_memfit.adapters.quantized import quantized
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss, chunk_loss, find_causal_models
@@ -156,8 +156,8 @@ class Noisy(nn.Linear):
 HEADS = {
     "bias": head_of(lambda: nn.Linear(32, 64)),
     "frozen": frozen,
-    "4 bits": head_of(lambda: quantize(nn.Linear(32, 64), 4)),
-    "8 bits": head_of(lambda: quantize(nn.Linear(32, 64), 8)),
+    "4 bits": head_of(lambda: quantized(nn.Linear(32, 64), 4)),
+    "8 bits": head_of(lambda: quantized(nn.Linear(32, 64), 8)),
     "adapter": adapted(0.0),
     "weight norm": normed,
 }

@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -101,18 +100,16 @@ class SavesOnce(LanguageModel):
 
 
 class SavesPretrained(LanguageModel):
-    """Saves the network and a copy of it while adapters are in, and keeps and puts back its own state dictionary."""
+    """Saves the network while adapters are in, and keeps and puts back its own state dictionary."""
 
     def on_train_end(self):
         self.model.save_pretrained(self.folder / "own")
-        copy.deepcopy(self.model).save_pretrained(self.folder / "copy")
-        with pytest.warns(UserWarning, match="adapters apart") as told:
-            kept = copy.deepcopy(self.state_dict())
-        assert sum("adapters apart" in str(warning.message) for warning in told) == 1
+        kept = copy.deepcopy(self.state_dict())
         loss = self.training_step(torch.arange(32).view(2, 16), 0)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.add_(1)
+                if parameter.is_floating_point():
+                    parameter.add_(1)
         self.load_state_dict(kept)
         assert torch.equal(self.training_step(torch.arange(32).view(2, 16), 0), loss)
 
@@ -122,19 +119,10 @@ def test_a_pretrained_folder_saved_in_the_run_holds_what_was_learned(tmp_path, c
     module.folder = tmp_path
     trainer(callbacks, precision="bf16-true").fit(module, loader())
     after = module.model.state_dict()
-    for name in ("own", "copy"):
-        loaded = type(module.model).from_pretrained(tmp_path / name, dtype="auto").state_dict()
-        assert loaded.keys() == after.keys()
-        for key, value in after.items():
-            torch.testing.assert_close(loaded[key], value, rtol=0, atol=0, msg=f"{name}: {key}")
-
-
-def test_averages_in_checkpoints_are_none_of_the_users_doing(tmp_path, recwarn):
-    run = trainer([Lora(4), EMAWeightAveraging()])
-    module = SavesOnce()
-    module.path = tmp_path / "one.ckpt"
-    run.fit(module, loader())
-    assert not any("adapters apart" in str(warning.message) for warning in recwarn)
+    loaded = type(module.model).from_pretrained(tmp_path / "own", dtype="auto").state_dict()
+    assert loaded.keys() == after.keys()
+    for key, value in after.items():
+        torch.testing.assert_close(loaded[key], value, rtol=0, atol=0, msg=key)
 
 
 def test_checkpoint_during_a_run_is_that_after_it(tmp_path):
@@ -224,7 +212,7 @@ def test_wrong_arguments_name_the_argument():
         QuantizedWeights(3)
     with pytest.raises(ValueError, match="Closest: c_attn"):
         fit([Lora(target_modules=["q_attn"])], model)
-    with pytest.raises(ValueError, match=r"wte.weight = model.lm_head.weight"):
+    with pytest.raises(ValueError, match=r"wte.weight are one weight"):
         fit([QuantizedWeights(target_modules=["lm_head"]), Lora()], model)
     with pytest.raises(ValueError, match="lack adapters"):
         fit([Lora()], lambda: Plain("model.3"))

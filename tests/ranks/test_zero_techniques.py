@@ -13,6 +13,8 @@ pytest.importorskip("deepspeed")
 ZERO = ("memfit_zero_1", "memfit_zero_2", "memfit_zero_3", "memfit_zero_offload")
 EIGHT_BIT = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
 CHUNKED = {"class_path": "lightning_memfit.techniques.chunked_loss.ChunkedLoss"}
+LORA = {"class_path": "lightning_memfit.techniques.lora.Lora"}
+QUANTIZED = {"class_path": "lightning_memfit.techniques.quantized_weights.QuantizedWeights"}
 CALLBACKS = {
     "optimizer_8bit": {"class_path": EIGHT_BIT, "init_args": {"keep_32bit_embeddings": False, "min_8bit_size": 1}},
     "checkpointing": {"class_path": "lightning_memfit.techniques.activation_checkpointing.ActivationCheckpointing"},
@@ -21,16 +23,12 @@ CALLBACKS = {
 TOLERANCE = {"optimizer_8bit": 1e-3, "checkpointing": 2e-6, "chunked_loss": 2e-6}  # 8 bits: quantized moments
 WORKING = [(s, c) for s in ZERO for c in CALLBACKS if (s, c) != ("memfit_zero_3", "chunked_loss")]
 REFUSED = {
-    "8-bit embeddings": ("memfit_zero_2", {"class_path": EIGHT_BIT}, "Set `keep_32bit_embeddings: false`"),
-    "chunked loss": ("memfit_zero_3", CHUNKED, "`memfit_zero_2` or `memfit_fsdp2`"),
-    "adapters": (
-        "memfit_zero_3",
-        {"class_path": "lightning_memfit.techniques.lora.Lora"},
-        "shards weights, for which adapters are not injected",
-    ),
+    "8-bit embeddings": ("memfit_zero_2", [{"class_path": EIGHT_BIT}], "Set `keep_32bit_embeddings: false`"),
+    "chunked loss": ("memfit_zero_3", [CHUNKED], "`memfit_zero_2` or `memfit_fsdp2`"),
+    "quantized weights": ("memfit_zero_3", [QUANTIZED, LORA], "can't divide weights in 4 or 8 bits"),
     "gradient release": (
         "memfit_zero_2",
-        {"class_path": "lightning_memfit.techniques.gradient_release.GradientRelease"},
+        [{"class_path": "lightning_memfit.techniques.gradient_release.GradientRelease"}],
         "leave GradientRelease out",
     ),
 }
@@ -43,7 +41,7 @@ def results(tmp_path_factory):
         for strategy, name in WORKING
     }
     for name, (strategy, callback, _) in REFUSED.items():
-        cases[name] = {"strategy": strategy, "devices": 2, "callbacks": [callback], "expect_error": True}
+        cases[name] = {"strategy": strategy, "devices": 2, "callbacks": callback, "expect_error": True}
     return launch(tmp_path_factory.mktemp("zero-techniques"), cases)
 
 

@@ -265,8 +265,12 @@ def test_a_recipes_own_adapters_are_in_the_step_that_a_search_begins_with() -> N
     assert other.bound.seconds(adapted) < found.bound.seconds(adapted)
 
 
-def test_adapters_go_with_no_strategy_that_shards_weights() -> None:
-    workload = made_workload(1000, adapter=TechniqueChoice("lora", {}), devices=Devices(2), strategies=True)
+@pytest.mark.parametrize(("adapter", "divided"), [("lora", True), ("qlora", False)])
+def test_adapters_go_with_strategies_that_divide_weights_unless_these_are_quantized(
+    adapter: str, divided: bool
+) -> None:
+    workload = made_workload(1000, adapter=TechniqueChoice(adapter, {}), devices=Devices(2), strategies=True)
     kept, refused = candidates(workload)
-    assert {one.of_kind("strategy").name if one.of_kind("strategy") else "" for one in kept} <= {"", "ddp"}
-    assert any("shards weights" in one.reason for one in refused)
+    names = {one.of_kind("strategy").name if one.of_kind("strategy") else "" for one in kept}
+    assert names > {"ddp"} if divided else names <= {"", "ddp"}
+    assert any("can't divide weights in 4 or 8 bits" in one.reason for one in refused) != divided
