@@ -27,7 +27,7 @@ from lightning_memfit.profile.process import end_after_traces
 from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError, of_built
-from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.callback import AnyTechnique, TechniqueCallback, TechniquePrecision
 
 from .arguments import NAMED_OPTIONS, split_device
 from .errors import user_mistake
@@ -325,8 +325,8 @@ def _check_room(batch: Any, size: int, wanted: int) -> None:
         )
 
 
-def _techniques(run: RecipeRun) -> tuple[TechniqueCallback, ...]:
-    return tuple(copy.deepcopy(c) for c in run.callbacks if isinstance(c, TechniqueCallback))
+def _techniques(run: RecipeRun) -> tuple[AnyTechnique, ...]:
+    return tuple(copy.deepcopy(c) for c in run.callbacks if isinstance(c, (TechniqueCallback, TechniquePrecision)))
 
 
 def _measure(run: RecipeRun) -> ModelProfile:

@@ -34,6 +34,7 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.step import Precision, StepOptions
+from lightning_memfit.techniques.core.callback import TechniquePrecision
 
 from .arguments import LARGEST_COUNT
 from .explain import import_public_names
@@ -54,7 +55,7 @@ _PRECISIONS: dict[str, Precision] = {
 }
 
 # Estimates describe one process on fake tensors, so the Trainer gets these; the recipe's own values are kept apart.
-_STAND_IN = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
+_STAND_IN = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None}
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,10 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
     trainer, recipe = cli.trainer, cli.recipe
     if isinstance(cli.model, CausalLM):
         _ = cli.model.architecture  # read it here once, not in every trace of a copy
+    own = [one for one in (trainer.precision_plugin,) if isinstance(one, TechniquePrecision)]
+    callbacks = (*trainer.callbacks, *own)  # type: ignore[attr-defined]
     options = StepOptions(
-        _precision(recipe["precision"]),
+        own[0].precision if own else _precision(recipe["precision"]),
         trainer.accumulate_grad_batches,
         trainer.gradient_clip_val,
         trainer.gradient_clip_algorithm,
@@ -252,7 +255,6 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
     with isolate_rng():
         batch = _batch(cli, processes, shaped, real_batch)
     cli.model.trainer = trainer  # the training step may use its data module
-    callbacks = tuple(trainer.callbacks)  # type: ignore[attr-defined]
     devices = None if str(recipe["devices"]) in ("auto", "-1") else num_processes(recipe["devices"])
     return RecipeRun(
         cli.model,

@@ -30,6 +30,7 @@ from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.search import MAX_STEPS
 from lightning_memfit.memory.attach import TrainerAttachment
+from lightning_memfit.techniques.core.callback import trainer_options
 
 SHARE = 1024  # at least two full micro-batches of the largest case
 HUGE = 1 << 40
@@ -65,9 +66,7 @@ def trainer_of(*callbacks: pl.Callback, max_steps: int = 2, device: str = "cpu",
         devices=1,
         max_steps=max_steps,
         max_epochs=-1,  # an epoch may have two steps only
-        callbacks=list(callbacks),
-        **quiet,
-        **options,
+        **(quiet | options | trainer_options(callbacks, options.get("precision"))),
     )
 
 

@@ -47,6 +47,7 @@ from lightning_memfit.planner.workload import Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.techniques.core.callback import trainer_options
 from lightning_memfit.techniques.core.setting import Setting
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,6 @@ def run(make: Make, setting: Setting, limit: int | None) -> tuple[list[float], i
     clock, guard = _Clock(), [MemoryLimit(limit)] if limit else []
     trainer = pl.Trainer(
         accelerator="cpu",
-        precision=setting.precision,
         max_steps=steps,
         accumulate_grad_batches=count,
         logger=False,
@@ -108,7 +108,7 @@ def run(make: Make, setting: Setting, limit: int | None) -> tuple[list[float], i
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
-        callbacks=[*guard, *Setting(chosen=setting.chosen).callbacks(), clock],
+        **trainer_options([*guard, *Setting(chosen=setting.chosen).callbacks(), clock], setting.precision),
     )
     try:
         trainer.fit(module, loader)

@@ -25,6 +25,7 @@ from benchmarks.micro_batching.record import write
 from lightning_memfit.data import StandardLibraryText
 from lightning_memfit.models import CausalLM
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
+from lightning_memfit.techniques.core.callback import trainer_options
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 
@@ -67,11 +68,10 @@ def train(technique: str, seed: int, learning_rate: float, steps: int) -> dict[s
     text = StandardLibraryText(sequence_length=128, batch_size=8, num_workers=0, seed=seed)
     trainer = pl.Trainer(
         accelerator="cpu",
-        precision=precision,  # type: ignore[arg-type]
         max_steps=steps,
         gradient_clip_val=1.0,
         limit_val_batches=0,
-        callbacks=callbacks(),
+        **trainer_options(callbacks(), precision),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

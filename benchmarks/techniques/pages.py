@@ -63,13 +63,14 @@ _WIDTH = 120
 
 def _python(technique: Technique) -> str:
     imports = [_import(spec) for spec in technique.callbacks]
-    arguments = [f"{name}={value!r}" for name, value in technique.trainer.items()]
+    is_plugin = any(spec.is_precision for spec in technique.callbacks)
+    arguments = [] if is_plugin else [f"{name}={value!r}" for name, value in technique.trainer.items()]
     calls = [
         f"{spec.name}({', '.join(f'{name}={value!r}' for name, value in spec.init_args.items())})"
         for spec in technique.callbacks
     ]
     if calls:
-        arguments.append(f"callbacks=[{', '.join(calls)}]")
+        arguments.append(f"{'plugins' if is_plugin else 'callbacks'}=[{', '.join(calls)}]")
     call = f"Trainer({', '.join(arguments)})"
     if len(call) > _WIDTH:
         call = "\n".join(["Trainer(", "    callbacks=[", *(f"        {one}," for one in calls), "    ]", ")"])

@@ -21,6 +21,7 @@ from benchmarks.micro_batching.record import write
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.techniques.core.callback import trainer_options
 from lightning_memfit.techniques.core.facts import Facts
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 from lightning_memfit.techniques.core.setting import Setting
@@ -69,9 +70,8 @@ def measure(setting: Setting) -> dict[str, Any]:
     module = Bytes()
     trainer = pl.Trainer(
         accelerator="cpu",
-        precision=setting.precision,
         max_steps=STEPS,
-        callbacks=setting.callbacks(),
+        **trainer_options(setting.callbacks(), setting.precision),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

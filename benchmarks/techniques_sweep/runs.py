@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_memfit
+from lightning_memfit.techniques.core.callback import trainer_options
 
 STEPS = 3
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -90,8 +91,8 @@ def train(
                     "num_sanity_val_steps": 0,
                     **QUIET,
                     **options,
-                },
-                callbacks=[*callbacks, _Watch(run)],
+                    **trainer_options([*callbacks, _Watch(run)], options.get("precision")),
+                }
             )
             trainer.fit(module, loader)
         except Exception as error:

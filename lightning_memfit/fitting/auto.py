@@ -57,7 +57,13 @@ from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions, leave_out_hooks
 from lightning_memfit.profile.trace import TraceError, somewhere
 from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
-from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.callback import (
+    AnyTechnique,
+    TechniquePrecision,
+    split_precision,
+    techniques_of,
+    trainer_options,
+)
 from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch
 from lightning_memfit.techniques.core.registry import strategy_of
@@ -138,13 +144,12 @@ def _two_steps(
     probing = pl.Trainer(
         accelerator=DeviceKind.of(device).accelerator,
         devices=1 if device.index is None else [device.index],
-        precision=setting.precision,
         max_steps=2,
         accumulate_grad_batches=count,
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         logger=False,
-        callbacks=[*limits, *Setting(chosen=setting.chosen).callbacks(), _NoSchedules()],
+        **trainer_options([*limits, *Setting(chosen=setting.chosen).callbacks(), _NoSchedules()], setting.precision),
         **SILENT_TRAINER,
     )
     try:
@@ -388,7 +393,7 @@ class MemFit(pl.Callback):
     def _put_on(self, trainer: pl.Trainer, plan: Plan, loader_batch: int) -> None:
         setting = plan.setting
         assert setting is not None
-        added = Setting(chosen=setting.chosen).callbacks()
+        added, plugins = split_precision(Setting(chosen=setting.chosen).callbacks())
         whole = setting.micro_batch_size == loader_batch
         run = Setting(chosen=setting.chosen).run(read_facts(trainer.lightning_module))
         if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # it also recovers, where it can
@@ -397,8 +402,8 @@ class MemFit(pl.Callback):
         added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
         remove = self._insert(trainer, added)
         strategy, before = trainer.strategy, trainer.strategy.precision_plugin
-        if setting.precision != trainer.precision:
-            strategy.precision_plugin = precision_plugin(setting.precision, strategy)
+        if plugins or setting.precision != trainer.precision or isinstance(before, TechniquePrecision):
+            strategy.precision_plugin = plugins[0] if plugins else precision_plugin(setting.precision, strategy)
 
         def undo() -> None:
             remove()
@@ -445,10 +450,11 @@ class MemFit(pl.Callback):
             undo()
 
 
-def _fixed_techniques(trainer: pl.Trainer) -> tuple[TechniqueCallback, ...]:
-    """The Trainer's technique callbacks that plans know nothing of, and leave as they are."""
-    callbacks = [c for c in trainer.callbacks if isinstance(c, TechniqueCallback)]  # type: ignore[attr-defined]
-    return tuple(c for c in callbacks if f"{type(c).__module__}.{type(c).__name__}" not in technique_classes())
+def _fixed_techniques(trainer: pl.Trainer) -> tuple[AnyTechnique, ...]:
+    """The Trainer's techniques that plans know nothing of, and leave as they are."""
+    return tuple(
+        c for c in techniques_of(trainer) if f"{type(c).__module__}.{type(c).__name__}" not in technique_classes()
+    )
 
 
 def _measured(found: ProbeResult) -> str:

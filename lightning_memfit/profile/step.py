@@ -201,6 +201,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
     import lightning.pytorch as pl
     from lightning.fabric.utilities import registry
     from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.plugins import Precision as PrecisionPlugin
 
     recorder, options, ranks = course.recorder, workload.options, workload.ranks
     module: Any = workload.module
@@ -218,19 +219,23 @@ def _run_lightning(course: Course, workload: Workload) -> None:
         callback.in_trace = True
         if not is_own(callback):
             guard_hooks(callback, course.in_callback)
+    plugins = [one for one in workload.callbacks if isinstance(one, PrecisionPlugin)]
     # A Trainer asks every installed package for callbacks, whose files take longer to read than a small step to trace.
     with _quiet(), replaced(registry, "entry_points", lambda *_, **__: ()):
         trainer = _trainer_class()(
             accelerator="cpu",
-            **(ranks.trainer_options() if ranks is not None else {"devices": 1}),
-            precision=options.precision,
+            **_given(ranks, plugins, options.precision),
             max_epochs=course.length.epochs or _MANY_EPOCHS,
             max_steps=max(course.length.steps or 0, _MANY_EPOCHS * course.limits.batches),
             accumulate_grad_batches=options.traced_micro_batches,
             gradient_clip_val=options.gradient_clip_val,
             gradient_clip_algorithm=options.gradient_clip_algorithm,
             logger=DummyLogger(),
-            callbacks=[_has_datamodule(datamodule), *workload.callbacks, _phase_callback(course, options)],
+            callbacks=[
+                _has_datamodule(datamodule),
+                *(one for one in workload.callbacks if one not in plugins),
+                _phase_callback(course, options),
+            ],
             **SILENT_TRAINER,
         )
         with (
@@ -248,6 +253,14 @@ def _run_lightning(course: Course, workload: Workload) -> None:
                     raise StartError(str(error)) from error
                 raise
     recorder.phase("end")
+
+
+def _given(ranks: Any, plugins: list[Any], precision: str) -> dict[str, Any]:
+    """Options of a Trainer that takes a plugin of precision instead of a name."""
+    given: dict[str, Any] = ranks.trainer_options() if ranks is not None else {"devices": 1}
+    if not plugins:
+        return given | {"precision": precision}
+    return given | {"plugins": [*given.get("plugins", []), *plugins]}
 
 
 def _trainer_class() -> Any:

@@ -12,7 +12,7 @@ from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
-from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.callback import TechniquePrecision
 from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, Cost, Work, num_trained
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 _ROUNDINGS: dict[str, type[Rounding]] = {"stochastic": Stochastic, "kahan": Kahan}
 
 
-class StochasticRounding(TechniqueCallback):
-    """Make `precision="bf16-true"` learn from updates smaller than half a unit in last place, without a float32 copy.
+class StochasticRounding(TechniquePrecision):
+    """`bf16-true` that learns from updates smaller than half a unit in last place, without a float32 copy.
 
-    Weights and gradients take 2 bytes each; optimizer states stay float32 (or 8-bit, with `Optimizer8bit` before this
-    callback). A step makes float32 copies of a few weights at a time (`optim.float32_step`). Works with
-    accumulation, clipping, schedulers, `GradientRelease` and DDP. A checkpoint of such a run resumes bitwise.
-
-    This is a callback used with `precision="bf16-true"` and not a precision plugin, because it changes how optimizers
-    step and nothing about the forward pass. Lightning takes one plugin per run, of a class that each strategy chooses.
+    The Trainer takes it in place of a `precision`: `Trainer(plugins=[StochasticRounding()])`. Weights and gradients
+    take 2 bytes each; optimizer states stay float32 (or 8-bit, with `Optimizer8bit`). A step makes float32 copies of a
+    few weights at a time (`optim.float32_step`). Works with accumulation, clipping, schedulers, `GradientRelease` and
+    DDP. A checkpoint of such a run resumes bitwise.
 
     Args:
         rounding: `stochastic`, or `kahan` for a compensation term of 2 more bytes per weight and no randomness.
@@ -44,6 +42,7 @@ class StochasticRounding(TechniqueCallback):
     """
 
     rules_traces = True
+    depends_on_depth = True  # a chunk may hold weights of several blocks
 
     def __init__(
         self,
@@ -59,12 +58,6 @@ class StochasticRounding(TechniqueCallback):
         self.rounding = rounding
         self.chunk_elements = chunk_elements
         self.seed = seed
-
-    @property
-    @override
-    def depends_on_depth(self) -> bool:
-        """True, because a chunk may hold weights of several blocks."""
-        return True
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -88,17 +81,11 @@ class StochasticRounding(TechniqueCallback):
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None if weights can be rounded."""
-    if run.precision != "bf16-true":
-        return f"`precision={run.precision!r}` keeps other than bfloat16 weights. Set precision='bf16-true'."
     if run.strategy not in ("SingleDeviceStrategy", "DDPStrategy"):
         return (
             f"{run.strategy} shards weights or keeps float32 ones itself. Use one device or DDP, or "
             "leave StochasticRounding out."
         )
-    after = run.callbacks[run.callbacks.index("StochasticRounding") + 1 :]
-    for name in _BEFORE:
-        if name in after:
-            return f"{name} stands after it and would find no optimizer to convert. List {name} first."
     return None
 
 
@@ -110,7 +97,6 @@ def _cost(profile: "ModelProfile", options: Options) -> Cost:
     return Cost(step=Work(device_bytes=24.0 * count))
 
 
-_BEFORE = ("Optimizer8bit", "ReplaceOptimizer")
 _SPEC = CallbackSpec("lightning_memfit.techniques.bf16_stochastic_rounding.StochasticRounding")
 _PAGE = "bf16_stochastic_rounding"
 

@@ -1,6 +1,6 @@
 """`HostMasterWeights`: half-precision weights on the device, float32 masters and the optimizer on the host."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from lightning_memfit.memory.host import SPARSE, keep_on_host, return_to_device
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
-from lightning_memfit.techniques.core.callback import Refusal, TechniqueCallback
+from lightning_memfit.techniques.core.callback import Refusal, TechniquePrecision
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, HOST_STEP_BYTES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _CONFLICTS = {
     "GradientRelease": "both take gradients away during backward",
     "Optimizer8bit": "8-bit states save memory of the device, and here they are on the host, where 8 bits are slow",
-    "StochasticRounding": "with masters in float32 nothing is left for it to do",
 }
 _WIDE = (torch.float32, torch.float64)
 _AVERAGING = (WeightAveraging, StochasticWeightAveraging)
@@ -53,18 +52,19 @@ _AVERAGES = (
 """Hooks in which Lightning's callbacks read and write all weights."""
 
 
-class HostMasterWeights(TechniqueCallback):
-    """Train with `precision="bf16-true"` on the device and with float32 weights and optimizer states on the host.
+class HostMasterWeights(TechniquePrecision):
+    """`bf16-true` on the device, with float32 weights and optimizer states on the host.
 
-    The device holds 2 bytes per parameter plus activations. A gradient is sent to the host and freed as soon as
-    backward has completed it, and is accumulated there in float32. The numbers are those of a float32 optimizer over a
-    bfloat16 forward and backward pass. Clipping, accumulation and schedulers work as usual, on the host.
+    The Trainer takes it in place of a `precision`: `Trainer(plugins=[HostMasterWeights()])`. The device holds 2 bytes a
+    parameter plus activations. A gradient is sent to the host and freed as soon as backward has completed it, and is
+    accumulated there in float32. The numbers are those of a float32 optimizer over a bfloat16 forward and backward
+    pass. Clipping, accumulation and schedulers work as usual, on the host.
 
     While hooks look at gradients (`on_after_backward`, `on_before_optimizer_step`, `on_before_zero_grad`, the module's
     own clipping), and while Lightning's callbacks average weights, the module's parameters are the float32 ones, with
     float32 gradients. Elsewhere they are in bfloat16; code that writes to them there is refused at the next step.
 
-    Checkpoints hold the float32 weights, resume bitwise, and load without this callback. When the run ends, trained
+    Checkpoints hold the float32 weights, resume bitwise, and load without this plugin. When the run ends, trained
     weights become their float32 masters, and everything else that was float32 before is float32 again, with its old
     value if nothing has changed it: a checkpoint saved then also resumes bitwise. The same holds after `validate`,
     `test` and `predict`.
@@ -76,7 +76,7 @@ class HostMasterWeights(TechniqueCallback):
         super().__init__()
         self._values: dict[Tensor, Tensor] = {}
         self._names: dict[Tensor, str] = {}
-        self._loaded: dict[str, Tensor] = {}
+        self._trains: tuple[pl.Trainer, pl.LightningModule] | None = None
         self._host: HostMaster | None = None
 
     @contextmanager
@@ -94,17 +94,9 @@ class HostMasterWeights(TechniqueCallback):
         return {"technique": "host_master_weights", "weights": "float32", "optimizer_states": "float32"}
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Apply the technique to a run that trains; other runs only give the module its float32 values back."""
-        _refuse_finders(trainer)
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit" and trainer.precision == "bf16-true":
-            self._keep_around_conversion(trainer, pl_module)
-
-    @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap the methods that convert, configure, train, load and save."""
-        self._keep_around_conversion(trainer, pl_module)
+        """Wrap the methods that configure, train and load."""
+        self._trains = (trainer, pl_module)
 
         def configure(inner: Callable[[], Any]) -> Any:
             optimizers: list[Optimizer] = []
@@ -136,8 +128,13 @@ class HostMasterWeights(TechniqueCallback):
                     self.on_restore(wrap_method(callback, hook, self._with_float32_weights))
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         """Refuse loops that run a backward pass again, and follow what others do to optimizers between batches."""
+        if self._trains is not None:
+            self._follow(*self._trains)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         if type(loop) is not _AutomaticOptimization:
             raise ValueError(
@@ -210,7 +207,7 @@ class HostMasterWeights(TechniqueCallback):
             self.on_restore(wrap_method(pl_module, "optimizer_step", optimizer_step))
         self.on_restore(wrap_method(trainer.strategy, "training_step", training_step))
         self.on_restore(wrap_method(trainer.strategy, "backward", backward))
-        self.on_restore(wrap_method(trainer.precision_plugin, "post_backward", after_backward))
+        self.on_restore(wrap_method(self, "post_backward", after_backward))
 
     def _with_float32_weights(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.float32_weights():
@@ -240,30 +237,28 @@ class HostMasterWeights(TechniqueCallback):
 
     # --- values around the conversion to bfloat16 -------------------------------------------------------------------
 
-    def _keep_around_conversion(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    @override
+    def convert(self, module: Any) -> Any:
         """Keep what the conversion rounds, save it in checkpoints, and put it back when the run ends."""
+        if not isinstance(module, pl.LightningModule):
+            return super().convert(module)
+        trainer = module.trainer
+        _refuse_finders(trainer)
+        _refuse_tensors(module)
         self.on_restore(self._forget)
-
-        def convert(inner: Callable[[Any], Any], module: Any) -> Any:
-            _refuse_tensors(module)
-            buffers = self._keep_values(module)
-            converted = inner(module)
-            for child, name, value in buffers:
-                keep_on_host(value, Category.BUFFER, getattr(child, name))
-            return converted
-
-        def load(inner: Callable[..., Any], checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-            self._loaded = checkpoint["state_dict"]
-            return inner(checkpoint, *args, **kwargs)
+        loaded = trainer._checkpoint_connector._loaded_checkpoint or {}
+        buffers = self._keep_values(module, loaded.get("state_dict", {}))
+        converted = super().convert(module)
+        for child, name, value in buffers:
+            keep_on_host(value, Category.BUFFER, getattr(child, name))
 
         def save(inner: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-            return self._with_masters(inner(), pl_module)
+            return self._with_masters(inner(), module)
 
-        self.on_restore(wrap_method(trainer.precision_plugin, "convert_module", convert))
-        self.on_restore(wrap_method(trainer.strategy, "load_model_state_dict", load))
         self.on_restore(wrap_method(trainer.strategy, "lightning_module_state_dict", save))
+        return converted
 
-    def _keep_values(self, module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    def _keep_values(self, module: nn.Module, loaded: Mapping[str, Tensor]) -> list[tuple[nn.Module, str, Tensor]]:
         """Remember the values that the conversion to bfloat16 is about to round, without copying those on the host.
 
         Returns:
@@ -271,10 +266,9 @@ class HostMasterWeights(TechniqueCallback):
         """
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
-            exact = self._exact_value(parameter, self._loaded.get(name))
+            exact = self._exact_value(parameter, loaded.get(name))
             if exact is not None:
                 self._values[parameter] = exact
-        self._loaded = {}
         buffers = [
             (child, name, buffer.detach().to("cpu"))
             for child in module.modules()
@@ -323,7 +317,7 @@ class HostMasterWeights(TechniqueCallback):
         return state_dict
 
     def _forget(self) -> None:
-        self._values, self._names, self._loaded, self._host = {}, {}, {}, None
+        self._values, self._names, self._host, self._trains = {}, {}, None, None
 
 
 def _refuse_finders(trainer: pl.Trainer) -> None:
@@ -356,11 +350,6 @@ def _refuse_tensors(module: nn.Module) -> None:
 def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None if masters can be kept on the host."""
     facts = run.facts
-    if run.precision != "bf16-true":
-        return (
-            f"`precision={run.precision!r}`: the device is to hold bfloat16 weights alone, whose gradients need no "
-            "loss scaling. Set precision='bf16-true'."
-        )
     if run.strategy != "SingleDeviceStrategy":
         return f"{run.strategy} reduces gradients on the device, which are gone. Use one device."
     if not facts.automatic_optimization:

@@ -65,11 +65,7 @@ MANUAL = replace(CPU, facts=Facts(device="cpu", automatic_optimization=False))
 _NOT_EXCHANGED = ((OTHER_OPTIMIZER, "Muon"), (replace(CPU, strategy="DeepSpeedStrategy"), "chooses the optimizer"))
 _NOT_CONVERTED = ((OTHER_OPTIMIZER, "Muon"), (replace(CPU, strategy="ModelParallelStrategy"), "can't step"))
 _ROUNDING = {"precision": "bf16-true"}
-_ROUNDED = (
-    (replace(CPU, precision="bf16-mixed"), "precision='bf16-true'"),
-    (replace(CPU, **_ROUNDING, strategy="FSDPStrategy"), "FSDPStrategy"),
-    (replace(CPU, **_ROUNDING, callbacks=("StochasticRounding", "Optimizer8bit")), "List Optimizer8bit first"),
-)
+_ROUNDED = ((replace(CPU, **_ROUNDING, strategy="FSDPStrategy"), "FSDPStrategy"),)
 _TURING = Facts(capability=(7, 5))
 
 _ADAPTED = (
@@ -131,7 +127,6 @@ CASES: dict[str, tuple[Case, ...]] = {
             using("host_master_weights"),
             2e-2,
             (
-                (CPU, "precision='bf16-true'"),
                 (replace(DDP, precision="bf16-true"), "DDPStrategy"),
                 (replace(MANUAL, precision="bf16-true"), "manual optimization"),
                 (replace(CPU, **_ROUNDING, callbacks=("Optimizer8bit",)), "Leave Optimizer8bit out"),

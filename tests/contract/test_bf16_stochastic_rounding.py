@@ -1,9 +1,8 @@
-import copy
-
 import bitsandbytes
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim import lr_scheduler
 
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
@@ -11,7 +10,7 @@ from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
-from tests.contract.runs import LanguageModel, assert_same_weights, fit, trainer
+from tests.contract.runs import LanguageModel, assert_same_weights, fit
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -62,18 +61,9 @@ def test_a_checkpoint_without_rounding_is_refused(tmp_path):
         fit([StochasticRounding()], module, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
 
 
-@pytest.mark.parametrize(
-    ("callbacks", "kwargs", "message"),
-    [
-        ([StochasticRounding()], {}, "precision='bf16-true'"),
-        ([StochasticRounding()], {"precision": "bf16-mixed"}, "bf16-mixed"),
-        ([StochasticRounding(), Optimizer8bit()], {"precision": "bf16-true"}, "List Optimizer8bit first"),
-    ],
-)
-def test_conflicts_are_refused_with_the_reason(callbacks, kwargs, message):
-    callbacks = copy.deepcopy(callbacks)
-    with pytest.raises(ValueError, match=message):
-        callbacks[0].setup(trainer(callbacks, **kwargs), LanguageModel(), "fit")
+def test_strategies_that_divide_weights_are_refused():
+    with pytest.raises(ValueError, match="ModelParallelStrategy shards weights"):
+        fit([StochasticRounding()], strategy=ModelParallelStrategy(), devices=1)
 
 
 def test_wrong_arguments():

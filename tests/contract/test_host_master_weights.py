@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.testing._internal.two_tensor import TwoTensor
@@ -28,7 +29,7 @@ from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
-from tests.contract.runs import LanguageModel, StepsOn, assert_same_weights, fit, trainer
+from tests.contract.runs import LanguageModel, StepsOn, assert_same_weights, fit, loader, trainer
 from tests.helpers.trainers import quiet_trainer
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -151,20 +152,27 @@ class ClipsInBackward(LanguageModel):
     ("module", "others", "kwargs", "message"),
     [
         (ClipsInBackward, [], {}, "the module's `backward` may .* leave HostMasterWeights out"),
-        (LanguageModel, [], {"precision": "32-true"}, "precision='bf16-true'"),
-        (LanguageModel, [], {"precision": "16-true"}, "loss scaling"),
         (LanguageModel, [], {"strategy": "ddp", "devices": 1}, "DDPStrategy"),
         (LanguageModel, [GradientRelease()], {}, "Leave GradientRelease out"),
         (LanguageModel, [Optimizer8bit()], {}, "Leave Optimizer8bit out"),
-        (LanguageModel, [StochasticRounding()], {}, "Leave StochasticRounding out"),
         (Manual, [], {}, "manual optimization"),
     ],
 )
 def test_conflicts_are_refused_with_the_reason(module, others, kwargs, message):
-    callback = HostMasterWeights()
-    run = trainer([callback, *copy.deepcopy(others)], **{"precision": "bf16-true", **kwargs})
+    made, run = module(), trainer([HostMasterWeights(), *copy.deepcopy(others)], **kwargs)
+    before = copy.deepcopy(made.state_dict())
     with pytest.raises(ValueError, match=message):
-        callback.setup(run, module(), "fit")
+        run.fit(made, loader())
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+
+
+def test_lightning_refuses_two_precisions():
+    for options in (
+        {"plugins": [HostMasterWeights()], "precision": "bf16-true"},
+        {"plugins": [HostMasterWeights(), StochasticRounding()]},
+    ):
+        with pytest.raises((ValueError, MisconfigurationException), match="Received"):
+            pl.Trainer(accelerator="cpu", **options)
 
 
 def test_loops_that_repeat_batches_are_refused():
@@ -493,8 +501,8 @@ def test_max_norm_of_an_embedding_is_refused_before_the_first_step():
 def test_own_code_can_write_to_the_float32_weights():
     class Clamp(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            ours = [c for c in trainer.callbacks if isinstance(c, HostMasterWeights)]
-            with ours[0].float32_weights() if ours else nullcontext():
+            ours = trainer.precision_plugin
+            with ours.float32_weights() if isinstance(ours, HostMasterWeights) else nullcontext():
                 for p in pl_module.parameters():
                     p.data.clamp_(-0.1, 0.1)
 
@@ -656,7 +664,7 @@ def test_resuming_in_the_middle_and_the_best_checkpoint(tmp_path):
     ours, trainer = run(Small, tmp_path / "ours", [HostMasterWeights()], "bf16-true")
     assert_same_run(plain, ours)
     plain_half, half = (next((tmp_path / name).glob("step=3*")) for name in ("plain", "ours"))
-    technique = torch.load(half, weights_only=False)["callbacks"]["HostMasterWeights"]
+    technique = torch.load(half, weights_only=False)["HostMasterWeights"]
     assert technique == {"technique": "host_master_weights", "weights": "float32", "optimizer_states": "float32"}
     resumed, _ = run(Rounded, tmp_path / "a", [], "32-true", plain_half)
     for number, (cls, callback, precision, path) in enumerate(

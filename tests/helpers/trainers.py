@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_memfit.techniques.core.callback import split_precision
+
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
@@ -22,6 +24,9 @@ def quiet_trainer(*callbacks: pl.Callback, devices: int = 1, **options: Any) -> 
     if devices > 1:
         strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
         options = {"strategy": strategy, "use_distributed_sampler": False} | options
+    callbacks, plugins = split_precision(callbacks)
+    if plugins:  # which take the place of the name
+        options = {name: value for name, value in options.items() if name != "precision"} | {"plugins": plugins}
     limits = {} if options.keys() & {"max_epochs", "max_steps"} else {"max_epochs": 2}
     return pl.Trainer(
         **{"accelerator": "cpu", "devices": devices, "callbacks": list(callbacks), **QUIET, **limits, **options}

@@ -35,7 +35,7 @@ from lightning_memfit.profile.process import LostError, NoProcessError, Worker
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
-from lightning_memfit.techniques.core.callback import TechniqueCallback
+from lightning_memfit.techniques.core.callback import techniques_of
 from lightning_memfit.techniques.core.first_batch import batches_per_epoch, first_batch
 
 _MAX_SECONDS = 120.0  # of tracing, in one search
@@ -65,7 +65,7 @@ def profile_fit(
     Raises:
         TraceError: If the step can't be traced.
     """
-    techniques = tuple(c for c in trainer.callbacks if isinstance(c, TechniqueCallback))  # type: ignore[attr-defined]
+    techniques = tuple(techniques_of(trainer))
     options = StepOptions(
         precision or trainer.precision,  # type: ignore[arg-type]
         accumulate_grad_batches or trainer.accumulate_grad_batches,
@@ -291,7 +291,7 @@ class _StepTracer:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._module = module
-        self._techniques = tuple(c for c in trainer.callbacks if isinstance(c, TechniqueCallback))  # type: ignore[attr-defined]
+        self._techniques = tuple(techniques_of(trainer))
         self._accumulate = trainer.accumulate_grad_batches
         self._settings = trainer.precision, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._emulation = emulation_of(trainer)

@@ -1,18 +1,20 @@
-"""Base classes of the techniques' callbacks.
+"""Base classes of the techniques' callbacks and precision plugins.
 
-A callback refuses, by the rule of its technique, a run that it does not go with, before anything changes. Whatever it
+Either refuses, by the rule of its technique, a run that it does not go with, before anything changes. Whatever it
 changes, it undoes when the run ends or fails.
 """
 
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,8 +30,8 @@ class Refusal(MisconfigurationException, ValueError):
     """A technique does not go with the rest of a run; nothing has changed yet."""
 
 
-class ReversibleCallback(pl.Callback):
-    """A callback that changes how a run trains, and removes itself when the run ends or fails."""
+class Reversible:
+    """What changes how a run trains, and removes itself when the run ends or fails."""
 
     in_trace = False
     """Whether this is a copy in a trace. What is traced for another device has been checked for that one."""
@@ -37,6 +39,7 @@ class ReversibleCallback(pl.Callback):
     """Whether the rule holds in a trace too: it reads nothing that a trace for another device lacks."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._undo: list[Callable[[], object]] = []
         self.has_failed = False
         """Whether an error has ended the run: what restores it then needs no memory of the device."""
@@ -106,19 +109,16 @@ class ReversibleCallback(pl.Callback):
         if first is not None:
             raise first
 
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply the technique to a run that trains.
 
         Raises:
             Refusal: If the run can't have it.
         """
-        self.restore()
-        if stage == "fit":
-            if self.rules_traces or not self.in_trace:
-                self._check(trainer, pl_module)
-            self.apply(trainer, pl_module)
-            self._check_states(trainer, pl_module)
+        if self.rules_traces or not self.in_trace:
+            self._check(trainer, pl_module)
+        self.apply(trainer, pl_module)
+        self._check_states(trainer, pl_module)
 
     def _check_states(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let a checkpoint's optimizer states be checked before they are loaded, whichever technique wrote them.
@@ -154,6 +154,25 @@ class ReversibleCallback(pl.Callback):
         if reason is not None:
             raise Refusal(f"{type(self).__name__}: {reason}")
 
+    def announce(self, message: str) -> None:
+        """Report in one line, on rank zero, what was done."""
+        rank_zero_info(f"{type(self).__name__}: {message}")
+
+
+class ReversibleCallback(Reversible, pl.Callback):
+    """A callback that is applied in `setup`."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Apply the technique to a run that trains.
+
+        Raises:
+            Refusal: If the run can't have it.
+        """
+        self.restore()
+        if stage == "fit":
+            self.begin(trainer, pl_module)
+
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore the module."""
@@ -177,10 +196,6 @@ class ReversibleCallback(pl.Callback):
             )
         finally:
             self.has_failed = False
-
-    def announce(self, message: str) -> None:
-        """Report in one line, on rank zero, what was done."""
-        rank_zero_info(f"{type(self).__name__}: {message}")
 
 
 class TechniqueCallback(ReversibleCallback):
@@ -206,6 +221,76 @@ class TechniqueCallback(ReversibleCallback):
             if applied:
                 self.apply(trainer, pl_module)
                 self._check_states(trainer, pl_module)
+
+
+class TechniquePrecision(Reversible, HalfPrecision):
+    """Weights in bfloat16, of which a technique keeps more than the conversion leaves: `Trainer(plugins=[...])`.
+
+    It is applied when the strategy has the module converted: after all callbacks' `setup` and `configure_model`, and
+    before the optimizers are made.
+    """
+
+    depends_on_depth = False
+    """As of `TechniqueCallback`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        HalfPrecision.__init__(self, "bf16-true")
+
+    @override
+    def convert_module(self, module: Any) -> Any:
+        """Apply the technique to a run that trains, and convert the module.
+
+        Raises:
+            Refusal: If the run can't have it.
+        """
+        self.restore()
+        if isinstance(module, pl.LightningModule) and module.trainer.state.fn == TrainerFn.FITTING:
+            self.begin(module.trainer, module)
+        return self.convert(module)
+
+    def convert(self, module: Any) -> Any:
+        """Convert a module, whether it is to be trained or not."""
+        return super().convert_module(module)
+
+    @override
+    def teardown(self) -> None:
+        """Restore the module, after a run and after an error."""
+        self.restore()
+
+    @contextmanager
+    def taken_off(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+        """As of `TechniqueCallback`: before the model is configured nothing has changed yet."""
+        yield
+
+
+AnyTechnique: TypeAlias = TechniqueCallback | TechniquePrecision
+
+
+def techniques_of(trainer: pl.Trainer) -> list[AnyTechnique]:
+    """The techniques that a Trainer has been given: its callbacks and its precision."""
+    given = (*trainer.callbacks, trainer.precision_plugin)  # type: ignore[attr-defined]
+    return [one for one in given if isinstance(one, (TechniqueCallback, TechniquePrecision))]
+
+
+def split_precision(techniques: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Callbacks, and at most one plugin of precision, as a Trainer takes them."""
+    callbacks: list[Any] = []
+    plugins: list[Any] = []
+    for one in techniques:
+        (plugins if isinstance(one, TechniquePrecision) else callbacks).append(one)
+    return callbacks, plugins
+
+
+def trainer_options(techniques: Iterable[Any], precision: Any) -> dict[str, Any]:
+    """Options of a Trainer that has techniques: one takes a precision by name, or a plugin of it.
+
+    Args:
+        techniques: Callbacks and plugins, such as `Setting.callbacks` makes.
+        precision: Name that is left out beside a plugin.
+    """
+    callbacks, plugins = split_precision(techniques)
+    return {"callbacks": callbacks, **({"plugins": plugins} if plugins else {"precision": precision})}
 
 
 def describe(counts: dict[Any, int]) -> str:

@@ -141,7 +141,7 @@ class Run:
     """Whether DeepSpeed partitions weights, and gathers them only while their own module runs."""
     world_size: int = 1
     callbacks: tuple[str, ...] = ()
-    """Class names of all callbacks, in order; the techniques' among them."""
+    """Class names of all callbacks, in order, and of a technique's precision; the techniques' among them."""
     arguments: Mapping[str, Options] = field(default_factory=dict, hash=False)
     """Arguments of the techniques' callbacks by class name, defaults included."""
 
@@ -227,7 +227,8 @@ def batch_statistics(module: nn.Module) -> list[str]:
 def run_of(trainer: Any, module: Any) -> Run:
     """The run that a Trainer is about to begin with a module."""
     device = trainer.strategy.root_device
-    techniques = [callback for callback in trainer.callbacks if hasattr(callback, "refusal")]
+    given = [*trainer.callbacks, *(one for one in (trainer.precision_plugin,) if hasattr(one, "refusal"))]
+    techniques = [one for one in given if hasattr(one, "refusal")]
     facts = read_facts(
         module,
         device.type,
@@ -244,7 +245,7 @@ def run_of(trainer: Any, module: Any) -> Run:
         strategy=_strategy(trainer.strategy),
         zero_3=bool(getattr(trainer.strategy, "zero_stage_3", False)),
         world_size=trainer.world_size,
-        callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
+        callbacks=tuple(type(one).__name__ for one in given),
         arguments={type(callback).__name__: arguments_of(callback) for callback in techniques},
     )
 

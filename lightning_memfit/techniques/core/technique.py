@@ -70,7 +70,7 @@ WORDS: Mapping[Numerics, str] = {
 
 @dataclass(frozen=True)
 class CallbackSpec:
-    """A callback as YAML names it."""
+    """A callback, or a plugin of precision, as YAML names it."""
 
     class_path: str
     init_args: Mapping[str, Any] = field(default_factory=dict)
@@ -85,6 +85,11 @@ class CallbackSpec:
         module, _, name = self.class_path.rpartition(".")
         found: type = getattr(import_module(module), name)
         return found
+
+    @property
+    def is_precision(self) -> bool:
+        """Whether it is a plugin of precision instead, which YAML has under `trainer.plugins`."""
+        return hasattr(self.load(), "convert_module")
 
     @property
     def arguments(self) -> Options:
@@ -198,7 +203,7 @@ class Technique:
         return trainer, tuple(specs)
 
     def config(self, **options: Any) -> dict[str, Any]:
-        """Configuration that uses the technique in YAML: `trainer` with its options and `callbacks+`.
+        """Configuration that uses the technique in YAML: `trainer` with its options, `callbacks+` and `plugins+`.
 
         Raises:
             ValueError: If it has no such option.
@@ -207,7 +212,7 @@ class Technique:
         return overlay(trainer, specs)
 
     def build(self, **options: Any) -> list[Any]:
-        """Callbacks for a Trainer, or for `profile_module(..., callbacks=...)`.
+        """Callbacks and plugins for a Trainer, or for `profile_module(..., callbacks=...)`.
 
         Raises:
             ModuleNotFoundError: If a package is missing.
@@ -220,7 +225,13 @@ class Technique:
         return [spec.load()(**spec.init_args) for spec in specs]
 
 
-def overlay(trainer: Mapping[str, Any], callbacks: Sequence[CallbackSpec]) -> dict[str, Any]:
-    """Trainer options and callbacks to append, as `fit --config` reads them."""
-    appended = {"callbacks+": [spec.to_dict() for spec in callbacks]} if callbacks else {}
-    return {"trainer": {**trainer, **appended}} if trainer or appended else {}
+def overlay(trainer: Mapping[str, Any], specs: Sequence[CallbackSpec]) -> dict[str, Any]:
+    """Trainer options, and callbacks and plugins to append, as `fit --config` reads them."""
+    options: dict[str, Any] = dict(trainer)
+    appended: dict[str, list[Any]] = {}
+    for spec in specs:
+        if spec.is_precision:
+            options["precision"] = None  # a Trainer takes a name or a plugin
+        appended.setdefault("plugins+" if spec.is_precision else "callbacks+", []).append(spec.to_dict())
+    options |= appended
+    return {"trainer": options} if options else {}

@@ -40,8 +40,8 @@ def test_overlay_and_sizes():
     assert setting.global_batch_size == 16
     assert setting.numerics == {"bf16", "stochastic"}
     overlay = yaml.safe_load(yaml.safe_dump(setting.overlay()))
-    rounding, batching = overlay["trainer"]["callbacks+"]
-    assert overlay["trainer"]["precision"] == "bf16-true"
+    [rounding], [batching] = overlay["trainer"]["plugins+"], overlay["trainer"]["callbacks+"]
+    assert overlay["trainer"]["precision"] is None  # of which the plugin takes the place
     assert overlay["trainer"]["accumulate_grad_batches"] == 1  # the loop cuts the loader's batch instead
     assert rounding["init_args"] == {"seed": 3}
     assert batching["init_args"] == {"global_batch_size": 16, "micro_batch_size": 2}
