@@ -235,7 +235,9 @@ def write_peft_folder(
     with torch.device("meta"):
         adapted: Any = get_peft_model(network, config)
     names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    weights = {name: own.get(_PEFT.sub(r"\1.default.weight", name.removeprefix(_PREFIX))) for name in names}
+    weights: dict[str, Any] = {
+        name: own.get(_PEFT.sub(r"\1.default.weight", name.removeprefix(_PREFIX))) for name in names
+    }
     held = {name.removeprefix(_PREFIX).rpartition(".")[0] for name in weights}
     wrong = [name for name, value in weights.items() if value is None]
     wrong += [

@@ -45,7 +45,8 @@ def inject(
         stay_float32: Keep them in float32 where the module is converted to half precision.
     """
     targets = "|".join(re.escape(f"root.{name}") for name in names)
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
+    scale: Any = alpha  # which peft calls an integer
+    config = LoraConfig(r=rank, lora_alpha=scale, lora_dropout=dropout, target_modules=targets)
     # A LightningModule has a `_device_mesh` and maybe a `config`, which mean something else to peft.
     root = nn.ModuleDict({"root": module})
     with warnings.catch_warnings(), default_dtype(torch.float32 if stay_float32 else None):

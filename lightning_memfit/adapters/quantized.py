@@ -12,8 +12,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
+from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
+from bitsandbytes import nn as upstream
 from bitsandbytes.functional import QuantState, create_dynamic_map
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,13 +34,15 @@ def quantized(layer: nn.Module, bits: int) -> nn.Module:
         layer: The layer; left as it is.
         bits: 4 or 8.
     """
-    weight: Any = layer.weight.detach()
-    made = (Linear4bit if bits == 4 else Linear8bit)(weight.T if is_conv1d(layer) else weight)
-    made.bias = layer.bias  # type: ignore[assignment]
-    return made.train(layer.training)
+    own: Any = layer
+    weight = own.weight.detach()
+    made: Any = (Linear4bit if bits == 4 else Linear8bit)(weight.T if is_conv1d(layer) else weight)
+    made.bias = own.bias
+    made.train(layer.training)
+    return made  # type: ignore[no-any-return]
 
 
-class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
+class Linear4bit(upstream.Linear4bit):  # type: ignore[misc, name-defined]
     """A frozen weight in NF4, which computes in the dtype of autocast, or else in that of its input."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -78,14 +81,14 @@ class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
         x = _autocast(x)
         dtype = x.dtype if x.dtype in _KERNEL_DTYPES else torch.float32
         bias = None if self.bias is None else self.bias.to(dtype)  # upstream converts the parameter itself
-        if self.quant_state is None:
-            self.quant_state = self._state()
-        self.quant_state.dtype = dtype  # which backward makes of the codes
-        product: Tensor = bnb.matmul_4bit(x.to(dtype), self.weight, bias=bias, quant_state=self.quant_state)
+        state: Any = self.quant_state or self._state()
+        self.quant_state = state
+        state.dtype = dtype  # which backward makes of the codes
+        product: Tensor = matmul_4bit(x.to(dtype), self.weight, bias=bias, quant_state=state)
         return product.to(x.dtype)
 
 
-class Linear8bit(bnb.nn.Linear8bitLt):  # type: ignore[misc]
+class Linear8bit(upstream.Linear8bitLt):  # type: ignore[misc, name-defined]
     """A frozen weight in 8 bits, with activations as they are.
 
     Upstream's product keeps the layer's input beside what autograd saves, where checkpointing can't free it.

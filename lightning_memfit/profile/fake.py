@@ -201,7 +201,7 @@ def swappable_fakes() -> Iterator[None]:
         if isinstance(tensor, FakeTensor):
             _exchange(tensor, other)
         else:
-            original(tensor, other)
+            original(tensor, other)  # type: ignore[no-untyped-call]
 
     with replaced(torch.utils, "swap_tensors", swap):
         yield

@@ -104,7 +104,7 @@ class QuantizedWeights(TechniqueCallback):
         """Take the weights of quantized layers out of a state dictionary, and quantize them."""
         for name, made in list(module.named_modules()):
             if made in self.waiting and f"{name}.weight" in entries:
-                self.waiting[made].weight.data.copy_(entries[f"{name}.weight"])  # type: ignore[operator, union-attr]
+                self.waiting[made].weight.data.copy_(entries[f"{name}.weight"])  # type: ignore[operator]
                 entries[f"{name}.weight"] = None
         self.renew(module)
         own = module.state_dict()
