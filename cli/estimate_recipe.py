@@ -27,7 +27,7 @@ from lightning_memfit.profile.process import end_after_traces
 from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError, of_built
-from lightning_memfit.techniques.core.callback import AnyTechnique, TechniqueCallback, TechniquePrecision
+from lightning_memfit.techniques.core.precision import AnyTechnique
 
 from .arguments import NAMED_OPTIONS, split_device
 from .errors import user_mistake
@@ -326,7 +326,7 @@ def _check_room(batch: Any, size: int, wanted: int) -> None:
 
 
 def _techniques(run: RecipeRun) -> tuple[AnyTechnique, ...]:
-    return tuple(copy.deepcopy(c) for c in run.callbacks if isinstance(c, (TechniqueCallback, TechniquePrecision)))
+    return tuple(copy.deepcopy(c) for c in run.callbacks if isinstance(c, AnyTechnique))
 
 
 def _measure(run: RecipeRun) -> ModelProfile:

@@ -222,9 +222,9 @@ def plan_automatically(trainer: Any, batch_size: int | None = None) -> None:
         names = ", ".join(path.rpartition(".")[2] for path in replaced)
         print(f"memfit: auto: the plan replaces {names}.", file=sys.stderr)
     trainer.callbacks = kept
-    plugins = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]
-    if any(is_technique(getattr(one, "class_path", "")) for one in plugins):
-        trainer.plugins = [one for one in plugins if not is_technique(getattr(one, "class_path", ""))]
+    if plugins := getattr(trainer, "plugins", None):
+        plugins = plugins if isinstance(plugins, list) else [plugins]
+        trainer.plugins = [one for one in plugins if not is_technique(getattr(one, "class_path", ""))] or None
 
 
 _OF_BATCHES = ("loss_weight", "split_batch", "num_samples", "allow_batch_statistics")

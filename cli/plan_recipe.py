@@ -49,8 +49,8 @@ from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.trace import TraceError
-from lightning_memfit.techniques.core.callback import TechniqueCallback, TechniquePrecision
 from lightning_memfit.techniques.core.facts import defaults_of
+from lightning_memfit.techniques.core.precision import AnyTechnique
 from lightning_memfit.techniques.core.registry import strategy_of
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -192,8 +192,7 @@ def workload_of(
     fixed = tuple(
         callback
         for callback in run.callbacks
-        if isinstance(callback, (TechniqueCallback, TechniquePrecision))
-        and f"{type(callback).__module__}.{type(callback).__name__}" not in known
+        if isinstance(callback, AnyTechnique) and f"{type(callback).__module__}.{type(callback).__name__}" not in known
     )
     return Workload(
         module=run.module,

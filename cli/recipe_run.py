@@ -34,7 +34,7 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.step import Precision, StepOptions
-from lightning_memfit.techniques.core.callback import TechniquePrecision
+from lightning_memfit.techniques.core.precision import TechniquePrecision
 
 from .arguments import LARGEST_COUNT
 from .explain import import_public_names

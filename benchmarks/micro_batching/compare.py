@@ -30,7 +30,7 @@ from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.search import MAX_STEPS
 from lightning_memfit.memory.attach import TrainerAttachment
-from lightning_memfit.techniques.core.callback import trainer_options
+from lightning_memfit.techniques.core.precision import trainer_options
 
 SHARE = 1024  # at least two full micro-batches of the largest case
 HUGE = 1 << 40

@@ -47,7 +47,7 @@ from lightning_memfit.planner.workload import Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.core.callback import trainer_options
+from lightning_memfit.techniques.core.precision import trainer_options
 from lightning_memfit.techniques.core.setting import Setting
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from benchmarks.micro_batching.record import write
 from lightning_memfit.data import StandardLibraryText
 from lightning_memfit.models import CausalLM
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
-from lightning_memfit.techniques.core.callback import trainer_options
+from lightning_memfit.techniques.core.precision import trainer_options
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 

@@ -21,8 +21,8 @@ from benchmarks.micro_batching.record import write
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.trace import Emulation
-from lightning_memfit.techniques.core.callback import trainer_options
 from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.precision import trainer_options
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 from lightning_memfit.techniques.core.setting import Setting
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_memfit
-from lightning_memfit.techniques.core.callback import trainer_options
+from lightning_memfit.techniques.core.precision import trainer_options
 
 STEPS = 3
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

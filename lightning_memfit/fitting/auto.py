@@ -57,13 +57,7 @@ from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.step import StepOptions, leave_out_hooks
 from lightning_memfit.profile.trace import TraceError, somewhere
 from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
-from lightning_memfit.techniques.core.callback import (
-    AnyTechnique,
-    TechniquePrecision,
-    split_precision,
-    techniques_of,
-    trainer_options,
-)
+from lightning_memfit.techniques.core import precision as of_techniques
 from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch
 from lightning_memfit.techniques.core.registry import strategy_of
@@ -141,6 +135,7 @@ def _two_steps(
     count, device = min(2, setting.accumulate_grad_batches), trainer.strategy.root_device
     module._trainer = None
     leave_out_hooks(module)
+    added = [*limits, *Setting(chosen=setting.chosen).callbacks(), _NoSchedules()]
     probing = pl.Trainer(
         accelerator=DeviceKind.of(device).accelerator,
         devices=1 if device.index is None else [device.index],
@@ -149,7 +144,7 @@ def _two_steps(
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         logger=False,
-        **trainer_options([*limits, *Setting(chosen=setting.chosen).callbacks(), _NoSchedules()], setting.precision),
+        **of_techniques.trainer_options(added, setting.precision),
         **SILENT_TRAINER,
     )
     try:
@@ -393,7 +388,7 @@ class MemFit(pl.Callback):
     def _put_on(self, trainer: pl.Trainer, plan: Plan, loader_batch: int) -> None:
         setting = plan.setting
         assert setting is not None
-        added, plugins = split_precision(Setting(chosen=setting.chosen).callbacks())
+        added, plugins = of_techniques.split_precision(Setting(chosen=setting.chosen).callbacks())
         whole = setting.micro_batch_size == loader_batch
         run = Setting(chosen=setting.chosen).run(read_facts(trainer.lightning_module))
         if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # it also recovers, where it can
@@ -402,7 +397,7 @@ class MemFit(pl.Callback):
         added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
         remove = self._insert(trainer, added)
         strategy, before = trainer.strategy, trainer.strategy.precision_plugin
-        if plugins or setting.precision != trainer.precision or isinstance(before, TechniquePrecision):
+        if plugins or setting.precision != trainer.precision or isinstance(before, of_techniques.TechniquePrecision):
             strategy.precision_plugin = plugins[0] if plugins else precision_plugin(setting.precision, strategy)
 
         def undo() -> None:
@@ -450,11 +445,10 @@ class MemFit(pl.Callback):
             undo()
 
 
-def _fixed_techniques(trainer: pl.Trainer) -> tuple[AnyTechnique, ...]:
+def _fixed_techniques(trainer: pl.Trainer) -> tuple[Any, ...]:
     """The Trainer's techniques that plans know nothing of, and leave as they are."""
-    return tuple(
-        c for c in techniques_of(trainer) if f"{type(c).__module__}.{type(c).__name__}" not in technique_classes()
-    )
+    given, known = of_techniques.techniques_of(trainer), technique_classes()
+    return tuple(one for one in given if f"{type(one).__module__}.{type(one).__name__}" not in known)
 
 
 def _measured(found: ProbeResult) -> str:

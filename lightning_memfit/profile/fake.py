@@ -169,7 +169,11 @@ class _Unchanged:
 
 @contextmanager
 def copyable_fakes() -> Iterator[None]:
-    """Let `copy.deepcopy` copy fake tensors, which `self.log` and torchmetrics do with their states."""
+    """Let `copy.deepcopy` copy fake tensors, which `self.log` and torchmetrics do with their states.
+
+    And let `nn.Module.to` swap fake parameters of what is made in a trace, such as adapters of peft:
+    `torch.utils.swap_tensors` refuses where somebody has a weak reference, which fakes have always.
+    """
 
     def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
         known: torch.Tensor | None = memo.get(id(self))
@@ -184,26 +188,12 @@ def copyable_fakes() -> Iterator[None]:
         memo[id(self)] = clone
         return clone
 
-    with replaced(FakeTensor, "__deepcopy__", deepcopy):
-        yield
-
-
-@contextmanager
-def swappable_fakes() -> Iterator[None]:
-    """Let a module that is made in a trace go to another dtype, as adapters of peft do.
-
-    `nn.Module.to` swaps fake parameters, which `torch.utils.swap_tensors` refuses where somebody has a weak reference:
-    fakes have one always.
-    """
-    original = torch.utils.swap_tensors
+    swap_real = torch.utils.swap_tensors
 
     def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        if isinstance(tensor, FakeTensor):
-            _exchange(tensor, other)
-        else:
-            original(tensor, other)  # type: ignore[no-untyped-call]
+        (_exchange if isinstance(tensor, FakeTensor) else swap_real)(tensor, other)
 
-    with replaced(torch.utils, "swap_tensors", swap):
+    with replaced(FakeTensor, "__deepcopy__", deepcopy), replaced(torch.utils, "swap_tensors", swap):
         yield
 
 

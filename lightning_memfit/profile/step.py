@@ -220,11 +220,15 @@ def _run_lightning(course: Course, workload: Workload) -> None:
         if not is_own(callback):
             guard_hooks(callback, course.in_callback)
     plugins = [one for one in workload.callbacks if isinstance(one, PrecisionPlugin)]
+    given: dict[str, Any] = ranks.trainer_options() if ranks is not None else {"devices": 1}
+    of_rank = given.pop("plugins", [])
     # A Trainer asks every installed package for callbacks, whose files take longer to read than a small step to trace.
     with _quiet(), replaced(registry, "entry_points", lambda *_, **__: ()):
         trainer = _trainer_class()(
             accelerator="cpu",
-            **_given(ranks, plugins, options.precision),
+            **given,
+            precision=None if plugins else options.precision,
+            plugins=[*of_rank, *plugins],
             max_epochs=course.length.epochs or _MANY_EPOCHS,
             max_steps=max(course.length.steps or 0, _MANY_EPOCHS * course.limits.batches),
             accumulate_grad_batches=options.traced_micro_batches,
@@ -253,14 +257,6 @@ def _run_lightning(course: Course, workload: Workload) -> None:
                     raise StartError(str(error)) from error
                 raise
     recorder.phase("end")
-
-
-def _given(ranks: Any, plugins: list[Any], precision: str) -> dict[str, Any]:
-    """Options of a Trainer that takes a plugin of precision instead of a name."""
-    given: dict[str, Any] = ranks.trainer_options() if ranks is not None else {"devices": 1}
-    if not plugins:
-        return given | {"precision": precision}
-    return given | {"plugins": [*given.get("plugins", []), *plugins]}
 
 
 def _trainer_class() -> Any:

@@ -39,7 +39,6 @@ from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_pretrained_weights,
     initialized_at_once,
-    swappable_fakes,
     transformers_not_tracing,
     turn_fake,
 )
@@ -727,7 +726,6 @@ def _enter_modes(
     stack.enter_context(transformers_not_tracing())
     stack.enter_context(initialized_at_once())
     stack.enter_context(copyable_fakes())
-    stack.enter_context(swappable_fakes())
     stack.enter_context(fake_pretrained_weights())
     stack.enter_context(integers)
     stack.enter_context(readable_fakes(integers))

@@ -14,7 +14,6 @@ from lightning_memfit.optim import gradient_release
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_compiled, run_of
-from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_STEP, BEFORE_ZERO_GRAD, BETWEEN_STEPS
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
@@ -90,11 +89,6 @@ class GradientRelease(TechniqueCallback):
 
         self.on_restore(wrap_method(loop, "run", run))
         self._follow(trainer)
-        if not self.in_trace:
-            message = "GradientRelease: gradients are gone after the backward pass, where a plain run has them. Leave"
-            message += " GradientRelease out, or the code that reads them."
-            for undo in refuse_late_reads(trainer, pl_module, lambda: self._released is not None, message):
-                self.on_restore(undo)
         if self._released is not None:
             self.announce(f"{self._released.num_parameters} parameters are stepped during backward")
 

@@ -25,11 +25,11 @@ from lightning_memfit.memory.host import SPARSE, keep_on_host, return_to_device
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
-from lightning_memfit.techniques.core.callback import Refusal, TechniquePrecision
+from lightning_memfit.techniques.core.callback import Refusal
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, HOST_STEP_BYTES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides
+from lightning_memfit.techniques.core.precision import TechniquePrecision
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
@@ -151,14 +151,6 @@ class HostMasterWeights(TechniquePrecision):
                     self._host.run_model()
 
         self.on_restore(wrap_method(loop, "run", run))
-        if not self.in_trace:
-            message = "HostMasterWeights: gradients are in float32 on the host, and not on the parameters. Read them in"
-            message += " `on_before_optimizer_step` or `on_before_zero_grad`."
-            for undo in refuse_late_reads(trainer, pl_module, self._has_no_gradients, message):
-                self.on_restore(undo)
-
-    def _has_no_gradients(self) -> bool:
-        return self._host is not None and not self._host.is_shown
 
     def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""

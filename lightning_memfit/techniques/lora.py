@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, copied_before, replaces_layers
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, replaces_layers
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
@@ -174,7 +174,7 @@ class Lora(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, and wrap the methods that configure, save and load."""
-        reason = copied_before(self, trainer) or replaces_layers(trainer) or _refused_beside(trainer)
+        reason = replaces_layers(trainer) or _refused_beside(self, trainer)
         if reason is not None:
             raise ValueError(f"Lora: {reason}")
         self._forget()
@@ -426,10 +426,13 @@ def _named(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name)
 
 
-def _refused_beside(trainer: pl.Trainer) -> str | None:
+def _refused_beside(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
     """Reason and fix if another callback has copied the module without adapters, or replaces weights."""
-    for other in callbacks_of(trainer):
+    callbacks = callbacks_of(trainer)
+    for place, other in enumerate(callbacks):
         name = type(other).__name__
+        if isinstance(other, WeightAveraging) and place < callbacks.index(callback):
+            return f"{name} stands before it and has copied the module without adapters. List {name} last."
         if isinstance(other, StochasticWeightAveraging):
             return f"{name} copies the module before it has adapters. Use EMAWeightAveraging, listed last."
         if isinstance(other, ModelPruning):

@@ -53,7 +53,7 @@ class QuantizedWeights(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work. `Lora` has the weights quantized before it adds its adapters."""
-        reason = copied_before(self, trainer) or replaces_layers(trainer) or _refused_beside(trainer)
+        reason = replaces_layers(trainer) or _refused_beside(trainer)
         if reason is not None:
             raise ValueError(f"QuantizedWeights: {reason}")
 
@@ -143,16 +143,6 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-def copied_before(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
-    """Reason and fix if a callback has copied the module in `setup` before this one could change it."""
-    callbacks = callbacks_of(trainer)
-    for other in callbacks[: callbacks.index(callback)]:
-        if isinstance(other, WeightAveraging):
-            ours, name = type(callback).__name__, type(other).__name__
-            return f"{name} stands before it and has copied the module without what {ours} changes. List {name} last."
-    return None
-
-
 def replaces_layers(trainer: pl.Trainer) -> str | None:
     """Reason and fix if the precision replaces linear layers by others when the run begins."""
     names = {kind.__name__ for kind in type(trainer.precision_plugin).__mro__}
@@ -168,8 +158,8 @@ def _refused_beside(trainer: pl.Trainer) -> str | None:
     """Reason and fix if another callback would average codes or train what can't be trained."""
     for other in callbacks_of(trainer):
         name = type(other).__name__
-        if isinstance(other, WeightAveraging) and other._use_buffers:
-            return f"{name} would average codes, which stand for no numbers. Give it `use_buffers=False`."
+        if isinstance(other, WeightAveraging):
+            return f"{name} would average codes, which stand for no numbers. Leave one of them out."
         if isinstance(other, BaseFinetuning):
             return f"{name} unfreezes weights, and quantized ones can't be trained. Leave one of them out."
     return None

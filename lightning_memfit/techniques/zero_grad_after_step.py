@@ -11,7 +11,6 @@ from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.steps import OutermostStep
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.gradient_reads import refuse_late_reads
 from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
@@ -31,7 +30,6 @@ class ZeroGradAfterStep(TechniqueCallback):
         super().__init__()
         self._handles: list[Any] = []
         self._has_freed = False
-        self._is_absent = False
         self._step = OutermostStep()
         self._stepped: list[Optimizer] | None = None
 
@@ -43,14 +41,7 @@ class ZeroGradAfterStep(TechniqueCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what will be saved, now that the number of backward passes per step is known."""
         self.on_restore(self._take_off)
-        self._is_absent = False
         self.on_restore(wrap_method(trainer.strategy, "optimizer_step", self._run_step))
-        self.on_restore(wrap_method(trainer.strategy, "backward", self._run_backward))
-        if not self.in_trace:
-            message = "ZeroGradAfterStep: gradients are gone after the step, where a plain run has them. Read them in"
-            message += " `on_before_optimizer_step`, or leave ZeroGradAfterStep out."
-            for undo in refuse_late_reads(trainer, pl_module, lambda: self._is_absent, message):
-                self.on_restore(undo)
         if trainer.accumulate_grad_batches == 1:
             self.announce("gradients are freed right after each step")
         else:
@@ -80,10 +71,6 @@ class ZeroGradAfterStep(TechniqueCallback):
             self._free(optimizer)
         return result
 
-    def _run_backward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._is_absent = False
-        return inner(*args, **kwargs)
-
     def _begin(self, *_: object) -> None:
         self._step.begin()
 
@@ -104,7 +91,6 @@ class ZeroGradAfterStep(TechniqueCallback):
             )
         self._has_freed = any(parameter.grad is not None for parameter in parameters)
         optimizer.zero_grad(set_to_none=True)
-        self._is_absent = True
 
     def _take_off(self) -> None:
         while self._handles:

@@ -28,7 +28,6 @@ from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRound
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
-from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
 from tests.contract.runs import LanguageModel, StepsOn, assert_same_weights, fit, loader, trainer
 from tests.helpers.trainers import quiet_trainer
 
@@ -781,53 +780,6 @@ def test_optimizers_that_call_the_step_of_their_base_class():
     sgd(make_net())  # from now on, torch runs hooks in the base class's step, too
     plain, ours = both(configure=lambda module: CallsSuper(module.parameters(), 0.1))
     assert_same_run(plain, ours)
-
-
-def look_late(moment, at):
-    """A module, or a callback beside it, that reads gradients by other code than the hook's own."""
-
-    class Looks(Small):
-        pass
-
-    def look(self, *args):
-        module = self if isinstance(self, pl.LightningModule) else args[1]
-        module.norms.append(
-            float(nn.utils.get_total_norm([g for p in module.parameters() if (g := at(p)) is not None]))
-        )
-        return args[0] if moment == "on_before_batch_transfer" else None
-
-    if moment == "callback":
-        return Looks(sgd), [type("Late", (pl.Callback,), {"on_train_batch_end": look})()]
-    if moment == "training_step":
-        Looks.training_step = lambda self, batch, i: look(self) or Small.training_step(self, batch, i)
-    elif moment == "scheduler":
-
-        def configure(module):
-            optimizer = sgd(module)
-            schedule = lr_scheduler.LambdaLR(optimizer, lambda _: look(module) or 1.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-        return Looks(configure), []
-    else:
-        setattr(Looks, moment, look)
-    return Looks(sgd), []
-
-
-MOMENTS = ["callback", "training_step", "scheduler", "on_before_batch_transfer", "on_train_epoch_end"]
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(
-    "technique", [HostMasterWeights, GradientRelease, ZeroGradAfterStep], ids=lambda technique: technique.__name__
-)
-def test_late_reads_of_gradients_are_noticed(technique, moment):
-    module, callbacks = look_late(moment, attrgetter("grad"))
-    precision = "bf16-true" if technique is HostMasterWeights else "32-true"
-    where = "lr_scheduler_step" if moment == "scheduler" else "on_train_batch_end" if moment == "callback" else moment
-    with pytest.raises(RuntimeError, match=rf"{technique.__name__}: gradients are .*`{where}`.* read the `.grad`"):
-        quiet_trainer(technique(), *callbacks, precision=precision, max_epochs=2).fit(module, data())
-    hooks = {"on_train_batch_end", "on_train_epoch_end", "lr_scheduler_step", "on_before_batch_transfer"}
-    assert not hooks & set(vars(module))
 
 
 @pytest.mark.parametrize("finder", [LearningRateFinder(num_training_steps=5)])

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_memfit.techniques.core.callback import split_precision
+from lightning_memfit.techniques.core.precision import split_precision
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 

@@ -35,8 +35,8 @@ from lightning_memfit.profile.process import LostError, NoProcessError, Worker
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
-from lightning_memfit.techniques.core.callback import techniques_of
 from lightning_memfit.techniques.core.first_batch import batches_per_epoch, first_batch
+from lightning_memfit.techniques.core.precision import techniques_of
 
 _MAX_SECONDS = 120.0  # of tracing, in one search
 

@@ -7,14 +7,12 @@ changes, it undoes when the run ends or fails.
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,7 +20,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import code_below, wrap_method
-from lightning_memfit.optim.states import checked_states
 from lightning_memfit.techniques.core.facts import Options, Run, arguments_of, run_of
 
 
@@ -131,6 +128,8 @@ class Reversible:
             return
 
         def load(inner: Callable[..., Any], checkpoint: Any) -> None:
+            from lightning_memfit.optim.states import checked_states  # which only a run that goes on needs
+
             names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
             with checked_states(trainer.strategy.optimizers, checkpoint["optimizer_states"], names):
                 inner(checkpoint)
@@ -221,76 +220,6 @@ class TechniqueCallback(ReversibleCallback):
             if applied:
                 self.apply(trainer, pl_module)
                 self._check_states(trainer, pl_module)
-
-
-class TechniquePrecision(Reversible, HalfPrecision):
-    """Weights in bfloat16, of which a technique keeps more than the conversion leaves: `Trainer(plugins=[...])`.
-
-    It is applied when the strategy has the module converted: after all callbacks' `setup` and `configure_model`, and
-    before the optimizers are made.
-    """
-
-    depends_on_depth = False
-    """As of `TechniqueCallback`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        HalfPrecision.__init__(self, "bf16-true")
-
-    @override
-    def convert_module(self, module: Any) -> Any:
-        """Apply the technique to a run that trains, and convert the module.
-
-        Raises:
-            Refusal: If the run can't have it.
-        """
-        self.restore()
-        if isinstance(module, pl.LightningModule) and module.trainer.state.fn == TrainerFn.FITTING:
-            self.begin(module.trainer, module)
-        return self.convert(module)
-
-    def convert(self, module: Any) -> Any:
-        """Convert a module, whether it is to be trained or not."""
-        return super().convert_module(module)
-
-    @override
-    def teardown(self) -> None:
-        """Restore the module, after a run and after an error."""
-        self.restore()
-
-    @contextmanager
-    def taken_off(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
-        """As of `TechniqueCallback`: before the model is configured nothing has changed yet."""
-        yield
-
-
-AnyTechnique: TypeAlias = TechniqueCallback | TechniquePrecision
-
-
-def techniques_of(trainer: pl.Trainer) -> list[AnyTechnique]:
-    """The techniques that a Trainer has been given: its callbacks and its precision."""
-    given = (*trainer.callbacks, trainer.precision_plugin)  # type: ignore[attr-defined]
-    return [one for one in given if isinstance(one, (TechniqueCallback, TechniquePrecision))]
-
-
-def split_precision(techniques: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Callbacks, and at most one plugin of precision, as a Trainer takes them."""
-    callbacks: list[Any] = []
-    plugins: list[Any] = []
-    for one in techniques:
-        (plugins if isinstance(one, TechniquePrecision) else callbacks).append(one)
-    return callbacks, plugins
-
-
-def trainer_options(techniques: Iterable[Any], precision: Any) -> dict[str, Any]:
-    """Options of a Trainer that has techniques: one takes a precision by name, or a plugin of it.
-
-    Args:
-        techniques: Callbacks and plugins, such as `Setting.callbacks` makes.
-        precision: Name that is left out beside a plugin.
-    """
-    callbacks, plugins = split_precision(techniques)
-    return {"callbacks": callbacks, **({"plugins": plugins} if plugins else {"precision": precision})}
 
 
 def describe(counts: dict[Any, int]) -> str:
