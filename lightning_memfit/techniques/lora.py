@@ -427,7 +427,9 @@ def _named(module: nn.Module, name: str) -> nn.Module:
 
 
 def _refused_beside(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
-    """Reason and fix if another callback has copied the module without adapters, or replaces weights."""
+    """Reason and fix if something else has copied the module without adapters, or replaces or divides its layers."""
+    if getattr(trainer.strategy, "tensor_parallel_size", 1) != 1:
+        return "`tensor_parallel_size` divides linear layers, which adapters don't follow. Set it to 1."
     callbacks = callbacks_of(trainer)
     for place, other in enumerate(callbacks):
         name = type(other).__name__

@@ -66,7 +66,7 @@ REFUSED = {
     ),
     "adapters": (
         {**together(), "callbacks": [{"class_path": "lightning_memfit.techniques.lora.Lora"}]},
-        "only plain linear layers, without adapters",
+        "which adapters don't follow",
     ),
     "8 bits": (
         {**together(), "callbacks": [{"class_path": "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"}]},
