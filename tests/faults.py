@@ -181,7 +181,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             "it is refused",
             "test_a_file_that_was_cut_or_extended_is_damaged",
         ),
-        ("no checkpoint but another archive", "one message that says what it is", "test_other_archives_are_named"),
+        ("no checkpoint but another archive", "one message that says what it is", "test_another_archive_is_named"),
         (
             "missing, truncated, empty or foreign",
             "one message that names the file, and exit code 2",
@@ -192,7 +192,6 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             "it is refused, and the last good one named",
             "test_a_damaged_folder_is_refused_with_the_last_good_one",
         ),
-        ("the disk is too small", "noticed before writing", "test_a_disk_that_is_too_small_is_noticed_before_writing"),
         (
             "the disk gets full while writing",
             "the former checkpoint stays, and nothing else",
@@ -206,22 +205,22 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         ("code is hidden in a file", "it never runs", "test_code_hidden_in_a_file_never_runs"),
         ("code is hidden in a folder of shards", "it never runs", "test_code_hidden_in_a_sharded_folder_never_runs"),
     ),
-    "Several at once": _cases(
-        "nightly/strategies/test_two_writers.py",
-        (
-            "two runs write one checkpoint, a file or a folder",
-            "what is there is whole at any moment, and neither fails",
-            "test_two_runs_that_write_one_checkpoint",
+    "Several at once": (
+        *_cases(
+            "rules/strategies/test_checkpoint_folder.py",
+            (
+                "a link, to a checkpoint or to nothing, in a checkpoint's place",
+                "the link is replaced, and what it leads to stays",
+                "test_a_link_in_a_checkpoints_place_is_replaced",
+            ),
         ),
-        (
-            "a link, to a checkpoint or to nothing, in a checkpoint's place",
-            "the link is replaced, and what it leads to stays",
-            "test_a_link_in_a_checkpoints_place_is_replaced",
-        ),
-        (
-            "a rank can't write its part, under ZeRO-2, ZeRO-3 and FSDP2",
-            "all ranks end the save at once, and name it",
-            "test_a_rank_that_fails_inside_a_save_ends_the_others",
+        *_cases(
+            "nightly/strategies/test_failed_saves.py",
+            (
+                "a rank can't write its part, under ZeRO-2, ZeRO-3 and FSDP2",
+                "all ranks end within 60 s, name it, and the checkpoint before stays",
+                "test_a_rank_that_fails_inside_a_save_ends_the_others",
+            ),
         ),
     ),
     "Kernels that are compiled": _cases(

@@ -43,6 +43,7 @@ NAMES: dict[str, str] = {
     "_offload_boundary_param_ids": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_offload_accumulated_param_ids": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
     "_get_zero_frozen_param_attributes": "deepspeed.DeepSpeedEngine",
+    "_get_zero_param_shapes": "deepspeed.DeepSpeedEngine",
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_C": "torch",
     "_DropoutNd": "torch.nn.modules.dropout",
@@ -195,7 +196,6 @@ NAMES: dict[str, str] = {
     "_reassign_or_swap_out_partitioned_parameters": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_propagate_tensor_meta_non_cached": "torch.distributed.tensor._sharding_prop.ShardingPropagator",
     "_record_memory_history": "torch.cuda.memory",
-    "_Unpickler": "pickle",
     "_reduce_scatter_comm": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_restore_zero_state": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_results": "lightning.pytorch.Trainer",
@@ -228,7 +228,6 @@ NAMES: dict[str, str] = {
     "_sequence_nr": "torch.autograd.graph.Node",
     "_version": "torch.Tensor",
     "_metadata": "torch.nn.Module",
-    "_schedulers": "torch.optim.lr_scheduler.SequentialLR",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",
 }
 

@@ -1,7 +1,7 @@
 """`AtomicCheckpointIO`: checkpoints in one file that are whole or absent, checked before they are read."""
 
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -10,29 +10,16 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_memfit.strategies.checkpoints import is_sharded, read_run, run_of
-from lightning_memfit.strategies.integrity import (
-    CheckpointError,
-    SignedFile,
-    got_full,
-    is_full,
-    partial_of,
-    require_room,
-    stored_bytes,
-    sync_folder,
-    verify,
-)
-from lightning_memfit.strategies.safe_loading import refusing
-from lightning_memfit.strategies.saved_run import SavedRun
+from lightning_memfit.strategies.checkpoints import consolidated
+from lightning_memfit.strategies.integrity import replacing_file, verify
+from lightning_memfit.strategies.safe_loading import without_code
 
 
 class AtomicCheckpointIO(CheckpointIO):
     """Write a checkpoint beside its place and rename it when the disk has all of it; check it before it is read.
 
-    A run that is killed or finds the disk full leaves the checkpoint that was there. A disk that is too small is
-    noticed before anything is written. The file carries its SHA-256, so that one flipped bit is found when it is
-    loaded, and only tensors and plain values are loaded. Folders of sharded strategies load as well, put together in
-    memory.
+    A run that is killed or finds the disk full leaves the checkpoint that was there. The file carries its SHA-256, so
+    that one flipped bit is found when it is loaded, and only tensors and plain values are loaded.
 
     The strategies of this package and `memfit fit` use it by themselves. With any other:
     `Trainer(plugins=[AtomicCheckpointIO()])`. Paths that are not local (`s3://...`) are left to Lightning's own plugin.
@@ -50,38 +37,21 @@ class AtomicCheckpointIO(CheckpointIO):
         """Write a file; an existing one stays until the new one is whole. A link is replaced, not what it leads to.
 
         Raises:
-            CheckpointError: If the disk is too small, or gets full meanwhile.
+            CheckpointError: If the disk gets full meanwhile.
         """
         if "://" in str(path):
             self._remote.save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise TypeError("`storage_options` is for paths that are not local: leave it out.")
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir() and not target.is_symlink():
-            raise CheckpointError(f"{str(path)!r} is a folder, and is not overwritten by a file. Name another.")
-        require_room(target.parent, stored_bytes(checkpoint))
-        with (
-            partial_of(target, is_folder=False) as (partial, descriptor),
-            open(descriptor, "wb", closefd=False) as file,
-        ):
-            signed = SignedFile(file)
-            try:
-                torch.save(checkpoint, cast(IO[bytes], signed))
-                signed.sign()
-            except BaseException as error:
-                if is_full(error) or is_full(signed.error):
-                    raise got_full(path) from error
-                raise
-            partial.replace(target)
-        sync_folder(target.parent)
+        with replacing_file(Path(path)) as file:
+            torch.save(checkpoint, file)
 
     @override
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file, or the folder of a sharded strategy, onto the CPU.
+        """Load a file onto the CPU; of the folder of a sharded strategy, everything but optimizer states.
 
         Args:
             path: The checkpoint.
@@ -93,11 +63,15 @@ class AtomicCheckpointIO(CheckpointIO):
             UnsafeCheckpointError: If it holds more than tensors and plain values.
         """
         if "://" in str(path):
-            with refusing(path):  # where nothing is asked for, Lightning 2.6 runs what is hidden at `http`
+            with without_code(path, weights_only):  # where nothing is asked for, Lightning 2.6 runs what is hidden
                 return self._remote.load_checkpoint(path, map_location, weights_only is not False)
         if self.verify:
             verify(path)
-        return read_run(path, weights_only).checkpoint()
+        if Path(path).is_dir():
+            return consolidated(path, weights_only)
+        with without_code(path, weights_only):  # into memory of its own: the next save may replace the file
+            loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only is not False)  # nosec B614
+        return loaded
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -115,39 +89,3 @@ def use_atomic_checkpoints(strategy: Strategy) -> None:
         strategy.checkpoint_io = AtomicCheckpointIO()
     elif type(current) is AsyncCheckpointIO and type(current.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = AsyncCheckpointIO(AtomicCheckpointIO())
-
-
-def read_by(checkpoint_io: CheckpointIO, path: str | Path, weights_only: bool | None = None) -> SavedRun:
-    """Read the checkpoint of any strategy as `read_run` does, or by the Trainer's plugin where only that can.
-
-    Args:
-        checkpoint_io: The plugin of the Trainer.
-        path: A file or folder of this machine that its digests vouch for, or whatever the plugin reads.
-        weights_only: See `read_run`.
-
-    Raises:
-        CheckpointError: If it is damaged, or no checkpoint.
-    """
-    if _reads_by_itself(checkpoint_io, path):
-        return run_of(checkpoint_io.load_checkpoint(path, weights_only=weights_only), path)
-    verify(path)
-    return read_run(path, weights_only)
-
-
-def _reads_by_itself(checkpoint_io: CheckpointIO, path: str | Path) -> bool:
-    """Whether only the plugin knows how to read a checkpoint, which may be no file of `torch.save` or folder of ours.
-
-    It may encrypt or compress, or write somewhere else.
-    """
-    if "://" in str(path):
-        return True
-    while isinstance(checkpoint_io, AsyncCheckpointIO) and (
-        type(checkpoint_io).load_checkpoint is AsyncCheckpointIO.load_checkpoint
-    ):
-        assert checkpoint_io.checkpoint_io is not None
-        checkpoint_io = checkpoint_io.checkpoint_io
-    is_plain = type(checkpoint_io).load_checkpoint in (
-        AtomicCheckpointIO.load_checkpoint,
-        TorchCheckpointIO.load_checkpoint,
-    )
-    return not is_plain and not is_sharded(path)

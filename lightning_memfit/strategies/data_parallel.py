@@ -19,16 +19,10 @@ from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.memory.replicas import is_summed_by_loop
 from lightning_memfit.optim.states import checked_states
-from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
+from lightning_memfit.strategies.integrity import CheckpointError, is_sharded
 from lightning_memfit.strategies.launched import EqualBatches, check_num_nodes
-from lightning_memfit.strategies.saved_run import (
-    PARAMETERS,
-    SavedRun,
-    group_names,
-    in_order_of_groups,
-    listed,
-    parameter_names,
-)
+from lightning_memfit.strategies.saved_names import listed, without_other_states
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -79,7 +73,6 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
             bucket_cap_mb=bucket_cap_mb,
             **options,
         )
-        self._loaded: SavedRun | None = None
         self._known: dict[int, torch.Tensor] = {}
         self._averaged: list[torch.Tensor] = []
         self._apart: list[torch.Tensor] = []
@@ -250,53 +243,20 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
         super().setup_environment()
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save a file that says to which parameters its numbered states belong, for other strategies and orders."""
-        assert self.lightning_module is not None
-        if "optimizer_states" in checkpoint:
-            names = parameter_names(self.lightning_module, self.optimizers)
-            checkpoint = checkpoint | {PARAMETERS: group_names(self.optimizers, names)}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, or the folder of a sharded strategy, which is put together in host memory.
-
-        What the Trainer's own `CheckpointIO` has written in a way of its own, or not on this machine, it reads as well.
-        """
+        """Load a file; to evaluate, also the weights of a sharded strategy's folder, put together in host memory."""
         assert self.lightning_module is not None
-        read = read_by(self.checkpoint_io, checkpoint_path, weights_only)
-        saved = read.named_as(self.lightning_module.state_dict())
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._loaded = saved
-        return saved.extras | {"state_dict": saved.state_dict(), "optimizer_states": saved.optimizers}
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and is_sharded(checkpoint_path):
+            raise CheckpointError(without_other_states(checkpoint_path, self.strategy_name))
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give each parameter the states that it had, by name, whatever the order of groups or parameters.
-
-        A new optimizer begins if `on_load_checkpoint` has emptied the list of states.
-        """
-        assert self._loaded is not None
+        """Refuse states that the run's optimizers can't step, such as 8-bit ones for 32 bits."""
         assert self.lightning_module is not None
-        saved, self._loaded = self._loaded, None
-        if saved.optimizers and not checkpoint["optimizer_states"]:
-            return
-        saved.optimizers = checkpoint["optimizer_states"]
-        names = parameter_names(self.lightning_module, self.optimizers)
-        groups = group_names(self.optimizers, names)
-        optimizers = saved.named_optimizers(groups)
-        states = [
-            found.state_dict(optimizer.param_groups, names, numbered=True)
-            for found, optimizer in zip(optimizers, self.optimizers, strict=True)
-        ]
-        by_parameter: dict[torch.Tensor, str] = {one: name for name, one in self.lightning_module.named_parameters()}
-        with checked_states(self.optimizers, states, by_parameter):
-            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        schedules = checkpoint.get("lr_schedulers")
-        if schedules:  # which Lightning loads next, by the places of groups
-            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            schedules[:] = in_order_of_groups(schedules, schedulers, self.optimizers, optimizers, groups)
+        names: dict[torch.Tensor, str] = {one: name for name, one in self.lightning_module.named_parameters()}
+        with checked_states(self.optimizers, checkpoint["optimizer_states"], names):
+            super().load_optimizer_state_dict(checkpoint)
 
 
 def _set_trained(parameter: torch.Tensor, is_trained: bool) -> None:

@@ -17,8 +17,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -28,17 +26,15 @@ from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
-from lightning_memfit.memory.state_dicts import versioned, versions_in
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.strategies.checkpoint_io import read_by, use_atomic_checkpoints
-from lightning_memfit.strategies.checkpoints import FSDP2_MARK, rewritten
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.divided_use import (
     put_in_words,
     refuse_divided_loss,
     refuse_gradient_hooks,
     refuse_undivided,
 )
-from lightning_memfit.strategies.integrity import check_peers, stored_bytes, told_by, verify
+from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     EqualBatches,
     check_num_nodes,
@@ -48,8 +44,8 @@ from lightning_memfit.strategies.launched import (
     synchronize_batch_norms,
 )
 from lightning_memfit.strategies.optimizers import check_divided
-from lightning_memfit.strategies.saved_run import PARAMETERS, VERSIONS, group_names, numbered_optimizer, parameter_names
-from lightning_memfit.strategies.shards import kept_whole, load_divided
+from lightning_memfit.strategies.saved_names import without_other_states
+from lightning_memfit.strategies.shards import load_file, load_folder, whole_states
 from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
 from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
@@ -390,70 +386,47 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """States for a folder by names, divided; for one file as on one device, on rank 0 alone."""
+        """States for a folder by names, divided; for one file as on one device.
+
+        Lightning 2.6 numbers those of one file in the module's order, not in that of the optimizer's groups.
+        """
         if self.save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         assert self.model is not None
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        named = get_optimizer_state_dict(self.model, optimizer, options=whole)
-        if not self.is_global_zero:
-            return {}
-        states, names = numbered_optimizer(named, None, ""), parameter_names(self.model, self.optimizers)
-        return states.state_dict(optimizer.param_groups, names, numbered=True)
+        return whole_states(self.model, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder of shards, which replaces an existing one when it is complete; or one file."""
-        if self._weights is not None:
-            self._weights.check_parts()
-        assert self.lightning_module is not None
-        versions = dict(versions_in(self.lightning_module))
         if not self.save_distributed_checkpoint:
-            checkpoint = checkpoint | {"state_dict": versioned(checkpoint["state_dict"], versions)}
-            if "optimizer_states" in checkpoint:
-                assert self.model is not None
-                checkpoint = checkpoint | {
-                    PARAMETERS: group_names(self.optimizers, parameter_names(self.model, self.optimizers))
-                }
             if "://" in str(filepath):  # of which upstream makes a path on this machine
                 super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
             else:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        checkpoint = self._of_one_rank(checkpoint) | {VERSIONS: versions}
-        needed, share = stored_bytes(checkpoint), (self.global_rank, self.world_size)
-        path = self.broadcast(filepath)
-        with rewritten(path, self.is_global_zero, self.barrier, FSDP2_MARK, needed, share) as folder:
-            try:
-                super().save_checkpoint(checkpoint, folder, storage_options)
-            except CheckpointException as error:  # on all ranks; its words are tracebacks
-                rank, (cause, _) = next(iter(error.failures.items()))
-                check_peers(path, [told_by(rank, cause)], cause)
-                raise
-
-    def _of_one_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint in which the first rank alone has what isn't divided; of several, torch chooses one each."""
         entries = checkpoint["state_dict"]
-        if self.is_global_zero:
-            return checkpoint | {"state_dict": {name: kept_whole(name, one) for name, one in entries.items()}}
-        return checkpoint | {"state_dict": {name: one for name, one in entries.items() if isinstance(one, DTensor)}}
+        if not self.is_global_zero:  # of several ranks' buffers, torch chooses one each
+            entries = {name: one for name, one in entries.items() if isinstance(one, DTensor)}
+        with replacing_folder(self.broadcast(filepath), FSDP2_MARK) as folder:
+            super().save_checkpoint(checkpoint | {"state_dict": entries}, folder, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what any strategy wrote, by names of parameters; of its own folders every rank reads its part.
+        """Load a folder of any number of ranks, or a file; to evaluate, also the weights of ZeRO's folders.
 
         Raises:
-            ValueError: If the optimizer's groups are not those of the run that wrote the checkpoint.
+            ValueError: If the optimizers are not those of the run that wrote the checkpoint.
         """
         assert self.model is not None
         assert self.lightning_module is not None
         path, strict = self.broadcast(checkpoint_path), self.lightning_module.strict_loading
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         if (folder := Path(path)).joinpath(FSDP2_MARK).is_file():
             verify(folder)
-            return load_divided(folder, self.model, self.optimizers, strict, weights_only, schedulers)
-        saved = read_by(self.checkpoint_io, path, weights_only)
-        return load_divided(saved, self.model, self.optimizers, strict, weights_only, schedulers)
+            return load_folder(folder, self.model, self.optimizers, strict, weights_only)
+        if self.optimizers and is_sharded(path):
+            raise CheckpointError(without_other_states(path, self.strategy_name))
+        saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        return load_file(path, saved, self.model, self.optimizers, strict)
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give every rank the first one's weights, as DDP does: a shard is cut from what its own rank has."""

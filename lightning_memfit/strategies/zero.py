@@ -26,14 +26,13 @@ from typing_extensions import override
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.extras import require
 from lightning_memfit.memory.process import return_freed_memory
-from lightning_memfit.memory.state_dicts import versions_in
 from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.profile.replaced import keep_constructors
 from lightning_memfit.reliability.rank_watch import watch_ranks
-from lightning_memfit.strategies.checkpoint_io import read_by
-from lightning_memfit.strategies.checkpoints import ZERO_MARK, rewritten
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
+from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.host_check import require_host_memory
-from lightning_memfit.strategies.integrity import stored_bytes
+from lightning_memfit.strategies.integrity import ZERO_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     EqualBatches,
     check_num_nodes,
@@ -43,35 +42,25 @@ from lightning_memfit.strategies.launched import (
     synchronize_batch_norms,
 )
 from lightning_memfit.strategies.optimizers import check_flat
-from lightning_memfit.strategies.saved_run import (
-    PARAMETERS,
-    VERSIONS,
-    check_names,
-    check_shapes,
-    check_trained,
-    check_versions,
-    group_names,
-    in_order_of_groups,
-    parameter_names,
-    plain_name,
-)
+from lightning_memfit.strategies.safe_loading import without_code
+from lightning_memfit.strategies.saved_names import check_names, parameter_names, plain_name, without_other_states
 from lightning_memfit.strategies.upstream.deepspeed import (
     begin_pass,
     broadcast_scalars,
-    checkpoint_bytes,
+    check_shapes,
     copying_whole_weights,
     disable_shared_memory_collectives,
-    failing_together,
     gather_before_hooks,
     keep_adagrad,
     known_options,
+    load_run,
     remove_engine_hooks,
     removing_engine_hooks_only,
+    renew_masters,
     save_what_is_not_stepped,
     step_by_gradients_of_the_window,
     stepped_by,
     take_buffers,
-    take_run,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, check_names_of_options, with_raw_options
@@ -173,7 +162,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         self._steps: StepsUnderZero | None = None
         self._frozen: dict[str, nn.Parameter] = {}
         self._accumulates = False
-        self._group_names: list[list[list[str]]] | None = None
+        self._group_names: list[list[str]] = []
 
     # --- processes and devices --------------------------------------------------------------------------------------
 
@@ -189,6 +178,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
+        use_atomic_checkpoints(self)
         broadcast_scalars()
         keep_adagrad()
         step_by_gradients_of_the_window()
@@ -311,7 +301,10 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             given = {id(one) for group in optimizer.param_groups for one in group["params"]}
             frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
             self._frozen = {name: one for name, one in frozen.items() if id(one) in given}
-            self._group_names = group_names([optimizer], parameter_names(model, [optimizer]))
+            names = parameter_names(model)
+            self._group_names = [
+                [names.get(id(one), "") for one in group["params"]] for group in optimizer.param_groups
+            ]
         offloaded = "offload_optimizer" in self.config["zero_optimization"]
         if optimizer is not None and offloaded:
             # DeepSpeed insists on its own Adam, compiled at first use; torch's fused one is as fast, and any other
@@ -363,9 +356,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         precision, take = self.precision_plugin, self._hooks.take
         held = {id(one) for one in stepped}
         trained = {name: one for name, one in model.named_parameters() if id(one) in held and one.requires_grad}
-        numbered = [
-            (plain, number) for one in self._group_names or [] for number, group in enumerate(one) for plain in group
-        ]
+        numbered = [(plain, number) for number, group in enumerate(self._group_names) for plain in group]
         called = {plain_name(name): name for name in trained}
         groups = {called[plain]: number for plain, number in numbered if plain in called}
         self._steps = StepsUnderZero(self.model, precision, self._frozen, trained, groups, always_clips, take)
@@ -441,54 +432,72 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    _is_on_disk = False
+    """Whether states or parameters lie on disk."""
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint folder; an existing one is replaced when the new one is complete."""
+        """Write a folder of DeepSpeed's; an existing one is replaced when the new one is complete."""
         if self._hooks is not None:
             self._hooks.take()
-        assert self.lightning_module is not None
-        checkpoint = checkpoint | {VERSIONS: dict(versions_in(self.lightning_module))}
-        if self._group_names is not None:
-            checkpoint = checkpoint | {PARAMETERS: self._group_names}
-        beside = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        needed = stored_bytes(beside) + checkpoint_bytes(self.deepspeed_engine)
-        path, share = self.broadcast(filepath), (self.local_rank, self.num_processes)
-        written = rewritten(path, self.local_rank == 0, self.barrier, ZERO_MARK, needed, share)
-        with written as folder, failing_together(path, self.deepspeed_engine):
+        with replacing_folder(self.broadcast(filepath), ZERO_MARK) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
+            self._complete(folder)
+
+    def _complete(self, folder: Path) -> None:
+        """Add to a folder what DeepSpeed leaves out."""
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what any strategy wrote: weights and, to go on training, states by names; a rank reads its own parts."""
-        assert self.lightning_module is not None
-        read = read_by(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
-        saved = read.named_as(self.lightning_module.state_dict())
-        strict = self.lightning_module.strict_loading
-        if strict:
-            check_names(saved.path, saved.weights, self.lightning_module.state_dict(), self.lightning_module)
-        check_shapes(saved.path, saved.weights, self.lightning_module)
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            whole = {"state_dict": saved.state_dict()}
-            if self.zero_stage_3:
-                self._restore_zero_state(whole, strict=strict)  # on the first rank, whose parameters reach the others
-                take_buffers(self.lightning_module, saved.weights)
-            else:
-                self.lightning_module.load_state_dict(whole["state_dict"], strict=False)  # names are checked
-            return saved.extras
-        check_versions(saved.path, saved.versions, self.lightning_module)
-        groups = [] if self.load_full_weights else self._group_names or []
-        if saved.optimizers is not None:
-            check_trained(saved.path, saved.trained_names(), groups, self.lightning_module)
-        states = [] if self.load_full_weights else saved.named_optimizers(groups)
-        take_run(self.deepspeed_engine, saved, states)
-        if self._hooks is not None:
-            self._hooks.note()
-        schedules = saved.extras.get("lr_schedulers")
-        if schedules and states:
-            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            ordered = in_order_of_groups(schedules, schedulers, self.optimizers, states, groups)
-            return saved.extras | {"lr_schedulers": ordered}
-        return saved.extras
+        """Load a folder of a stage of the same kind, written on any number of ranks; or the weights of any checkpoint.
+
+        Weights alone are loaded to evaluate, and with `load_full_weights` to train.
+
+        Raises:
+            ValueError: If the checkpoint is another strategy's, or of another module or optimizer.
+        """
+        module = self.lightning_module
+        assert module is not None
+        path: str = self.broadcast(str(checkpoint_path))
+        is_training = module.trainer.state.fn == TrainerFn.FITTING
+        if is_training and not self.load_full_weights:
+            if not (folder := Path(path)).joinpath(ZERO_MARK).is_file():
+                if "://" not in path and not folder.exists():
+                    verify(path)
+                raise CheckpointError(without_other_states(path, self.strategy_name))
+            verify(path)
+            with without_code(path, weights_only):
+                extras, saved = load_run(self.deepspeed_engine, folder, module.strict_loading, self._is_on_disk)
+            if saved != self.world_size:
+                rank_zero_info(
+                    f"{type(self).__name__}: {path!r} was saved on {saved} ranks; DeepSpeed's `ds_to_universal` has "
+                    f"converted it for {self.world_size}."
+                )
+            if self._hooks is not None:
+                self._hooks.note()
+            return extras
+        if is_sharded(path):
+            verify(path)
+            whole = consolidated(path, weights_only)
+        else:
+            whole = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        weights = {plain_name(name): value for name, value in whole.pop("state_dict").items()}
+        called = {plain_name(name): name for name in module.state_dict()}
+        check_names(path, weights, called, module.strict_loading)
+        check_shapes(
+            path, {called.get(name, name): one.shape for name, one in weights.items() if hasattr(one, "shape")}, module
+        )
+        weights = {called.get(name, name): value for name, value in weights.items()}
+        if self.zero_stage_3:
+            self._restore_zero_state(
+                {"state_dict": weights}, strict=module.strict_loading
+            )  # on the first rank, for all
+            take_buffers(module, weights)
+            if is_training:
+                renew_masters(self.deepspeed_engine, weights)
+        else:
+            module.load_state_dict(weights, strict=False)  # names are checked
+        return whole
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

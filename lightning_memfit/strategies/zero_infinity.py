@@ -33,10 +33,9 @@ from lightning_memfit.nvme.tuning import tuned_aio
 from lightning_memfit.nvme.watermark import DiskWatermark
 from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.upstream.deepspeed import (
-    SUB_GROUPS,
     copy_parameters_from_swap_buffers,
     free_states_once_swapped,
-    sub_groups_of,
+    gather_states_from_disk,
     swap_in_own_dtype,
 )
 from lightning_memfit.strategies.zero import ZeroStrategy
@@ -76,6 +75,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
     """
 
     strategy_name = "memfit_zero_infinity"
+    _is_on_disk = True
 
     def __init__(
         self,
@@ -305,9 +305,12 @@ class ZeroInfinityStrategy(ZeroStrategy):
         """Write a checkpoint, unless the states on disk are in doubt."""
         if self._watermark is not None:
             self._watermark.check()
-        if self._offloads[0]:
-            checkpoint = checkpoint | {SUB_GROUPS: sub_groups_of(self.deepspeed_engine)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def _complete(self, folder: Path) -> None:
+        if self._offloads[0]:
+            gather_states_from_disk(self.deepspeed_engine, folder)
 
 
 def _whole(parameter: nn.Parameter) -> int:

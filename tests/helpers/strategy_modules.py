@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_memfit.strategies.checkpoints import read_run
+from lightning_memfit.strategies.checkpoint_io import AtomicCheckpointIO
 from tests.helpers.strategy_runs import build_trainer
 
 
@@ -199,7 +199,7 @@ def save_and_resume(case: dict[str, Any]) -> dict[str, Any]:
     validated = trainer.validate(half, Numbers(), verbose=False)
     _, resumed = train(4, path)
     losses = [float(trainer.strategy.reduce(loss, reduce_op="mean")) for loss in (*whole.losses, *resumed.losses)]
-    missing = sorted(set(half.state_dict()) - set(read_run(path).state_dict()))
+    missing = sorted(set(half.state_dict()) - set(AtomicCheckpointIO().load_checkpoint(path)["state_dict"]))
     return {"losses": losses, "val_loss": validated[0]["val_loss"], "missing": missing}
 
 

@@ -105,27 +105,44 @@ MOVES = [
     ("stage_2", "stage_2"),
     ("stage_1", "stage_2"),
     ("stage_3", "stage_3"),
-    ("stage_2", "stage_3"),
-    ("stage_3", "stage_2"),
-    ("stage_3_offload", "ddp"),
-    ("stage_2", "fsdp2"),
+    ("stage_3_offload", "stage_3_offload"),
 ]
+REFUSED = [("stage_2", "stage_3"), ("stage_3", "stage_2"), ("stage_3", "ddp"), ("stage_2", "fsdp2"), ("ddp", "stage_2")]
+SINGLE = {"ddp": "memfit_ddp", "fsdp2": "memfit_fsdp2"}
 
 
-@pytest.fixture(scope="module")
-def on_one_rank(results, folder):
-    """What two ranks saved, resumed on one."""
+@pytest.fixture(scope="module", params=[1, 3])
+def on_other_ranks(request, results, folder):
+    """What two ranks saved, resumed on one and on three."""
     cases = {}
     for source, target in MOVES:
-        strategy = {"ddp": "memfit_ddp", "fsdp2": "memfit_fsdp2"}.get(target) or STRATEGIES[target]
-        case = {"strategy": strategy, "scenario": f"{SCENARIOS}.resume", "folder": str(folder / source)}
-        cases[f"{source}/{target}"] = case
+        case = {"strategy": SINGLE.get(target) or STRATEGIES[target], "devices": request.param}
+        cases[f"{source}/{target}"] = case | {"scenario": f"{SCENARIOS}.resume", "folder": str(folder / source)}
     return launch(folder, cases)
 
 
 @pytest.mark.parametrize(("source", "target"), MOVES[1:])
-def test_resuming_on_another_number_of_ranks_and_under_another_strategy_is_exact(on_one_rank, source, target):
-    assert on_one_rank[f"{source}/{target}"]["losses"] == close(on_one_rank["ddp/ddp"]["losses"])
+def test_resuming_on_another_number_of_ranks_is_exact(on_other_ranks, source, target, folder):
+    assert on_other_ranks[f"{source}/{target}"]["losses"] == close(on_other_ranks["ddp/ddp"]["losses"])
+    assert [one.name for one in (folder / source).iterdir()] == ["half.ckpt"]
+
+
+@pytest.fixture(scope="module")
+def refused(results, folder):
+    """What one strategy saved, resumed under another one."""
+    cases = {}
+    for source, target in REFUSED:
+        case = {"strategy": SINGLE.get(target) or STRATEGIES[target], "folder": str(folder / source)}
+        cases[f"{source}/{target}"] = case | {"scenario": f"{SCENARIOS}.resume", "expect_error": True}
+    return launch(folder, cases)
+
+
+@pytest.mark.parametrize(("source", "target"), REFUSED)
+def test_optimizer_states_of_another_strategy_are_refused_with_what_to_do(refused, source, target):
+    error = refused[f"{source}/{target}"]["error"]
+    assert "half.ckpt" in error
+    assert "optimizer states" in error
+    assert "memfit export" in error
 
 
 ELSEWHERE = [("stage_2", "stage_3"), ("stage_3", "stage_2"), ("stage_3", "memfit_ddp"), ("stage_1", "memfit_ddp")]

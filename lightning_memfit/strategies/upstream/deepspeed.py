@@ -3,12 +3,13 @@
 Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.py` fail if these names move.
 """
 
+import io
 import logging
+import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -19,22 +20,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memfit.memory.collectives import gathered
-from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.strategies.integrity import all_succeed, stored_bytes, within
-from lightning_memfit.strategies.safe_loading import load
-from lightning_memfit.strategies.saved_run import (
-    EXTRA_STATE,
-    PARAMETERS,
-    VERSIONS,
-    Pieces,
-    SavedOptimizer,
-    SavedRun,
-    Undivided,
-    check_shapes,
-    listed,
-    pieces_of,
-    whole,
-)
+from lightning_memfit.strategies.integrity import ZERO_MARK, remove
+from lightning_memfit.strategies.integrity import gathered as gathered_values
+from lightning_memfit.strategies.safe_loading import without_code
+from lightning_memfit.strategies.saved_names import check_stepped
 from lightning_memfit.strategies.upstream.huggingface import is_loading_pretrained
 
 
@@ -98,36 +87,6 @@ def known_options() -> frozenset[str]:
     )
     where_processes_are_known = {"data_parallel_size", "sequence_parallel_size"}
     return frozenset(asked.names | set(constants) | where_processes_are_known)
-
-
-@contextmanager
-def failing_together(path: str | Path, engine: Any) -> Iterator[None]:
-    """Let ranks that wait for each other while DeepSpeed saves a checkpoint learn that one of them has failed.
-
-    They would wait in its barriers until the communication's timeout, half an hour.
-
-    Args:
-        path: The checkpoint, for messages.
-        engine: The engine that saves; with stage 3 it gathers weights afterwards.
-    """
-    from deepspeed import comm
-
-    def barrier(*_: Any, **__: Any) -> None:
-        all_succeed(path)
-
-    def after_all(epilogue: Callable[[], None]) -> None:
-        all_succeed(path)
-        epilogue()
-
-    has_epilogue = hasattr(engine.optimizer, "checkpoint_event_epilogue")
-    unwrap = wrap_method(engine.optimizer, "checkpoint_event_epilogue", after_all) if has_epilogue else None
-    before, comm.barrier = comm.barrier, barrier
-    try:
-        yield
-    finally:
-        comm.barrier = before
-        if unwrap is not None:
-            unwrap()
 
 
 @contextmanager
@@ -407,12 +366,6 @@ def gather_before_hooks(model: torch.nn.Module) -> None:
 # --- states on disk -------------------------------------------------------------------------------------------------
 
 
-SUB_GROUPS = "memfit_sub_groups"
-"""Key of `sub_groups_of` in a checkpoint."""
-
-_ENDING = ".tensor.swp"
-
-
 def copy_parameters_from_swap_buffers() -> None:
     """Give a gathered parameter its own memory instead of the swap buffer into which DeepSpeed read it.
 
@@ -482,24 +435,7 @@ def free_states_once_swapped() -> None:
     PipelinedOptimizerSwapper._swap_out_optimizer_state = swap_out
 
 
-def sub_groups_of(engine: Any) -> dict[str, list[Any]]:
-    """Names and elements of the optimizer's sub-groups on this rank, to be saved with a checkpoint.
-
-    The files on disk carry these names, which differ from process to process: they count parameters.
-    """
-    zero = engine.optimizer
-    names = [flat.ds_id for flat in zero.fp32_partitioned_groups_flat]
-    return {"names": names, "numels": [int(numel) for numel in zero.fp16_partitioned_groups_flat_numel]}
-
-
-def _swapped_files(inside: Path, rank: int) -> Path:
-    return inside / "offloaded_tensors" / f"rank{rank:02d}"
-
-
 # --- checkpoints ----------------------------------------------------------------------------------------------------
-
-ZERO_MARK = "latest"
-"""The file by which a folder is known to be DeepSpeed's; it is written last and names the folder inside."""
 
 _OWN_KEYS = {
     "buffer_names",
@@ -520,37 +456,72 @@ _OWN_KEYS = {
     "random_ltd",
     "shared_params",
     "skipped_steps",
-    SUB_GROUPS,
 }
-"""Keys that DeepSpeed 0.19 and we add to the file that also holds what Lightning saves."""
+"""Keys that DeepSpeed 0.19 adds to the file that also holds what Lightning saves."""
+
+_CONVERTED = {"exp_avg", "exp_avg_sq", "step"}
+"""States that `ds_to_universal` of DeepSpeed 0.19 converts; it passes over others without a word."""
 
 
-@dataclass
-class _SubGroup:
-    """Parameters whose master weights and states are one flat tensor on each rank.
+class ZeroFolder:
+    """A checkpoint folder that DeepSpeed wrote: a file of the optimizer for each rank, and files of the module.
 
-    Attributes:
-        spans: Name, place in a rank's flat tensor, and first and last element of each parameter's part, by rank.
-        masters: Flat master weights, by rank.
-        states: States of the flat tensor, by rank.
-        options: Those of its optimizer group, whose number is `group`.
+    Args:
+        folder: The checkpoint.
+
+    Raises:
+        ValueError: If there are no files of an optimizer under ZeRO in it.
     """
 
-    spans: list[list[tuple[str, int, int, int]]]
-    masters: list[Tensor]
-    states: list[dict[str, Any]]
-    group: int
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tag = (folder / ZERO_MARK).read_text().strip()
+        inside = folder / self.tag
+        self.optimizer_files = [self._of_rank(inside, r) for r in range(len([*inside.glob("*_optim_states.pt")]))]
+        if not self.optimizer_files:
+            raise ValueError(f"`ckpt_path={str(folder)!r}` holds no files of an optimizer under ZeRO.")
+        models = sorted(inside.glob("*zero_pp_rank_*_model_states.pt"), key=lambda one: int(one.name.split("_")[3]))
+        self.model_files = models or [inside / "mp_rank_00_model_states.pt"]
+
+    @staticmethod
+    def _of_rank(inside: Path, rank: int) -> Path:
+        """The optimizer's file of a rank; its name begins otherwise in bf16."""
+        found = [*inside.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")]
+        if len(found) != 1:
+            raise ValueError(f"`ckpt_path={str(inside.parent)!r}` has {len(found)} files of rank {rank}, not 1.")
+        return found[0]
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether stage 3 wrote it."""
+        return "zero_pp_rank" in self.model_files[0].name
+
+    def model(self, number: int = 0) -> dict[str, Any]:
+        """What a file of the module holds; tensors stay on disk."""
+        return _load(self.model_files[number])
+
+    def whole(self) -> dict[str, Any]:
+        """Weights, from the optimizer's fp32 master weights, put together in memory, and what Lightning saved."""
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        model = self.model()
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            weights: dict[str, Any] = dict(get_fp32_state_dict_from_zero_checkpoint(str(self.folder), self.tag))
+        entries = model["module"].items()
+        weights |= {name: value for name, value in entries if name.rpartition(".")[2] == _EXTRA_STATE}
+        if not self.is_partitioned:  # also what no optimizer group had
+            weights |= {name: _widened(value) for name, value in entries if name not in weights}
+        return {key: value for key, value in model.items() if key not in _OWN_KEYS} | {"state_dict": weights}
 
 
-@dataclass
-class ZeroLayout:
-    """How a folder of DeepSpeed's divides master weights and states."""
+def _load(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)  # nosec B614  # by callers
+    return loaded
 
-    stage: int
-    world_size: int
-    sub_groups: list[_SubGroup]
-    engine: dict[str, Any]
-    """Counters of the engine and the state of the loss scale."""
+
+def _widened(value: Any) -> Any:
+    """What a run in half precision keeps, in float32 as the master weights are; float64 stays."""
+    return value.float() if torch.is_tensor(value) and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def save_what_is_not_stepped(engine: Any) -> None:
@@ -581,237 +552,178 @@ def _not_stepped(engine: Any) -> list[tuple[Any, str]]:
     return [(parameter, name) for parameter, name in named if id(parameter) not in stepped]
 
 
-def checkpoint_bytes(engine: Any) -> int:
-    """Bytes that this rank is going to write for an engine, without what Lightning adds."""
-    zero = engine.optimizer
-    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or getattr(
-        zero, "single_partition_of_fp32_groups", []
-    )
-    states = getattr(getattr(zero, "optimizer", None), "state", {})
-    flat = stored_bytes([[*masters], [*states.values()]])
-    swapper = getattr(zero, "optimizer_swapper", None)
-    if swapper is not None:
-        flat += sum(path.stat().st_size for path in Path(swapper.swap_folder).glob(f"*{_ENDING}"))
-    if engine.zero_optimization_partition_weights():
-        own = [parameter.ds_tensor for parameter, _ in _not_stepped(engine)]
-    else:
-        own = list(engine.module.parameters()) if torch.distributed.get_rank() == 0 else []
-    return flat + stored_bytes([tensor.data for tensor in own])
+def gather_states_from_disk(engine: Any, folder: Path) -> None:
+    """Put states that lie in files of the optimizer's swapper into this rank's file of a checkpoint.
 
-
-def read_zero(folder: Path, weights_only: bool | None = None) -> SavedRun:
-    """Read a folder that DeepSpeed wrote, of any stage, from memory or disk. Tensors stay on disk until they are used.
-
-    Weights are the optimizer's fp32 master weights.
-
-    Raises:
-        ValueError: If files are missing, or were written with options that aren't read here.
+    DeepSpeed saves empty tensors in their place and copies the files, which it doesn't find again: they are named by
+    numbers of tensors that differ from process to process. The tensors are mapped, so that memory doesn't hold them.
     """
-    inside = within(folder, (folder / ZERO_MARK).read_text().strip())
-    files = [_of_rank(inside, rank, "optim_states") for rank in range(len([*inside.glob("*_optim_states.pt")]))]
-    if not files:
-        raise ValueError(f"`ckpt_path={str(folder)!r}` holds no files of an optimizer under ZeRO.")
-    saved = [load(file, weights_only, of_deepspeed=True)["optimizer_state_dict"] for file in files]
-    stage = int(saved[0]["zero_stage"])
-    named = [inside / "mp_rank_00_model_states.pt"]
-    if stage == 3:
-        named = [_of_rank(inside, rank, "model_states") for rank in range(len(files))]
-    models = [load(file, weights_only, of_deepspeed=True) for file in named]
-    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
-    sub_groups = _whole_groups(saved, shapes) if stage < 3 else _partitioned_groups(saved, shapes)
-    if stage == 3:
-        _add_swapped(inside, sub_groups, models)
-    weights = _weights(stage, models, sub_groups, {name: shape for group in shapes for name, shape in group.items()})
-    base = saved[0]["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]
-    optimizer = base | {
-        "state": _states(sub_groups, shapes, folder),
-        "param_groups": _named_groups(base["param_groups"], sub_groups, models[0]),
-    }
-    counters = {key: models[0][key] for key in ("global_steps", "global_samples", "skipped_steps") if key in models[0]}
-    scale = {key: saved[0][key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow") if key in saved[0]}
-    extras = {key: value for key, value in models[0].items() if key not in _OWN_KEYS}
-    extras.pop(PARAMETERS, None)  # used by now: states are by names
-    versions = extras.pop(VERSIONS, None)
-    layout = ZeroLayout(stage, len(files), sub_groups, counters | {"scale": scale})
-    return SavedRun(folder, weights, extras, [optimizer], layout, versions)
+    zero, saved = engine.optimizer, ZeroFolder(folder)
+    rank = torch.distributed.get_rank()
+    path, files = saved.optimizer_files[rank], folder / saved.tag / "offloaded_tensors" / f"rank{rank:02d}"
+    with without_code(folder):
+        states = _load(path)
+    held = states["optimizer_state_dict"]
+    for number, numel in enumerate(map(int, zero.fp16_partitioned_groups_flat_numel)):
+        name = zero.fp32_partitioned_groups_flat[number].ds_id
+        if not held["fp32_flat_groups"][number].numel() and numel:
+            held["fp32_flat_groups"][number] = _mapped(files / f"{name}.tensor.swp", numel)
+        for key, value in held["optimizer_state_dict"]["state"].get(number, {}).items():
+            if torch.is_tensor(value) and value.dim() and not value.numel() and numel:
+                held["optimizer_state_dict"]["state"][number][key] = _mapped(files / f"{key}-{name}.tensor.swp", numel)
+    beside = path.with_suffix(".new")
+    torch.save(states, beside)
+    beside.replace(path)
+    shutil.rmtree(files)
+    with suppress(OSError):  # the last rank leaves it empty
+        files.parent.rmdir()
 
 
-def _of_rank(inside: Path, rank: int, kind: str) -> Path:
-    """The file of a rank; its name begins otherwise in bf16."""
-    found = [*inside.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt")]
-    if len(found) != 1:
-        raise ValueError(f"`ckpt_path={str(inside.parent)!r}` has {len(found)} files of rank {rank} for {kind}, not 1.")
-    return found[0]
-
-
-def _whole_groups(saved: Sequence[dict[str, Any]], shapes: Sequence[dict[str, torch.Size]]) -> list[_SubGroup]:
-    """Stages 1 and 2: a group's parameters one after the other, cut into as many equal parts as there are ranks."""
-    if isinstance(saved[0]["base_optimizer_state"], list):
-        raise ValueError("`elastic_checkpoint: true` of DeepSpeed is not read. Save with `elastic_checkpoint: false`.")
-    sub_groups = []
-    for number, group in enumerate(shapes):
-        paddings = saved[0].get("param_alignment_paddings") or [[0] * len(group) for _ in shapes]
-        size = saved[0]["single_partition_of_fp32_groups"][number].numel() + saved[0]["group_paddings"][number]
-        offsets, offset = [], 0
-        for shape, padding in zip(group.values(), paddings[number], strict=True):
-            offsets.append(offset)
-            offset += shape.numel() + padding
-        spans = [_cut(group, offsets, rank * size, (rank + 1) * size) for rank in range(len(saved))]
-        key = saved[0]["base_optimizer_state"]["param_groups"][number]["params"][0]
-        sub_groups.append(
-            _SubGroup(
-                spans,
-                [of_rank["single_partition_of_fp32_groups"][number] for of_rank in saved],
-                [dict(of_rank["base_optimizer_state"]["state"].get(key, {})) for of_rank in saved],
-                number,
-            )
-        )
-    return sub_groups
-
-
-def _cut(shapes: Mapping[str, Any], offsets: Sequence[int], begin: int, end: int) -> list[tuple[str, int, int, int]]:
-    """The parts of parameters in a range of a flat group: names, places in the range, first and last elements."""
-    spans = []
-    for (name, shape), offset in zip(shapes.items(), offsets, strict=True):
-        start, stop = max(begin - offset, 0), min(end - offset, shape.numel())
-        if start < stop:
-            spans.append((name, offset + start - begin, start, stop))
-    return spans
-
-
-def _partitioned_groups(saved: Sequence[dict[str, Any]], shapes: Sequence[dict[str, torch.Size]]) -> list[_SubGroup]:
-    """Stage 3: every parameter is cut by itself; a rank's sub-group holds its parts of some parameters."""
-    world_size = len(saved)
-    group_of = {
-        number: index
-        for index, group in enumerate(saved[0]["optimizer_state_dict"]["param_groups"])
-        for number in group["params"]
-    }
-    return [
-        _SubGroup(
-            [_parts(group, rank, world_size) for rank in range(world_size)],
-            [of_rank["fp32_flat_groups"][number] for of_rank in saved],
-            [dict(of_rank["optimizer_state_dict"]["state"].get(number, {})) for of_rank in saved],
-            group_of[number],
-        )
-        for number, group in enumerate(shapes)
-    ]
-
-
-def _parts(shapes: Mapping[str, Any], rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
-    spans, place = [], 0
-    for name, shape in shapes.items():
-        part = -(-shape.numel() // world_size)
-        start, stop = rank * part, min((rank + 1) * part, shape.numel())
-        if start < stop:
-            spans.append((name, place, start, stop))
-        place += part
-    return spans
-
-
-def _add_swapped(inside: Path, sub_groups: Sequence[_SubGroup], models: Sequence[dict[str, Any]]) -> None:
-    """Put in what lay in files of its own: DeepSpeed saves empty tensors in its place."""
-    for rank, model in enumerate(models):
-        swapped = model.get(SUB_GROUPS)
-        if swapped is None:
-            continue
-        for number, sub_group in enumerate(sub_groups):
-            name, numel = swapped["names"][number], swapped["numels"][number]
-            files = _swapped_files(inside, rank)
-            if not sub_group.masters[rank].numel() and numel:
-                sub_group.masters[rank] = _read(within(files, f"{name}{_ENDING}"), numel)
-            for key, value in sub_group.states[rank].items():
-                if torch.is_tensor(value) and value.dim() and not value.numel() and numel:
-                    sub_group.states[rank][key] = _read(within(files, f"{key}-{name}{_ENDING}"), numel)
-
-
-def _read(path: Path, numel: int) -> Tensor:
+def _mapped(path: Path, numel: int) -> Tensor:
     return torch.from_file(str(path), size=numel, dtype=torch.float32)
 
 
-def _pieces(
-    sub_groups: Sequence[_SubGroup], shapes: Mapping[str, torch.Size], flat: Callable[..., Any]
-) -> dict[str, Pieces]:
-    """Tensors by names of parameters, from one flat tensor of each sub-group and rank."""
-    parts: dict[str, list[tuple[int, Tensor]]] = {}
-    for sub_group in sub_groups:
-        for rank, spans in enumerate(sub_group.spans):
-            values = flat(sub_group, rank)
-            for name, place, start, stop in spans if values is not None else ():
-                parts.setdefault(name, []).append((start, values[place : place + stop - start]))
-    return {name: Pieces(shapes[name], sorted(found, key=lambda part: part[0])) for name, found in parts.items()}
+def load_run(engine: Any, path: Path, strict: bool, is_on_disk: bool) -> tuple[dict[str, Any], int]:
+    """Give an engine that trains the weights, states and groups of a folder, as DeepSpeed does.
+
+    Where the ranks divide states otherwise than those that wrote it, the first rank converts the folder, beside it, by
+    DeepSpeed's `ds_to_universal`, and all ranks load that.
+
+    Args:
+        engine: A new engine.
+        path: The folder.
+        strict: Refuse missing and unexpected weights.
+        is_on_disk: Whether states or parameters lie on disk.
+
+    Returns:
+        What Lightning, callbacks and the module saved besides, and the number of ranks that wrote it.
+
+    Raises:
+        ValueError: If the folder is of another kind of stage, the optimizer's groups are others, or its states can't be
+            divided otherwise.
+    """
+    saved, is_partitioned = ZeroFolder(path), engine.zero_optimization_partition_weights()
+    if saved.is_partitioned != is_partitioned:
+        wrote, runs = ("3", "1 and 2") if saved.is_partitioned else ("1 or 2", "3")
+        raise ValueError(
+            f"`ckpt_path={str(path)!r}` was written by ZeRO stage {wrote}, whose optimizer states stage {runs} can't "
+            "load. Resume with that stage, or start a new optimizer from the weights alone (`load_full_weights: true`, "
+            "`memfit export`)."
+        )
+    model, world_size = saved.model(), len(saved.optimizer_files)
+    shapes, live = model["param_shapes"], engine._get_zero_param_shapes()
+    groups = [[name for group in one for name in group] for one in (shapes, live)]
+    check_stepped(path, *([names] for names in groups))
+    if not is_partitioned:
+        check_stepped(path, *(one for one in (shapes, live)))
+    check_shapes(path, {name: shape for group in shapes for name, shape in group.items()}, engine.module)
+    is_divided_alike = world_size == torch.distributed.get_world_size() and list(map(list, shapes)) == list(
+        map(list, live)
+    )
+    if is_on_disk:
+        if not is_divided_alike:
+            raise ValueError(
+                f"`ckpt_path={str(path)!r}` was saved on {world_size} ranks, and states on disk can't be divided among "
+                "others. Resume on as many with the same sizes, or start a new optimizer from the weights alone "
+                "(`load_full_weights: true`)."
+            )
+        _load_to_disk(engine, saved)
+    elif is_divided_alike:
+        engine.load_checkpoint(str(path), load_lr_scheduler_states=False, load_module_strict=strict)
+    else:
+        _load_converted(engine, saved)
+    _load_rest(engine, saved)
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, key, model[key])
+    return {key: value for key, value in model.items() if key not in _OWN_KEYS}, world_size
 
 
-def _weights(
-    stage: int, models: Sequence[dict[str, Any]], sub_groups: Sequence[_SubGroup], shapes: Mapping[str, torch.Size]
-) -> dict[str, Pieces]:
-    model = models[0]
-    weights = _pieces(sub_groups, shapes, lambda sub_group, rank: sub_group.masters[rank])
-    for name in model["buffer_names"]:
-        if name in model["module"]:
-            weights[name] = pieces_of(_widened(model["module"][name]))
-    for name, value in model["module"].items():
-        if name.rsplit(".", 1)[-1] == EXTRA_STATE:
-            weights[name] = value
-    for name, shape in (model.get("frozen_param_shapes") or {}).items():
-        parts, start = [], 0
-        for fragments in (one["frozen_param_fragments"] for one in models):
-            flat = fragments[name].reshape(-1)
-            parts.append((start, flat[: shape.numel() - start]))
-            start += flat.numel()
-        weights[name] = Pieces(torch.Size(shape), [part for part in parts if part[1].numel() or not part[0]])
-    for name, stored in model["shared_params"].items():
-        if stored in weights:
-            weights[name] = weights[stored]
-    if stage < 3:  # whole: also what no optimizer group had
-        for name, value in model["module"].items():
-            if name not in weights and torch.is_tensor(value):
-                weights[name] = pieces_of(_widened(value))
-    return weights
+def _load_converted(engine: Any, saved: ZeroFolder) -> None:
+    """Load a folder that other numbers of ranks, or other sizes of sub-groups, have divided."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    held, is_partitioned = _load(saved.optimizer_files[0])["optimizer_state_dict"], saved.is_partitioned
+    base = held["optimizer_state_dict" if is_partitioned else "base_optimizer_state"]
+    kinds = {frozenset(state) for state in base["state"].values()} or {frozenset[str]()}
+    if any(not kind <= _CONVERTED or len(kind) < len(_CONVERTED) for kind in kinds):
+        raise ValueError(
+            f"`ckpt_path={str(saved.folder)!r}` was saved on {len(saved.optimizer_files)} ranks with an optimizer that "
+            "is not Adam or AdamW, whose states alone DeepSpeed divides otherwise. Resume on as many ranks with the "
+            "same sizes, or start a new optimizer from the weights alone (`load_full_weights: true`, `memfit export`)."
+        )
+    target = saved.folder.with_name(f"{saved.folder.name}.universal")
+    is_first = torch.distributed.get_rank() == 0
+    if is_first:
+        remove(target)
+        target.mkdir()
+        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        folders = {"input_folder": str(saved.folder / saved.tag), "output_folder": str(target / saved.tag)}
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            ds_to_universal.main(Namespace(**options, **folders, inject_missing_state=True))
+    try:
+        gathered_values(None)
+        if not is_partitioned:
+            engine.module.load_state_dict(saved.model()["module"], strict=False)
+        engine.load_universal_checkpoint = lambda: True
+        engine.load_checkpoint(str(target), load_lr_scheduler_states=False)
+        if is_partitioned:
+            # DeepSpeed 0.19.8 gives every group the options of the first one, and all states one tensor of the step.
+            for group, kept in zip(engine.optimizer.optimizer.param_groups, base["param_groups"], strict=True):
+                group.update({key: value for key, value in kept.items() if key != "params"})
+            for state in engine.optimizer.optimizer.state.values():
+                state["step"] = state["step"].clone() if torch.is_tensor(state["step"]) else state["step"]
+    finally:
+        vars(engine).pop("load_universal_checkpoint", None)
+        gathered_values(None)
+        if is_first:
+            remove(target)
 
 
-def _widened(value: Any) -> Any:
-    """What a run in half precision keeps, in float32 as the master weights are; float64 stays."""
-    return value.float() if torch.is_tensor(value) and value.dtype in (torch.float16, torch.bfloat16) else value
+@torch.no_grad()
+def _load_to_disk(engine: Any, saved: ZeroFolder) -> None:
+    """Give an engine whose states or parameters lie on disk this rank's file, one sub-group after the other.
+
+    DeepSpeed 0.19.8 resumes with zeroed moments where states lie on disk, and fails where parameters alone do.
+    """
+    zero = engine.optimizer
+    held = _load(saved.optimizer_files[torch.distributed.get_rank()])["optimizer_state_dict"]
+    base = held["optimizer_state_dict"]
+    zero.checkpoint_event_prologue()
+    for number, master in enumerate(zero.fp32_partitioned_groups_flat):
+        is_swapped = zero._swappable_optimizer_subgroup(number)
+        if is_swapped:
+            zero._optimizer_states_and_gradient_swap_in(number)
+        master.copy_(held["fp32_flat_groups"][number])
+        zero.optimizer.state[master] = {
+            key: value.to(master.device if value.dim() else "cpu", copy=True) if torch.is_tensor(value) else value
+            for key, value in base["state"].get(number, {}).items()
+        }
+        zero._reassign_or_swap_out_partitioned_parameters(number)
+        if is_swapped:
+            zero._optimizer_states_and_gradient_swap_out(number)
+    for group, kept in zip(zero.optimizer.param_groups, base["param_groups"], strict=True):
+        group.update({key: value for key, value in kept.items() if key != "params"})
+    if len(zero.persistent_parameters) > 0:
+        zero.persistent_parameters[0].partition(zero.persistent_parameters)
+    zero.checkpoint_event_epilogue()
+    if held.get("dynamic_loss_scale") and zero.dynamic_loss_scale:
+        zero.loss_scaler = held["loss_scaler"]
 
 
-def _is_flat(value: Any, master: Tensor) -> bool:
-    """Whether a state has an element for each of the master weights, which may lack the padding at their end."""
-    return torch.is_tensor(value) and value.dim() == 1 and value.numel() >= master.numel() > 0
-
-
-def _states(
-    sub_groups: Sequence[_SubGroup], shapes: Sequence[Mapping[str, torch.Size]], path: Path
-) -> dict[str, dict[str, Any]]:
-    """States by names of parameters. What a flat tensor has one number of, all its parameters get."""
-    flat_shapes = {name: shape for group in shapes for name, shape in group.items()}
-    states: dict[str, dict[str, Any]] = {}
-    for sub_group in sub_groups:
-        for key, value in sub_group.states[0].items():
-            if _is_flat(value, sub_group.masters[0]):
-                found = _pieces([sub_group], flat_shapes, lambda one, rank, key=key: one.states[rank].get(key))
-                for name, pieces in found.items():
-                    states.setdefault(name, {})[key] = pieces
-                continue
-            for name in {span[0] for spans in sub_group.spans for span in spans}:
-                shared = Undivided(key, path) if torch.is_tensor(value) and value.numel() > 1 else value
-                states.setdefault(name, {})[key] = shared.clone() if torch.is_tensor(shared) else shared
-    return {name.replace("_orig_mod.", ""): state for name, state in states.items()}
-
-
-def _named_groups(
-    groups: Sequence[dict[str, Any]], sub_groups: Sequence[_SubGroup], model: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Options of the groups with names of their parameters; frozen ones, which DeepSpeed leaves out, included."""
-    named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
-    for sub_group in sub_groups:
-        found = dict.fromkeys(span[0].replace("_orig_mod.", "") for spans in sub_group.spans for span in spans)
-        named[sub_group.group]["params"] += found
-    for names in model.get(PARAMETERS, [[]])[0]:
-        for group in named:
-            if set(group["params"]) & set(names):
-                group["params"] = list(names)
-    return named
+@torch.no_grad()
+def _load_rest(engine: Any, saved: ZeroFolder) -> None:
+    """Load what stage 3 doesn't: parameters that no optimizer group has; and buffers of a converted folder."""
+    if not saved.is_partitioned:
+        return
+    models = [saved.model(number) for number in range(len(saved.model_files))]
+    take_buffers(engine.module, models[0]["module"])
+    fragments = [model.get("frozen_param_fragments") or {} for model in models]
+    for parameter, name in _not_stepped(engine):
+        if name in fragments[0]:
+            flat = torch.cat([one[name].reshape(-1) for one in fragments])[: parameter.ds_numel]
+            own = flat[parameter.ds_tensor.numel() * torch.distributed.get_rank(parameter.ds_process_group) :]
+            part = parameter.ds_tensor.view(-1)
+            part[: own.numel()].copy_(own[: part.numel()])
 
 
 @torch.no_grad()
@@ -824,230 +736,42 @@ def take_buffers(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
     """
     for name, buffer in module.named_buffers():
         if name in weights:
-            buffer.copy_(whole(weights[name]))
+            buffer.copy_(weights[name])
     for name, value in weights.items():
         prefix, _, last = name.rpartition(".")
-        if last == EXTRA_STATE:
-            module.get_submodule(prefix).set_extra_state(whole(value))
+        if last == _EXTRA_STATE:
+            module.get_submodule(prefix).set_extra_state(value)
+
+
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name under which a state dict has what `get_extra_state` gave."""
+
+
+def check_shapes(path: str | Path, saved: Mapping[str, Any], module: torch.nn.Module) -> None:
+    """Refuse a checkpoint with weights of other shapes than the module's, which ZeRO may have divided.
+
+    Args:
+        path: The checkpoint, for messages.
+        saved: Shapes by name.
+        module: The module.
+
+    Raises:
+        ValueError: Naming the first of them.
+    """
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        if name in saved and tuple(saved[name]) != shape:
+            raise ValueError(
+                f"`ckpt_path={str(path)!r}` has {name!r} of shape {tuple(saved[name])}, this run's module of {shape}. "
+                "Build the module as the saved run did."
+            )
 
 
 @torch.no_grad()
-def take_run(engine: Any, saved: SavedRun, optimizers: Sequence[SavedOptimizer]) -> None:
-    """Give an engine that trains the weights, states and groups of a checkpoint, whatever wrote it.
+def renew_masters(engine: Any, weights: Mapping[str, Any]) -> None:
+    """Give the optimizer's fp32 master weights the values of weights that an engine of stage 3 has just loaded."""
+    from deepspeed.utils import safe_set_full_fp32_param
 
-    `DeepSpeedEngine.load_checkpoint` does so for checkpoints of its own stage and number of ranks only, and runs what
-    is hidden in them. Each rank reads its own parts.
-
-    Args:
-        engine: A new engine.
-        saved: The checkpoint.
-        optimizers: Its optimizer by names; none to start a new one from the weights.
-
-    Raises:
-        ValueError: If the optimizer's states can't be divided as this engine divides them.
-    """
-    zero = engine.optimizer
-    names: dict[Any, str] = engine.param_names
-    is_partitioned = engine.zero_optimization_partition_weights()
-    check_shapes(saved.path, saved.weights, engine.module)
-    for optimizer in optimizers:
-        optimizer.refuse_beside(zero.optimizer)
-    if is_partitioned:
-        zero.checkpoint_event_prologue()
-    live = _live_partitioned(zero, names) if is_partitioned else _live_whole(zero, names)
-    stepped = {name for one in live for name, _ in one.all}
-    take_buffers(engine.module, saved.weights)
-    for parameter, name in names.items():
-        if name not in saved.weights:
-            continue
-        if not is_partitioned:
-            parameter.copy_(saved.weights[name].whole())
-        elif name not in stepped:
-            parameter.ds_tensor.copy_(_padded(saved.weights[name], parameter))
-    by_name = optimizers[0] if optimizers else None
-    same = by_name is not None and _is_same_layout(saved.layout, live, 3 if is_partitioned else 2)
-    for number, one in enumerate(live):
-        swapped = is_partitioned and zero._swappable_optimizer_subgroup(number)
-        if swapped:
-            zero._optimizer_states_and_gradient_swap_in(number)
-        _fill(one.master, one, saved.weights, keep_missing=True)
-        if by_name is not None:
-            options = by_name.options([span[0].replace("_orig_mod.", "") for span in one.all], one.options)
-            one.options.update({key: value for key, value in options.items() if key != "params"})
-            kept = saved.layout.sub_groups[number].states[one.rank] if same else None
-            zero.optimizer.state[one.master] = (
-                {key: _alike(value, one) for key, value in kept.items()} if kept is not None else _divided(one, by_name)
-            )
-        if is_partitioned:
-            zero._reassign_or_swap_out_partitioned_parameters(number)
-        if swapped:
-            zero._optimizer_states_and_gradient_swap_out(number)
-    if is_partitioned:
-        if len(zero.persistent_parameters) > 0:
-            zero.persistent_parameters[0].partition(zero.persistent_parameters)
-        zero.checkpoint_event_epilogue()
-    if isinstance(saved.layout, ZeroLayout):
-        for key, value in saved.layout.engine.items():
-            if key != "scale":
-                setattr(engine, key, value)
-        if saved.layout.engine["scale"].get("dynamic_loss_scale") and zero.dynamic_loss_scale:
-            zero.loss_scaler = saved.layout.engine["scale"]["loss_scaler"]
-    else:
-        engine.global_steps = int(saved.extras.get("global_step", 0))
-
-
-@dataclass
-class _Live:
-    """A flat tensor of master weights on this rank."""
-
-    master: Tensor
-    spans: list[tuple[str, int, int, int]]
-    all: list[tuple[str, int]]
-    """Names and elements of all its parameters, of which this rank may have no part."""
-    options: dict[str, Any]
-    rank: int
-    world_size: int
-
-
-def _live_whole(zero: Any, names: Mapping[Any, str]) -> list[_Live]:
-    live = []
-    for number, parameters in enumerate(zero.round_robin_bit16_groups):
-        process_group = zero.real_dp_process_group[number]
-        rank, size = torch.distributed.get_rank(process_group), int(zero.partition_size[number])
-        shapes = {names[parameter]: parameter.shape for parameter in parameters}
-        spans = _cut(shapes, zero.round_robin_bit16_offsets[number], rank * size, (rank + 1) * size)
-        own = [(name, shape.numel()) for name, shape in shapes.items()]
-        live.append(
-            _Live(
-                zero.single_partition_of_fp32_groups[number],
-                spans,
-                own,
-                zero.optimizer.param_groups[number],
-                rank,
-                torch.distributed.get_world_size(process_group),
-            )
-        )
-    return live
-
-
-def _live_partitioned(zero: Any, names: Mapping[Any, str]) -> list[_Live]:
-    rank, world_size = (
-        get(zero.dp_process_group) for get in (torch.distributed.get_rank, torch.distributed.get_world_size)
-    )
-    live = []
-    for number, parameters in enumerate(zero.fp16_groups):
-        shapes = {names[parameter]: torch.Size(parameter.ds_shape) for parameter in parameters}
-        live.append(
-            _Live(
-                zero.fp32_partitioned_groups_flat[number],
-                _parts(shapes, rank, world_size),
-                [(name, shape.numel()) for name, shape in shapes.items()],
-                zero.optimizer.param_groups[zero.sub_group_to_group_id[number]],
-                rank,
-                world_size,
-            )
-        )
-    return live
-
-
-def _is_same_layout(layout: Any, live: Sequence[_Live], stage: int) -> bool:
-    """Whether a checkpoint divides master weights exactly as this run does, so that states need not be cut anew."""
-    if not isinstance(layout, ZeroLayout) or max(layout.stage, 2) != stage or layout.world_size != live[0].world_size:
-        return False
-    return len(layout.sub_groups) == len(live) and all(
-        saved.spans[one.rank] == one.spans for saved, one in zip(layout.sub_groups, live, strict=True)
-    )
-
-
-def _padded(pieces: Pieces, parameter: Any) -> Tensor:
-    """This rank's part of a parameter that is not stepped, under stage 3."""
-    part = torch.zeros(parameter.ds_tensor.shape)
-    rank = torch.distributed.get_rank(parameter.ds_process_group)
-    found = pieces.between(rank * part.numel(), (rank + 1) * part.numel())
-    part.view(-1)[: found.numel()] = found
-    return part
-
-
-def _fill(flat: Tensor, one: _Live, tensors: Mapping[str, Pieces], keep_missing: bool = False) -> None:
-    """Write this rank's parts of parameters into a flat tensor; what pads it is zero.
-
-    Args:
-        flat: The tensor.
-        one: Which parts it has.
-        tensors: The parameters.
-        keep_missing: Leave parts of parameters that are not among them as they are.
-    """
-    spans = [(flat[place : place + stop - start], name, start, stop) for name, place, start, stop in one.spans]
-    kept = [(part, part.clone()) for part, name, _, _ in spans if keep_missing and name not in tensors]
-    flat.zero_()
-    for part, name, start, stop in spans:
-        if name in tensors or not keep_missing:
-            part.copy_(tensors[name].between(start, stop))
-    for part, value in kept:
-        part.copy_(value)
-
-
-def _alike(value: Any, one: _Live) -> Any:
-    """A state as it was saved, where this optimizer steps."""
-    if not torch.is_tensor(value):
-        return value
-    on_host = not value.dim() and not (one.options.get("fused") or one.options.get("capturable"))
-    return value.clone() if on_host else value.to(one.master.device, copy=True)
-
-
-_COUNTERS = {"eta", "mu", "mu_product", "step"}
-"""States of torch's optimizers that have no dimension, which in a parameter of one element look like its moments."""
-
-
-def _are_scalars(values: Iterable[Any]) -> bool:
-    return all(not isinstance(value, Pieces) and not value.dim() for value in values)
-
-
-def _not_in_one(path: str | Path, key: str, values: Mapping[str, Any]) -> str:
-    """Say why states of some parameters don't go into one tensor: those without any, else those unlike most others."""
-    lacking = [name for name, value in values.items() if value is None]
-    what = f"has no state {key!r} for {listed(lacking)}, which no step of the saved run has changed"
-    if not lacking:
-        shown = {name: _in_words(value) for name, value in values.items()}
-        usual = Counter(shown.values()).most_common(1)[0][0]
-        unlike = [name for name, text in shown.items() if text != usual]
-        what = f"has a state {key!r} for {listed(unlike or list(shown))} that is not like that of the others"
-    return (
-        f"`ckpt_path={str(path)!r}` {what}. ZeRO keeps the states of all parameters in one tensor, and can't resume "
-        "so. Resume with the strategy that wrote it, or load the weights alone (`load_full_weights: true`)."
-    )
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, Pieces) or (torch.is_tensor(value) and value.dim()):
-        return "as large as the parameter"
-    return repr(value)
-
-
-def _divided(one: _Live, saved: SavedOptimizer) -> dict[str, Any]:
-    """States of a flat tensor from those of its parameters."""
-    names = [name for name, _ in one.all]
-    states = [saved.states.get(name.replace("_orig_mod.", ""), {}) for name in names]
-    keys = {key for state in states for key in state}
-    made: dict[str, Any] = {}
-    for key in sorted(keys):
-        values = {name: state.get(key) for name, state in zip(names, states, strict=True)}
-        for value in values.values():
-            if isinstance(value, Undivided):
-                value.refuse()
-        tensors = {
-            name: value if isinstance(value, Pieces) else Pieces.of(value)
-            for (name, numel), value in zip(one.all, values.values(), strict=True)
-            if isinstance(value, Pieces) or (torch.is_tensor(value) and value.numel() == numel)
-        }
-        if len(tensors) == len(values) and not (key in _COUNTERS and _are_scalars(values.values())):
-            made[key] = torch.zeros_like(one.master)
-            _fill(made[key], one, tensors)
-            continue
-        scalars = [
-            value if torch.is_tensor(value) else torch.tensor(value) for value in values.values() if value is not None
-        ]
-        if len(scalars) != len(values) or any(value.numel() != 1 or value != scalars[0] for value in scalars):
-            raise ValueError(_not_in_one(saved.path, key, values))
-        made[key] = _alike(next(iter(values.values())), one)
-    return made
+    for parameter in stepped_by(engine):
+        if (name := engine.param_names[parameter]) in weights:
+            safe_set_full_fp32_param(parameter, weights[name].to(engine.device, torch.float32))

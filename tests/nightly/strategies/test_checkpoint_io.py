@@ -24,11 +24,10 @@ from torch.utils.data import DataLoader
 
 from cli.main import main
 from lightning_memfit import AtomicCheckpointIO
-from lightning_memfit.models.trained import load_checkpoint
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
-from lightning_memfit.strategies.checkpoints import consolidated, read_run, rewritten
-from lightning_memfit.strategies.integrity import MANIFEST, CheckpointError, stored_bytes, verify
-from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError, load, load_index
+from lightning_memfit.strategies.checkpoints import consolidated
+from lightning_memfit.strategies.integrity import MANIFEST, ZERO_MARK, CheckpointError, replacing_folder, verify
+from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError, load_index, without_code
 from tests.helpers.small_drive import small_drive
 from tests.helpers.trainers import quiet_trainer
 
@@ -52,23 +51,6 @@ def test_a_file_is_read_back_and_by_torch_as_well(tmp_path: Path) -> None:
     ):
         assert loaded["epoch"] == 3
         assert torch.equal(loaded["state_dict"]["weight"], torch.ones(300, 40))
-
-
-@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "y" * 247])
-def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path, name: str) -> None:
-    for value in (1.0, 2.0):
-        saved(tmp_path / name, value)
-        assert [one.name for one in tmp_path.iterdir()] == [name]
-        assert AtomicCheckpointIO().load_checkpoint(tmp_path / name)["state_dict"]["weight"][0, 0] == value
-
-
-@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "y" * 249])
-def test_so_may_those_of_folders(tmp_path: Path, name: str) -> None:
-    for value in ("1", "2"):
-        with rewritten(tmp_path / name, True, lambda: None) as folder:
-            (folder / "latest").write_text(value)
-        assert [one.name for one in tmp_path.iterdir()] == [name]
-        assert (tmp_path / name / "latest").read_text() == value
 
 
 def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
@@ -152,20 +134,14 @@ def of_lightning(path: Path) -> Path:
     return path
 
 
-SURPLUS = b"PK\5\6" + bytes(18)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda whole: whole + b"\0" * 10, r"bytes follow its end \(10\)"),
-        (lambda whole: whole + b"\0" * 100_000, r"bytes follow its end \(100,000\)"),
-        (lambda whole: whole + SURPLUS, r"bytes follow its end \(22\)"),  # another end of an archive
+        (lambda whole: whole + b"\0" * 10, "has bytes beyond its end"),
         (lambda whole: whole + whole, "its contents have changed"),
-        (lambda whole: whole[:-1], r"bytes are missing at its end \(1\)"),
-        (lambda whole: whole[:-70], r"bytes are missing at its end \(70\)"),
-        (lambda whole: whole[:-78], r"bytes are missing at its end \(78\)"),  # all of the digest
-        (lambda whole: whole[:-80], "is cut off after"),
+        (lambda whole: whole[:-1], "is cut off after"),
+        (lambda whole: whole[:-70], "is cut off after"),
+        (lambda whole: whole[: len(whole) // 2], "is cut off after"),
     ],
 )
 def test_a_file_that_was_cut_or_extended_is_damaged(tmp_path: Path, change: Any, words: str) -> None:
@@ -186,42 +162,17 @@ def zip_of_something_else(path: Path) -> None:
         archive.writestr("word/document.xml", "Dear diary")
 
 
-def torch_script(path: Path) -> None:
-    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("is_checked", [True, False])
-@pytest.mark.parametrize(
-    ("write", "words"),
-    [(zip_of_something_else, "a zip archive that `torch.save` did not write"), (torch_script, "a TorchScript archive")],
-)
-def test_other_archives_are_named(tmp_path: Path, write: Any, words: str, is_checked: bool) -> None:
+def test_another_archive_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-    write(path)
-    with pytest.raises(CheckpointError, match=rf"x\.ckpt'`? is no checkpoint: it is {words}") as refused:
-        AtomicCheckpointIO(verify=is_checked).load_checkpoint(path)
-    assert "weights_only" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"x\.ckpt'` is damaged, or `torch.save` did not write it"):
-        load_checkpoint(path)
+    zip_of_something_else(path)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt'` is no checkpoint: it is a zip archive that `torch.save` did"):
+        AtomicCheckpointIO().load_checkpoint(path)
 
 
 # --- full disks -----------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path: Path) -> None:
-    with small_drive(tmp_path, 16) as drive:
-        path = saved(drive / "last.ckpt")
-        large = {"state_dict": {"weight": torch.ones(8 << 20)}}
-        before = path.read_bytes()
-        with pytest.raises(CheckpointError, match=r"no room for a checkpoint of 32\.00 MiB.*Nothing was written"):
-            AtomicCheckpointIO().save_checkpoint(large, path)
-        assert path.read_bytes() == before
-        assert [one.name for one in drive.iterdir() if one.is_file()] == ["last.ckpt"]
-
-
 def test_a_disk_that_gets_full_leaves_the_former_one(tmp_path: Path) -> None:
-    """Text is not counted beforehand, so that the file system itself refuses."""
     with small_drive(tmp_path, 16) as drive:
         path = saved(drive / "last.ckpt")
         for target in (path, drive / "next.ckpt"):
@@ -233,20 +184,18 @@ def test_a_disk_that_gets_full_leaves_the_former_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_on_a_full_disk_leaves_the_former_one(tmp_path: Path) -> None:
-    def write(path: Path, size: int, needed_bytes: int = 0) -> None:
-        with rewritten(path, True, lambda: None, needed_bytes=needed_bytes) as folder:
-            folder.mkdir(exist_ok=True)
+    def write(path: Path, size: int) -> None:
+        with replacing_folder(path, ZERO_MARK) as folder:
             (folder / "weights").write_bytes(os.urandom(size))
             (folder / "latest").write_text("checkpoint")
 
     with small_drive(tmp_path, 16) as drive:
         path = drive / "last.ckpt"
         write(path, 1 << 20)
-        for size, needed, words in ((40 << 20, 0, "got full"), (1 << 20, 40 << 20, "no room")):
-            with pytest.raises(CheckpointError, match=words):
-                write(path, size, needed)
-            verify(path)
-            assert [one.name for one in drive.iterdir() if one.name != "lost+found"] == ["last.ckpt"]
+        with pytest.raises(CheckpointError, match="got full"):
+            write(path, 40 << 20)
+        verify(path)
+        assert [one.name for one in drive.iterdir() if one.name != "lost+found"] == ["last.ckpt"]
 
 
 class Small(pl.LightningModule):
@@ -282,7 +231,7 @@ def test_one_kept_checkpoint_survives_a_disk_that_fills_up(tmp_path: Path, optio
 
         keep = ModelCheckpoint(folder, every_n_train_steps=2, **options)
         made = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": True, "max_steps": 10}
-        with pytest.raises(CheckpointError, match="no room"):
+        with pytest.raises(CheckpointError, match="got full"):
             quiet_trainer(Fills(), keep, **made).fit(Small())
         (drive / "other").unlink()
         found = sorted(folder.iterdir())
@@ -401,6 +350,7 @@ def zero_folder(folder: Path) -> Path:
     group = {"lr": 0.5, "params": [0]}
     optimizer = {
         "zero_stage": 2,
+        "partition_count": 1,
         "single_partition_of_fp32_groups": [torch.ones(4)],
         "group_paddings": [0],
         "base_optimizer_state": {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [group]},
@@ -422,11 +372,10 @@ def hide(file: Path, marker: Path) -> None:
 
 
 def _hide_in_shard(file: Path, marker: Path) -> None:
-    """Save the folder anew with the payload as the value of a group's option."""
+    """Save the folder anew with the payload beside the weights."""
     from torch.distributed.checkpoint import save
 
-    state = {"optimizer_0": {"state": {}, "param_groups": [{"lr": Payload(marker)}]}}
-    save({"state_dict": {"weight": torch.ones(4)}, **state}, checkpoint_id=file.parent, no_dist=True)
+    save({"state_dict": {"weight": torch.ones(4), "hidden": Payload(marker)}}, checkpoint_id=file.parent, no_dist=True)
 
 
 @pytest.mark.parametrize(
@@ -446,9 +395,8 @@ def test_code_hidden_in_a_sharded_folder_never_runs(tmp_path: Path, make: Any, p
     assert whole["epoch"] == 3
     (file,) = folder.glob(pattern)
     hide(file, marker)
-    for read in (read_run, AtomicCheckpointIO().load_checkpoint):
-        with pytest.raises(UnsafeCheckpointError, match="neither a tensor nor a plain value"):
-            read(folder)
+    with pytest.raises(UnsafeCheckpointError, match="neither a tensor nor a plain value"):
+        AtomicCheckpointIO().load_checkpoint(folder)
     for command, options in (("export", ["--folder", str(tmp_path / "out")]), ("generate", ["--prompt", "a"])):
         assert main([command, "--ckpt_path", str(folder), *options]) == 2
     assert not marker.exists()
@@ -474,52 +422,20 @@ def test_members_of_enumerations_are_read_as_every_python_writes_them(tmp_path: 
     index.write_bytes(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"), protocol))
     assert load_index(index) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
     torch.save({"stage": Attribute(ZeroStageEnum, "gradients")}, file)
-    assert load(file, of_deepspeed=True)["stage"] is ZeroStageEnum.gradients
+    (tmp_path / ZERO_MARK).touch()
+    with without_code(tmp_path):
+        assert torch.load(file)["stage"] is ZeroStageEnum.gradients
     for kind, name in ((_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "__class__")):
         index.write_bytes(pickle.dumps(Attribute(kind, name), protocol))
         with pytest.raises(UnsafeCheckpointError, match=f"metadata' holds the attribute '{name}' of {kind.__name__}"):
             load_index(index)
     for kind, name in ((ZeroStageEnum, "mro"), (torch.Size, "__class__")):
         torch.save({"stage": Attribute(kind, name)}, file)
-        with pytest.raises(UnsafeCheckpointError, match=f"states.pt' holds the attribute '{name}' of {kind.__name__}"):
-            load(file, of_deepspeed=True)
-
-
-def _with_attribute(thing: bytes, name: str, value: bytes) -> bytes:
-    """A pickle that sets an attribute of something that is no record."""
-    return b"\x80\x02" + thing + b"N}U" + bytes([len(name)]) + name.encode() + value + b"s\x86b."
-
-
-@pytest.mark.parametrize(
-    ("thing", "what"),
-    [
-        (b"cpathlib\nPosixPath\n", "type"),
-        (b"ctorch.serialization\n_get_layout\n", "function"),
-        (b"cbuiltins\ngetattr\n", "partial"),
-        (b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R", "_MEM_FORMAT_ENCODING"),
-    ],
-)
-def test_an_index_changes_nothing_of_this_process(tmp_path: Path, thing: bytes, what: str) -> None:
-    index = tmp_path / ".metadata"
-    index.write_bytes(_with_attribute(thing, "hidden", b"ctorch\nSize\n"))
-    with pytest.raises(UnsafeCheckpointError, match=f"attributes of a {what}"):
-        load_index(index)
-    assert not hasattr(type(index), "hidden")
-    assert not hasattr(torch.serialization._get_layout, "hidden")
-
-
-@pytest.mark.parametrize("elsewhere", ["../other/__0_0.distcp", "/other/__0_0.distcp"])
-def test_a_folder_is_read_from_files_of_its_own(tmp_path: Path, elsewhere: str) -> None:
-    folder = fsdp2_folder(tmp_path / "sharded.ckpt")
-    index = load_index(folder / ".metadata")
-    for stored in index.storage_data.values():
-        stored.relative_path = elsewhere
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-    folders = [folder, zero_folder(tmp_path / "zero.ckpt")]
-    (folders[1] / "latest").write_text(elsewhere)
-    for one in folders:
-        with pytest.raises(CheckpointError, match="names a file that is not in it: '.*other"):
-            read_run(one)
+        with (
+            pytest.raises(UnsafeCheckpointError, match=f"the attribute '{name}' of {kind.__name__}"),
+            without_code(tmp_path),
+        ):
+            torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize(
@@ -533,8 +449,7 @@ def test_a_folder_is_read_from_files_of_its_own(tmp_path: Path, elsewhere: str) 
 )
 def test_a_damaged_folder_is_refused_with_the_last_good_one(tmp_path: Path, how: str, words: str) -> None:
     for name in ("good.ckpt", "last.ckpt"):
-        with rewritten(tmp_path / name, True, lambda: None) as folder:
-            folder.mkdir(exist_ok=True)
+        with replacing_folder(tmp_path / name, ZERO_MARK) as folder:
             (folder / "weights").write_bytes(bytes(1000))
             (folder / "latest").write_text("checkpoint")
         verify(tmp_path / name)
@@ -548,8 +463,3 @@ def test_a_damaged_folder_is_refused_with_the_last_good_one(tmp_path: Path, how:
         bad.write_bytes(bytes(999) + (b"\1" if how == "flip" else b""))
     with pytest.raises(CheckpointError, match=rf"last\.ckpt'` is .*{words}.*good\.ckpt'"):
         verify(tmp_path / "last.ckpt")
-
-
-def test_storages_are_counted_once_and_whole() -> None:
-    whole = torch.ones(1000)
-    assert stored_bytes({"a": whole, "b": [whole[:10], (torch.ones(5), "text")]}) == 4020

@@ -232,13 +232,3 @@ def test_gpt2_xl_is_still_estimated_so() -> None:
     assert report["largest_micro_batch_size"] == recorded["largest_micro_batch_size"]
     for name in ("allocated_bytes", "reserved_bytes", "total_bytes"):
         assert report["peak"][name] == pytest.approx(recorded["peak"][name], rel=0.01), name
-
-
-def test_the_matrix_of_checkpoints_is_what_its_results_give() -> None:
-    from benchmarks.checkpoint_matrix.table import MARK, PAGE, RESULTS, render
-    from benchmarks.marks import insert
-
-    page = PAGE.read_text()
-    assert insert(page, MARK, render(json.loads(RESULTS.read_text()))) == page, (
-        "run `python -m benchmarks.checkpoint_matrix.table`"
-    )
