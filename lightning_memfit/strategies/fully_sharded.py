@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,12 +27,6 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
-from lightning_memfit.strategies.divided_use import (
-    put_in_words,
-    refuse_divided_loss,
-    refuse_gradient_hooks,
-    refuse_undivided,
-)
 from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     EqualBatches,
@@ -130,7 +123,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         self.gather_dtype, self._gathered_as = gather_dtype, dtype
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._compared: set[str] = set()
-        self._known: list[int] = []
         self._steps: dict[str, list[tuple[Any, Any]]] = {}
         self._weights: GatheredWeights | None = None
         self._undo: list[Callable[[], None]] = []
@@ -167,8 +159,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             refuse_remote_folders(trainer, self.strategy_name, fix)
         synchronize_batch_norms(trainer, module, self.strategy_name)
         is_divided = any(isinstance(child, FSDPModule) for child in module.modules())
-        for name, weight in module.named_parameters():
-            refuse_gradient_hooks(name, weight, is_divided)
         self._compared.clear()
         if not is_divided:
             self._start_alike(module)
@@ -183,13 +173,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             self._weights.begin()
         if self.tensor_parallel_size > 1:
             share_random_state(self._together, self.root_device)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Say what the parts of weights can't do, in which torch fails without a name."""
-        super().on_exception(exception)
-        if self.lightning_module is not None:
-            put_in_words(exception, self.lightning_module)
 
     @override
     def teardown(self) -> None:
@@ -210,9 +193,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, with what no block holds gathered."""
-        if self._weights is not None:
-            self._weights.check_idle_parts()
-        self._refuse_undivided()
         self._gather_in_step("training_step")
         return super().training_step(*args, **kwargs)
 
@@ -252,24 +232,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         """Copies of the model are trained together, and each evaluates by itself."""
         return self.sharding_size if evaluates else None
 
-    @override
-    def on_train_end(self) -> None:
-        """Refuse what hooks did to parts and has no effect, since the last step."""
-        super().on_train_end()
-        if self._weights is not None:
-            self._weights.check_parts()
-
-    def _refuse_undivided(self) -> None:
-        """Refuse weights that were added to the optimizers, unless FSDP2 has divided them."""
-        stepped = self._stepped()
-        if stepped != self._known and self.world_size > 1 and self.lightning_module is not None:
-            refuse_undivided(self.optimizers, set(self._known), self.lightning_module)
-            self._known = stepped
-
-    def _stepped(self) -> list[int]:
-        """What optimizers step, by `id`."""
-        return [id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]]
-
     def _then_put_away(self, result: Any) -> Any:
         if self._weights is not None:
             self._weights.put_away()
@@ -277,83 +239,39 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
 
     # --- manual optimization ------------------------------------------------------------------------------------------
 
-    @property
-    def _root_by_hand(self) -> Any:
-        """The module, if it runs backward passes and optimizers within its steps and FSDP2 gathers it for these."""
-        module = self.lightning_module
-        by_hand = module is not None and not module.automatic_optimization and isinstance(module, FSDPModule)
-        return module if by_hand else None
-
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Announce a backward pass within a step: FSDP2 learns of others by what the step returns."""
+        """Announce a backward pass within a step by hand: FSDP2 learns of others by what the step returns."""
         super().pre_backward(closure_loss)
-        assert self.lightning_module is not None
-        refuse_divided_loss(closure_loss, self.lightning_module)
-        if self._root_by_hand is not None:
-            announce_backward(self._root_by_hand, closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Gather again what the pass has put away, as the step goes on."""
-        super().post_backward(closure_loss)
-        if self._root_by_hand is not None:
-            self._root_by_hand.unshard()
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step parts of weights, which hooks see; the rest of a step by hand, and closures, see the new weights."""
-        weights = self._weights
-        if self._root_by_hand is None or weights is None or not weights.are_gathered:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-        def closure_on_new_weights() -> Any:
-            weights.gather()
-            result = closure()
-            weights.put_away()
-            return result
-
-        weights.put_away()
-        is_none = closure is do_nothing_closure
-        result = super().optimizer_step(optimizer, closure if is_none else closure_on_new_weights, model, **kwargs)
-        weights.gather()
-        return result
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization and isinstance(module, FSDPModule):
+            announce_backward(module, closure_loss)
 
     def _put_away_for_steps(self, optimizer: Optimizer) -> None:
-        """Let an optimizer, whoever steps it, change weights that are put away; by hand, gather the new ones."""
-        gathered: list[bool] = []
+        """Let an optimizer, whoever steps it, change weights that are put away, whatever ran before or in its closure.
 
-        def put_away() -> bool:
-            were_gathered = self._weights is not None and self._weights.are_gathered
-            if self._weights is not None and were_gathered:
+        What runs next gathers the new ones.
+        """
+
+        def put_away(*_: Any) -> None:
+            if self._weights is not None and self._weights.are_gathered:
                 self._weights.put_away()
-            return were_gathered
 
         def then_put_away(closure: Callable[[], Any]) -> Any:
             result = closure()
-            put_away()  # hooks may have gathered them
+            put_away()
             return result
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._refuse_undivided()
-            gathered.append(put_away())
+            put_away()
             own, *closures = args
             wrapped = [partial(then_put_away, one) if callable(one) else one for one in closures]
             if callable(kwargs.get("closure")):
                 kwargs = kwargs | {"closure": partial(then_put_away, kwargs["closure"])}
             return (own, *wrapped), kwargs
 
-        def after(*_: Any) -> None:
-            if gathered.pop() and self._weights is not None and self._root_by_hand is not None:
-                self._weights.gather()
-
-        self._undo += [optimizer.register_step_pre_hook(before).remove, optimizer.register_step_post_hook(after).remove]
+        self._undo.append(optimizer.register_step_pre_hook(before).remove)
 
     # --- optimizers and batches ---------------------------------------------------------------------------------------
 
@@ -364,7 +282,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         for optimizer in self.optimizers:
             check_divided(optimizer, self._divided, self.strategy_name)
             self._put_away_for_steps(optimizer)
-        self._known = self._stepped()
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)
@@ -438,8 +355,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         if not isinstance(module, FSDPModule):
             return
         self._weights = weights = GatheredWeights(module)
-        if not module.automatic_optimization:
-            weights.show_gradients()
         self._undo.append(weights.detach)
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             self._undo.append(wrap_method(module, name, weights.switch))

@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Checkpoint,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -125,6 +126,16 @@ def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:
                 "DeepSpeed's optimizer stands in the place of torch's. Search under `memfit_fsdp2` or on one device, "
                 "and set the learning rate that it finds."
             )
+
+
+def may_accumulate(trainer: Trainer) -> bool:
+    """Whether a step may take several backward passes: by the Trainer, by a schedule, or by micro-batches."""
+    kinds = (kind for one in trainer.callbacks for kind in type(one).__mro__)  # type: ignore[attr-defined]
+    accumulating = any(
+        kind is GradientAccumulationScheduler or kind.__module__.startswith("lightning_memfit.fitting.")
+        for kind in kinds
+    )
+    return accumulating or trainer.accumulate_grad_batches > 1
 
 
 def is_traced() -> bool:

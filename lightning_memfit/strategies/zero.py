@@ -16,7 +16,7 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -36,6 +36,7 @@ from lightning_memfit.strategies.integrity import ZERO_MARK, CheckpointError, is
 from lightning_memfit.strategies.launched import (
     EqualBatches,
     check_num_nodes,
+    may_accumulate,
     refuse_averages,
     refuse_lr_finder,
     refuse_remote_folders,
@@ -43,12 +44,11 @@ from lightning_memfit.strategies.launched import (
 )
 from lightning_memfit.strategies.optimizers import check_flat
 from lightning_memfit.strategies.safe_loading import without_code
-from lightning_memfit.strategies.saved_names import check_names, parameter_names, plain_name, without_other_states
+from lightning_memfit.strategies.saved_names import check_names, plain_name, without_other_states
 from lightning_memfit.strategies.upstream.deepspeed import (
     begin_pass,
     broadcast_scalars,
     check_shapes,
-    copying_whole_weights,
     disable_shared_memory_collectives,
     gather_before_hooks,
     keep_adagrad,
@@ -59,13 +59,18 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     renew_masters,
     save_what_is_not_stepped,
     step_by_gradients_of_the_window,
-    stepped_by,
     take_buffers,
+    whole_weights_in_builds,
 )
 from lightning_memfit.strategies.upstream.huggingface import partitioned_builds
 from lightning_memfit.strategies.zero_config import Config, ZeroOptions, check_names_of_options, with_raw_options
-from lightning_memfit.strategies.zero_hooks import HooksUnderZero, Passes, WholeInBuilds
 from lightning_memfit.strategies.zero_steps import StepsUnderZero
+
+_IN_HOOKS = (
+    "`{}.{}` runs under ZeRO, where gradients are None and what is written into weights is lost: DeepSpeed keeps both "
+    "in buffers of its own. `self.clip_gradients` works, `deepspeed.utils.safe_get_full_grad` reads a gradient. See "
+    "docs/guides/weights.md."
+)
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
@@ -157,12 +162,9 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
         self._train_engine: Any = None
-        self._hooks: HooksUnderZero | None = None
-        self._passes: Passes | None = None
         self._steps: StepsUnderZero | None = None
         self._frozen: dict[str, nn.Parameter] = {}
         self._accumulates = False
-        self._group_names: list[list[str]] = []
 
     # --- processes and devices --------------------------------------------------------------------------------------
 
@@ -248,11 +250,13 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         """By hand, let `step` end what was accumulated, however many passes it took."""
         assert self.lightning_module is not None
         automatic, zero = self.lightning_module.automatic_optimization, self.config["zero_optimization"]
-        sums_in_step = not automatic and zero["stage"] == 1
         made = {"managed_gradient_accumulation": automatic}
         typed: dict[str, tuple[str, Any]] = {"managed_gradient_accumulation": ("automatic_optimization", automatic)}
-        if sums_in_step:  # the gradients of all passes, not those of each one as they come
-            typed["zero_optimization.overlap_comm"] = ("automatic_optimization", False)
+        # ZeRO-1 would step by the gradients of the last pass alone, where a weight takes part in earlier ones only.
+        sums_in_step = zero["stage"] == 1 and (not automatic or may_accumulate(self.lightning_module.trainer))
+        if sums_in_step:
+            chosen_by = "trainer.accumulate_grad_batches" if automatic else "automatic_optimization"
+            typed["zero_optimization.overlap_comm"] = (chosen_by, False)
         config = self.config | made | {"zero_optimization": zero | {"overlap_comm": not sums_in_step}}
         self.config = with_raw_options(config, self._raw, typed)
 
@@ -278,7 +282,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             if not self.zero_stage_3:
                 yield
                 return
-            with partitioned_builds(self.config), copying_whole_weights(), WholeInBuilds():
+            with partitioned_builds(self.config), whole_weights_in_builds():
                 yield
 
     @override
@@ -301,10 +305,6 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             given = {id(one) for group in optimizer.param_groups for one in group["params"]}
             frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
             self._frozen = {name: one for name, one in frozen.items() if id(one) in given}
-            names = parameter_names(model)
-            self._group_names = [
-                [names.get(id(one), "") for one in group["params"]] for group in optimizer.param_groups
-            ]
         offloaded = "offload_optimizer" in self.config["zero_optimization"]
         if optimizer is not None and offloaded:
             # DeepSpeed insists on its own Adam, compiled at first use; torch's fused one is as fast, and any other
@@ -349,20 +349,12 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         save_what_is_not_stepped(self.model)
         trainer = self.lightning_module.trainer
         self._detach()
-        stepped = stepped_by(self.model)
-        self._hooks = HooksUnderZero(trainer, stepped, self.zero_stage_3)
         clips_itself = is_overridden("configure_gradient_clipping", self.lightning_module, LightningModule)
         always_clips = trainer.gradient_clip_val is None or not clips_itself
-        precision, take = self.precision_plugin, self._hooks.take
-        held = {id(one) for one in stepped}
-        trained = {name: one for name, one in model.named_parameters() if id(one) in held and one.requires_grad}
-        numbered = [(plain, number) for number, group in enumerate(self._group_names) for plain in group]
-        called = {plain_name(name): name for name in trained}
-        groups = {called[plain]: number for plain, number in numbered if plain in called}
-        self._steps = StepsUnderZero(self.model, precision, self._frozen, trained, groups, always_clips, take)
-        zero = self.config["zero_optimization"]
-        if zero["stage"] == 1 and zero["overlap_comm"]:
-            self._passes = Passes(self.lightning_module, self._train_engine.optimizer)
+        self._steps = StepsUnderZero(self.model, self.precision_plugin, self._frozen, always_clips)
+        for name in ("on_before_optimizer_step", "configure_gradient_clipping"):
+            if is_overridden(name, self.lightning_module, LightningModule):
+                rank_zero_warn(_IN_HOOKS.format(type(self.lightning_module).__name__, name))
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -383,10 +375,9 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         super().teardown()
 
     def _detach(self) -> None:
-        for watch in (self._hooks, self._passes, self._steps):
-            if watch is not None:
-                watch.detach()
-        self._hooks = self._passes = self._steps = None
+        if self._steps is not None:
+            self._steps.detach()
+        self._steps = None
 
     @property
     @override
@@ -420,10 +411,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         begin_pass(self.deepspeed_engine)
         if self.lightning_module.automatic_optimization:
             self.deepspeed_engine.set_gradient_accumulation_boundary(not self._accumulates)
-        loss = super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
-        if self._passes is not None:
-            self._passes.end(is_last=not self._accumulates)
-        return loss
+        return super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
 
     @override
     def waiting_ranks(self, evaluates: bool) -> int | None:
@@ -438,8 +426,6 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder of DeepSpeed's; an existing one is replaced when the new one is complete."""
-        if self._hooks is not None:
-            self._hooks.take()
         with replacing_folder(self.broadcast(filepath), ZERO_MARK) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
             self._complete(folder)
@@ -473,8 +459,6 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
                     f"{type(self).__name__}: {path!r} was saved on {saved} ranks; DeepSpeed's `ds_to_universal` has "
                     f"converted it for {self.world_size}."
                 )
-            if self._hooks is not None:
-                self._hooks.note()
             return extras
         if is_sharded(path):
             verify(path)

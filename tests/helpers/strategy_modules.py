@@ -123,14 +123,6 @@ class ByHand(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Hooked(Plain):
-    """A parameter has a hook of its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__("itself")
-        self.scale.register_hook(lambda gradient: gradient * 0.5)
-
-
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train, validate and train on a module whose first weights differ from rank to rank."""
     torch.manual_seed(int(os.environ.get("LOCAL_RANK", 0)))
@@ -220,52 +212,6 @@ class Sometimes(Plain):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.2)
-
-
-class Clamped(Plain):
-    """Its weights are clamped after every step."""
-
-    def __init__(self) -> None:
-        super().__init__("itself")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            self.net[0].weight.clamp_(-0.1, 0.1)
-            self.net[2][0].weight.data.clamp_(-0.1, 0.1)
-            self.scale.data = self.scale.data.clamp(0.5, 1.0)
-
-
-class Gathered(Clamped):
-    """Its weights are clamped as DeepSpeed's guide has it."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([self.net[0].weight, self.net[2][0].weight, self.scale], 0):
-            if self.global_rank == 0 or not hasattr(self.scale, "ds_id"):
-                super().on_train_batch_end(outputs, batch, batch_idx)
-
-
-class Halved(Plain):
-    """A hook halves its gradients."""
-
-    def __init__(self) -> None:
-        super().__init__("itself")
-
-    def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= 0.5
-
-
-class Penalized(Plain):
-    """Its loss has a term of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__("itself")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.square().sum() for p in self.net.parameters())
 
 
 def train_only(case: dict[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,6 @@ BY_HAND = {
 MODULES = "tests.helpers.strategy_modules"
 EMA = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging"}
 REFUSED = {
-    "hook": {"module": "Hooked", "scenario": f"{MODULES}.train_only"},
     "flat": {"module": "ByHand", "calls": "flat", "scenario": f"{MODULES}.train"},
     "ema": {"callbacks": [EMA], "calls": "itself", "scenario": f"{MODULES}.train"},
 }
@@ -137,7 +136,6 @@ def test_steps_by_hand_are_those_of_ddp(results, way):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("hook", "`scale` has a hook of its"),
         ("ema", "can't average weights"),
         ("flat", "`LBFGS` can't step here"),
     ],

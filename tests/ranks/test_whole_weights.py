@@ -44,32 +44,23 @@ class Copied(LightningModule):
 
 
 class Initialized(LightningModule):
-    """Writes into layers that are made, in every way that modules do."""
+    """Initializes layers that are made, as modules do."""
 
     def configure_model(self):
         if hasattr(self, "layers"):
             return
         torch.manual_seed(1)
         self.layers = nn.ModuleList(nn.Linear(4, 6) for _ in range(6))
-        by_init, by_data, by_copy, by_views, replaced, scaled = self.layers
-        nn.init.orthogonal_(by_init.weight)
-        nn.init.zeros_(by_init.bias)
-        by_data.weight.data.normal_(0, 0.1)
-        replaced.weight.data = torch.eye(6, 4)
-        with torch.no_grad():
-            by_copy.weight.copy_(torch.eye(6, 4))
-            by_views.weight[0] = 2.0
-            by_views.bias.detach().fill_(1.0)
-            fan_out, fan_in = scaled.weight.shape
-            scaled.weight.mul_(fan_in / (fan_out * scaled.weight.std()))
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight)
+            nn.init.zeros_(layer.bias)
         self.translating = nn.Transformer(6, 2, 1, 1, 8, dropout=0.0)  # whose constructor writes what others have made
 
     def on_train_start(self):
         self.seen = whole_state_dict(self) if torch.distributed.is_initialized() else deepcopy(dict(self.state_dict()))
 
     def training_step(self, batch, batch_idx):
-        values = self.normed(sum(layer(batch) for layer in self.layers))
+        values = sum(layer(batch) for layer in self.layers)
         return self.translating(values, values).square().mean()
 
     def configure_optimizers(self):

@@ -110,15 +110,6 @@ class ClippedData(ByHand):
             weight.data.clamp_(-0.3, 0.3)
 
 
-class NewData(ByHand):
-    """Puts other data into weights outside of the blocks."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.step(batch)
-        for weight in self.net.head.parameters():
-            weight.data = weight.data * 0.9
-
-
 class ClippedInForward(Base):
     """A block writes its own weights before it computes with them."""
 
@@ -439,25 +430,6 @@ class BeforeTheFirstStep(Base):
             self.seen.append(float(self.net(torch.ones(1, 3)).sum()))
 
 
-class LayerCopied(ByHand):
-    """Copies parts of itself in its step, and changes the gradients of the copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(3, 3)
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + self.extra(batch[0]).square().mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.step(batch)
-        for layer in (copy.deepcopy(self.net.inp), copy.deepcopy(self.extra)):
-            layer.zero_grad()
-            layer(torch.ones(1, 3)).sum().backward()
-            self.seen.append(sum(float(one.grad.sum()) for one in layer.parameters() if one.grad is not None))
-        self.step(batch)
-
-
 class Averaged(Base):
     """Validates with other weights, which it puts into the optimizer's parameters for as long as that takes."""
 
@@ -510,60 +482,6 @@ class GradientNorms(Base):
         self.log_dict(grad_norm(self, 2))
 
 
-class LostData(ByHand):
-    """Puts other data into weights of which each rank has a part."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.step(batch)
-        self.net.blocks[0].a.weight.data = self.net.blocks[0].a.weight.data * 0.9
-
-
-class WrittenTwice(ByHand):
-    """Writes a weight, and its part in the optimizer."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.no_grad():
-            for weight in (self.net.head.bias, *self.optimizers().param_groups[0]["params"]):  # type: ignore[union-attr]
-                weight.mul_(0.9)
-        self.step(batch)
-
-
-class LostAverage(Base):
-    """Puts other data into blocks that no step calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = copy.deepcopy(self.net.blocks).requires_grad_(False)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for old, new in zip(self.average.parameters(), self.net.blocks.parameters(), strict=True):
-            old.data = 0.5 * old.data + 0.5 * new.data
-
-
-class LostAtTheEnd(LostAverage):
-    """Does so after the last step."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.global_step == 8:
-            super().on_train_batch_end()
-
-
-class HookOfOptimizers(Base):
-    """Hooks gradients where optimizers are made."""
-
-    def configure_optimizers(self) -> Any:
-        self.net.blocks[1].b.bias.register_hook(lambda gradient: gradient * 0)
-        return super().configure_optimizers()
-
-
-class HookLater(Base):
-    """Hooks gradients when it has trained for an epoch."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.net.head.weight.register_hook(lambda gradient: gradient * 0)
-
-
 class HookOfParts(Base):
     """Changes gradients that are complete, of a block and of no block."""
 
@@ -573,20 +491,6 @@ class HookOfParts(Base):
 
         for weight in (self.net.head.weight, self.net.blocks[1].b.weight):
             weight.register_post_accumulate_grad_hook(halve)
-
-
-class AddedLate(Base):
-    """Adds a layer when it has trained for an epoch."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.extra = nn.Linear(3, 3)
-            optimizer: Any = self.optimizers()
-            optimizer.add_param_group({"params": list(self.extra.parameters())})
-
-    def loss(self, batch: Any) -> Tensor:
-        added = self.extra(batch[0]).square().mean() if hasattr(self, "extra") else 0
-        return super().loss(batch) + added
 
 
 class Buffers(Base):
@@ -612,20 +516,17 @@ class Buffers(Base):
 PLAIN: dict[str, bool] = {}
 LEFT_GATHERED = {"reshard_after_forward": False}
 SHARDED: dict[str, dict[str, bool]] = {
-    **dict.fromkeys(("MomentumTarget", "Clipped", "ClippedData", "NewData", "ClippedInForward", "Adversaries"), PLAIN),
+    **dict.fromkeys(("MomentumTarget", "Clipped", "ClippedData", "ClippedInForward", "Adversaries"), PLAIN),
     **dict.fromkeys(
         ("Frozen", "Gradients", "InHooks", "OfOptimizer", "WholePenalty", "TiedBlocks", "NotANumber"), PLAIN
     ),
-    **dict.fromkeys(("StepOfInstance", "StepOfCallback", "BeforeTheFirstStep", "LayerCopied", "HookOfParts"), PLAIN),
+    **dict.fromkeys(("StepOfInstance", "StepOfCallback", "BeforeTheFirstStep", "HookOfParts"), PLAIN),
     **dict.fromkeys(("Averaged", "AveragedOwn"), LEFT_GATHERED),
 }
 """What FSDP2 trains as one device does, with options of the strategy."""
-REFUSED: dict[str, dict[str, bool]] = {
-    **dict.fromkeys(("Penalty", "UsedInStep", "LayerInHook", "GradientPenalty", "GradientNorms", "LostData"), PLAIN),
-    **dict.fromkeys(
-        ("LostAverage", "LostAtTheEnd", "HookOfOptimizers", "HookLater", "AddedLate", "WrittenTwice"), PLAIN
-    ),
-}
+REFUSED: dict[str, dict[str, bool]] = dict.fromkeys(
+    ("Penalty", "UsedInStep", "LayerInHook", "GradientPenalty", "GradientNorms"), PLAIN
+)
 UNUSED = {"find_unused_parameters": True}
 REPLICATED: dict[str, dict[str, bool]] = {
     **dict.fromkeys(("Base", "Unfrozen", "Added", "AddedFrozen", "AddedAtOnce", "AlternatingInHook"), PLAIN),

@@ -90,16 +90,16 @@ def known_options() -> frozenset[str]:
 
 
 @contextmanager
-def copying_whole_weights() -> Iterator[None]:
-    """Give copies of networks whole weights while ZeRO-3 partitions parameters as they are made.
+def whole_weights_in_builds() -> Iterator[None]:
+    """Let code that builds a module copy and initialize whole weights, while ZeRO-3 partitions them as they are made.
 
     A partitioned parameter has the shape `(0,)` until a layer computes with it. To `other.load_state_dict(
     network.state_dict())`, by which references, target networks and averages are made, both sides then look alike, and
     nothing is copied; `deepcopy(network)` has parameters without elements for good, and so has `Parameter(weight)`, by
-    which parametrizations take weights over. Inside this context they gather what they copy, layer by layer and on all
-    ranks: a state dict holds whole weights in host memory, and what is loaded is the first rank's. Transformers'
-    `from_pretrained` gathers by itself what it loads, on one rank without the others in between, and asks for names and
-    shapes of weights alone: nothing is gathered for it.
+    which parametrizations take weights over; and `nn.init` writes into nothing. Inside this context they gather what
+    they copy or write, layer by layer and on all ranks: a state dict holds whole weights in host memory, and what is
+    loaded or initialized is the first rank's. Transformers' `from_pretrained` gathers by itself what it loads, on one
+    rank without the others in between, and asks for names and shapes of weights alone: nothing is gathered for it.
     """
     module: Any = torch.nn.Module
     parameter: Any = torch.nn.Parameter
@@ -128,11 +128,34 @@ def copying_whole_weights() -> Iterator[None]:
         with gathered(() if is_loading_pretrained() else [data]):
             return make.__func__(kind, data, requires_grad)
 
+    def initializing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            with gathered(() if is_loading_pretrained() else [tensor], modifier_rank=0):
+                return plain(tensor, *args, **kwargs)
+
+        return initialize
+
+    def resetting(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+        def reset(layer: Any) -> None:  # by names of its own for `nn.init`, or after a look at dimensions
+            with gathered(layer.parameters(), modifier_rank=0):
+                plain(layer)
+
+        return reset
+
+    composed: list[Any] = [torch.nn.MultiheadAttention, torch.nn.Transformer]
+    resets = [kind._reset_parameters for kind in composed]
+    for kind in composed:
+        kind._reset_parameters = resetting(kind._reset_parameters)
+    initializers = {name: one for name, one in vars(torch.nn.init).items() if name.endswith("_") and name[0] != "_"}
+    vars(torch.nn.init).update((name, initializing(one)) for name, one in initializers.items())
     module._load_from_state_dict, module._save_to_state_dict = load_whole, save_whole
     parameter.__deepcopy__, parameter.__new__ = copy_whole, staticmethod(make_whole)
     try:
         yield
     finally:
+        vars(torch.nn.init).update(initializers)
+        for kind, reset in zip(composed, resets, strict=True):
+            kind._reset_parameters = reset
         module._load_from_state_dict, module._save_to_state_dict = load, save
         parameter.__deepcopy__, parameter.__new__ = copy, make
 

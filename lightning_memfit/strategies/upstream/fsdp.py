@@ -4,21 +4,18 @@ FSDP2 computes with other parameters than those that it shards and an optimizer 
 drops when the weights are put away. Non-public parts of torch are needed for that, written for torch 2.11 to 2.13.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_memfit.memory.collectives import parameter_groups
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.strategies.divided_use import refuse_gradient_hooks
 
 
 @dataclass
@@ -44,18 +41,12 @@ class GatheredWeights:
 
     Args:
         module: The module that FSDP2 shards as a whole.
-
-    Raises:
-        MisconfigurationException: Later, if a weight and its parts were both changed, or parts by `weight.data = ...`.
     """
 
     def __init__(self, module: FSDPModule) -> None:
         self._root: Any = module
-        self._shows_gradients = False
         self._noted: dict[int, list[_AsGathered]] = {}
-        self._storages: dict[int, tuple[Tensor, Any, Any]] = {}
         self._awaited: dict[int, int] = {}
-        self._were_gathered: set[int] = set()
         self._undo: list[Callable[[], None]] = []
         self._units: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]  # type: ignore[attr-defined]
         for unit in self._units:
@@ -77,30 +68,8 @@ class GatheredWeights:
         return [group for unit in self._units for group in parameter_groups(unit)]
 
     def begin(self) -> None:
-        """Note what parts are like once they lie on the device, before any hook of the user's runs.
-
-        The module becomes the root at once: of what a hook calls, a block would, and torch refuses the first step.
-        """
+        """Make the module the root at once: of what a hook calls, a block would be it, and torch refuses the step."""
         self._root._get_fsdp_state()._lazy_init()
-        self.check_parts()
-
-    def check_parts(self) -> None:
-        """Refuse what was done to parts and has no effect.
-
-        Raises:
-            MisconfigurationException: With the name of the weight.
-        """
-        for group in self._all_groups:
-            for weight in group.fsdp_params:
-                self._refuse_new_data(weight)
-
-    def check_idle_parts(self) -> None:
-        """Do so for weights that weren't gathered since this was last called: those that are, are checked then."""
-        for group in self._all_groups:
-            if id(group) not in self._were_gathered:
-                for weight in group.fsdp_params:
-                    self._refuse_new_data(weight)
-        self._were_gathered.clear()
 
     def detach(self) -> None:
         """Look no more."""
@@ -111,10 +80,6 @@ class GatheredWeights:
     def are_gathered(self) -> bool:
         """Whether the weights of no block are gathered at the moment."""
         return any(group.is_unsharded for group in parameter_groups(self._root))
-
-    def gather(self) -> None:
-        """Gather the weights of no block, on all ranks."""
-        self._root.unshard()
 
     def _gather_for_child(self, waits: bool) -> None:
         """Gather them before a child's forward that no step of the module contains, such as one in a hook.
@@ -143,10 +108,6 @@ class GatheredWeights:
         """
         for unit in self._units:
             unit.reshard()
-
-    def show_gradients(self) -> None:
-        """Let `grad` of a gathered weight of no block be that of its parts, which an optimizer steps by."""
-        self._shows_gradients = True
 
     def switch(self, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what sets `requires_grad` of parts; the gathered weights have it at once."""
@@ -189,32 +150,11 @@ class GatheredWeights:
     def _note(self, group: Any, gather: Callable[[], None]) -> None:
         if group.is_unsharded:
             return
-        self._were_gathered.add(id(group))
-        for weight in group.fsdp_params:
-            self._refuse_new_data(weight)
-            if torch.is_grad_enabled():
-                refuse_gradient_hooks(weight._param_fqn, weight.sharded_param, are_parts=True)
         gather()
-        if self._shows_gradients and group in parameter_groups(self._root):
-            for weight in group.fsdp_params:
-                _show_gradient(weight)
         self._noted[id(group)] = [
             _AsGathered(_version(one._unsharded_param), _version(one.sharded_param), one.sharded_param.requires_grad)
             for one in group.fsdp_params
         ]
-
-    def _refuse_new_data(self, weight: Any) -> None:
-        """Refuse `weight.data = ...` for a weight that is put away, which torch ignores for one that has parts."""
-        divided, part = weight.sharded_param, weight._sharded_param_data  # which `module.to(...)` renews with it
-        storages = divided.untyped_storage(), part.untyped_storage()
-        before, *kept = self._storages.get(id(weight), (divided, *storages))
-        is_new, is_renewed = (was._cdata != now._cdata for was, now in zip(kept, storages, strict=True))
-        if before is divided and is_new and not is_renewed:
-            raise MisconfigurationException(
-                f"`{weight._param_fqn}.data = ...` has no effect on a weight of which FSDP2 leaves each rank a part. "
-                "Write into it: `weight.data.copy_(...)`, or `weight.copy_(...)` in `torch.no_grad()`."
-            )
-        self._storages[id(weight)] = divided, *storages
 
     def _take_over(self, group: Any, stays: bool, put_away: Callable[[], None]) -> None:
         noted = self._noted.pop(id(group), None) if group.is_unsharded else None
@@ -257,13 +197,7 @@ def _written(weight: Any, noted: _AsGathered, stays: bool) -> Iterator[tuple[Ten
     _take_flag(weight, noted)
     is_moved = _local(gathered).data_ptr() != weight.all_gather_outputs[0].data_ptr()  # `weight.data = ...`
     is_written = is_moved or _version(gathered) != noted.version
-    if _version(weight.sharded_param) != noted.divided_version:
-        if is_written:
-            raise MisconfigurationException(
-                f"`{weight._param_fqn}` was written while FSDP2 had gathered it, and its parts were changed meanwhile, "
-                "so that one of both would be lost. Write weights before or after what changes the optimizer's "
-                "parameters, or train with `strategy=memfit_zero_2` or `memfit_ddp`."
-            )
+    if _version(weight.sharded_param) != noted.divided_version:  # an optimizer's step counts
         return
     if not is_written and not stays:
         return
@@ -290,44 +224,3 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     counted = tuple(part for part in parts if not part.is_inference())
     with _without_count(counted):
         torch._foreach_copy_(parts, values)
-
-
-_tensors: Any = torch.Tensor
-_GRAD = _tensors.grad
-
-
-def _shown(weight: Any) -> Any:
-    """A gathered weight's own gradient for FSDP2, or else that of its parts."""
-    own = _GRAD.__get__(weight)
-    is_own = own is not None or weight.divided is None or _asks_fsdp()
-    return own if is_own else weight.divided.grad
-
-
-def _set_shown(weight: Any, value: Any) -> None:
-    is_users = weight.divided is not None and not _asks_fsdp()
-    if value is None or not is_users:
-        _GRAD.__set__(weight, value)
-    if is_users:
-        weight.divided.grad = value
-
-
-class _ShownGradient(nn.Parameter):
-    """A gathered weight whose gradient in Python is that of its parts; autograd and FSDP2 go on with its own.
-
-    What is made of one, such as a copy of its layer, has no parts and is a parameter like others.
-    """
-
-    divided: Any = None
-    grad: Any = property(_shown, _set_shown)
-
-
-def _asks_fsdp() -> bool:
-    name: str = sys._getframe(2).f_globals.get("__name__", "")
-    return name.startswith("torch.distributed.fsdp.")
-
-
-def _show_gradient(weight: Any) -> None:
-    gathered = weight._unsharded_param
-    if type(gathered) is nn.Parameter:
-        shown: Any = gathered
-        shown.__class__, shown.divided = _ShownGradient, weight.sharded_param
