@@ -40,7 +40,6 @@ NAMES: dict[str, str] = {
     "_register_pre_backward_hook": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_offload_grad_partition_at_boundary": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_epilogue_ran_this_backward": "deepspeed.runtime.base_optimizer.ZeROOptimizer",
-    "_offload_boundary_param_ids": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_offload_accumulated_param_ids": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
     "_get_zero_frozen_param_attributes": "deepspeed.DeepSpeedEngine",
     "_reset_parameters": "torch.nn.Transformer",

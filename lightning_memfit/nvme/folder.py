@@ -1,7 +1,6 @@
 """`RunFolder`: a run's own folder inside the user's, locked while the run lives and removed when it ends.
 
-`Owner` identifies the process that made it, even after its number is used again; `find_runs` and `remove_stale_runs`
-find and judge what dead runs left behind, and remove it file by file.
+`find_runs` and `remove_stale_runs` find and judge what dead runs left behind, and remove it file by file.
 """
 
 from __future__ import annotations
@@ -27,27 +26,17 @@ except ImportError:  # Windows: `parent_problem` refuses every folder there
     fcntl = None  # type: ignore[assignment]
 
 OWNER_FILE = "owner.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process on a machine. Its number may be used again, but not with the same start and boot."""
+    """The process that made a run's folder, for messages; whether the run is alive, the folder's lock tells."""
 
     run_id: str
     host: str
     pid: int
-    started: int
-    """Clock ticks after boot, from `/proc/<pid>/stat`."""
-    boot_id: str
     format: int = _FORMAT
-
-    @classmethod
-    def this_process(cls, run_id: str) -> Owner:
-        """Describe the calling process."""
-        started = _started(os.getpid())
-        assert started is not None
-        return cls(run_id, socket.gethostname(), os.getpid(), started, _boot_id())
 
     @classmethod
     def read(cls, folder: Path) -> Owner | None:
@@ -64,32 +53,9 @@ class Owner:
         partial.write_text(json.dumps(asdict(self)) + "\n")
         partial.rename(folder / OWNER_FILE)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the process ran on this machine, so that this machine can tell whether it is still running."""
-        return self.host == socket.gethostname()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the process still runs, as far as this machine can see."""
-        return self.boot_id == _boot_id() and _started(self.pid) == self.started
-
     @override
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
-
-
-def _started(pid: int) -> int | None:
-    """Start of a process; None if there is none, or only a zombie that nobody has waited for."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 # --- stale runs -----------------------------------------------------------------------------------------------------
@@ -205,9 +171,9 @@ def is_locked(folder: Path) -> bool:
 
 
 def _reason_to_keep(path: Path, owner: Owner) -> str:
-    if not owner.is_here:
+    if owner.host != socket.gethostname():
         return f"it is of {owner}, and only that machine can tell whether it still runs"
-    if owner.is_running or is_locked(path):
+    if is_locked(path):
         return f"{owner} still runs"
     foreign = first_foreign(path)
     return f"it holds {foreign}, which no run wrote" if foreign is not None else ""
@@ -298,7 +264,7 @@ class RunFolder:
             except FileExistsError as error:
                 raise RuntimeError(f"{path} is there, but no run made it. Move it away.") from error
             lock = _hold(path)
-            Owner.this_process(run_id).write(path)
+            Owner(run_id, socket.gethostname(), os.getpid()).write(path)
         return cls(path, run_id, True, lock, removed)
 
     @classmethod
@@ -312,8 +278,7 @@ class RunFolder:
         parent = check_parent(parent)
         path = parent / _name(run_id)
         with _locked(parent):
-            owner = Owner.read(path)
-            if owner is None or not owner.is_running:
+            if Owner.read(path) is None or not is_locked(path):
                 raise RuntimeError(f"No living process has made {path}: one process per machine must create it first.")
             lock = _hold(path)
         return cls(path, run_id, False, lock, [])

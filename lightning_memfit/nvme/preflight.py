@@ -62,10 +62,9 @@ def check_other_runs(states: Sequence[RunState]) -> list[Finding]:
 
 def check_build_lock(lock: BuildLock) -> Finding:
     """Check a lock on kernels, for which a run would wait, forever if nobody holds it."""
-    if lock.held:
-        who = "another process" if lock.holder is None else f"process {lock.holder}"
-        fix = "nothing to do, this run waits for it"
-        return Finding("kernels", "note", f"{who} compiles or loads those in {lock.path.parent}", fix)
+    if lock.holder is not None:
+        found = f"process {lock.holder} compiles or loads those in {lock.path.parent}"
+        return Finding("kernels", "note", found, "nothing to do, this run waits for it")
     found = f"{lock.path} was left by a process that ended while it compiled, and each run would wait for it for ever"
     return Finding("kernels", "problem", found, "remove that file, unless another machine is compiling there")
 

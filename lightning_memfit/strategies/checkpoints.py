@@ -45,15 +45,15 @@ def read_folders_in_load_from_checkpoint() -> None:
 
     Lightning 2.6 opens it as a file: IsADirectoryError (https://github.com/Lightning-AI/pytorch-lightning/issues/11947).
     """
-    plain = saving.pl_load
+    plain: Any = saving.pl_load
     if hasattr(plain, "reads_folders"):
         return
 
     def read(path: Any, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> Any:
         if isinstance(path, (str, Path)) and is_sharded(path):
-            verify(path)
+            verify(path, is_alone=True)
             return consolidated(path, weights_only)
         return plain(path, *args, weights_only=weights_only, **kwargs)
 
     read.reads_folders = True  # type: ignore[attr-defined]
-    saving.pl_load = read
+    vars(saving)["pl_load"] = read

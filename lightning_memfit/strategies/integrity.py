@@ -218,17 +218,24 @@ def _sync(folder: Path) -> None:
 # --- checking -------------------------------------------------------------------------------------------------------
 
 
-def verify(path: str | Path) -> None:
+def verify(path: str | Path, is_alone: bool = False) -> None:
     """Check a checkpoint before it is read; all ranks of a run together, each a share of its files.
+
+    Args:
+        path: The checkpoint.
+        is_alone: Whether this rank asks for itself, and reads all of them.
 
     Raises:
         CheckpointError: On all ranks, if it is missing, damaged or something else: what is wrong with which file, and
             the last good checkpoint beside it.
     """
-    found = next((problem for problem in gathered(_problem(Path(path), *place())) if problem), None)
+    rank, world_size = (0, 1) if is_alone else place()
+    problem = _problem(Path(path), rank, world_size)
+    found = next((one for one in ([problem] if is_alone else gathered(problem)) if one), None)
     if found is None:
         return
-    beside = gathered(last_good(Path(path)) if place()[0] == 0 else None)[0]
+    own = last_good(Path(path)) if rank == 0 else None
+    beside = own if is_alone else gathered(own)[0]
     hint = f"The last good checkpoint there is {str(beside)!r}." if beside else "There is no good checkpoint beside it."
     raise CheckpointError(f"`ckpt_path={str(path)!r}` {found} {hint}")
 

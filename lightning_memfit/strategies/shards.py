@@ -69,7 +69,8 @@ class _Folder:
     def read_whole(self, *begin: Any) -> dict[Any, Any]:
         """Everything whose path begins so, nested, with whole tensors in this process's memory."""
         paths = self.below(*begin)
-        flat, made = self.read({self.keys[path]: self._empty(path) for path in paths}), {}
+        flat = self.read({self.keys[path]: self._empty(path) for path in paths})
+        made: dict[Any, Any] = {}
         for path in paths:
             at: dict[Any, Any] = made
             for name in path[len(begin) : -1]:
@@ -80,8 +81,9 @@ class _Folder:
     def _empty(self, path: tuple[Any, ...]) -> Any:
         """Memory for a whole tensor; None for other values."""
         entry = self._metadata.state_dict_metadata[self.keys[path]]
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
 
 
 def whole(folder: Path) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def load_file(
     for optimizer, state, groups in zip(optimizers, saved, live, strict=bool(optimizers)):
         pairs = zip(state["param_groups"], groups, strict=True)
         called = {key: name for group, own in pairs for key, name in zip(group["params"], own, strict=True)}
-        named = {
+        named: dict[str, Any] = {
             "state": {called[key]: dict(values) for key, values in state["state"].items()},
             "param_groups": [g | {"params": [called[k] for k in g["params"]]} for g in state["param_groups"]],
         }

@@ -251,8 +251,7 @@ def step_by_gradients_of_the_window() -> None:
     DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu = _accumulating_anew(
         DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu
     )
-    DeepSpeedZeroOptimizer_Stage3.zero_grad = _forgetting(_forget_in_parts, DeepSpeedZeroOptimizer_Stage3.zero_grad)
-    DeepSpeedZeroOptimizer.zero_grad = _forgetting(_forget, DeepSpeedZeroOptimizer.zero_grad)
+    DeepSpeedZeroOptimizer.zero_grad = _forgetting(DeepSpeedZeroOptimizer.zero_grad)
 
 
 def _after(prepare: Callable[[Any], None], plain: Callable[..., None]) -> Callable[..., None]:
@@ -316,22 +315,14 @@ def _accumulating_anew(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any]
     return accumulate
 
 
-def _forgetting(forget: Callable[[Any], None], plain: Callable[..., None]) -> Callable[..., None]:
-    """Let `zero_grad` between a backward pass and the step throw away what DeepSpeed has reduced, too."""
+def _forgetting(plain: Callable[..., None]) -> Callable[..., None]:
+    """Let `zero_grad` between a backward pass and the step throw away what stages 1 and 2 have reduced, too."""
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        forget(self)
+        _forget(self)
         plain(self, set_to_none)
 
     return zero_grad
-
-
-def _forget_in_parts(zero: Any) -> None:
-    if zero.micro_step_id > 0 or zero._epilogue_ran_this_backward:
-        zero.grad_partitions_flat_buffer.zero_()
-        zero._offload_boundary_param_ids.clear()
-        if zero.offload_optimizer:
-            zero.norm_for_param_grads.clear()
 
 
 def _forget(zero: Any) -> None:
