@@ -247,7 +247,7 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
         """Load a file; to evaluate, also the weights of a sharded strategy's folder, put together in host memory."""
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and is_sharded(checkpoint_path):
-            raise CheckpointError(without_other_states(checkpoint_path, self.strategy_name))
+            raise CheckpointError(without_other_states(checkpoint_path, f"`strategy={self.strategy_name}`"))
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override

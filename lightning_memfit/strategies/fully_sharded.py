@@ -341,7 +341,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             verify(folder)
             return load_folder(folder, self.model, self.optimizers, strict, weights_only)
         if self.optimizers and is_sharded(path):
-            raise CheckpointError(without_other_states(path, self.strategy_name))
+            raise CheckpointError(without_other_states(path, f"`strategy={self.strategy_name}`"))
         saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         return load_file(path, saved, self.model, self.optimizers, strict)
 

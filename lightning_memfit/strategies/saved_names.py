@@ -9,7 +9,7 @@ from torch import nn
 def without_other_states(path: str | Path, strategy: str) -> str:
     """Words for a run that is asked to go on training from another strategy's checkpoint."""
     return (
-        f"`ckpt_path={str(path)!r}` is no checkpoint of `strategy={strategy}`, and optimizer states don't go from one "
+        f"`ckpt_path={str(path)!r}` is no checkpoint of {strategy}, and optimizer states don't go from one "
         "strategy to another. Resume with the strategy that wrote it, or start a new optimizer from its weights: "
         "`Module.load_from_checkpoint(...)`, or `memfit export` and the model's `pretrained`."
     )

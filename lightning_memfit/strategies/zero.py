@@ -450,7 +450,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             if not (folder := Path(path)).joinpath(ZERO_MARK).is_file():
                 if "://" not in path and not folder.exists():
                     verify(path)
-                raise CheckpointError(without_other_states(path, self.strategy_name))
+                raise CheckpointError(without_other_states(path, f"`strategy={self.strategy_name}`"))
             verify(path)
             with without_code(path, weights_only):
                 extras, saved = load_run(self.deepspeed_engine, folder, module.strict_loading, self._is_on_disk)

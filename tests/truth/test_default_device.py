@@ -68,7 +68,7 @@ def test_what_strategies_compare_and_load() -> None:
     assert optimizers._numbers(0, [(2, 3)])[0].device.type == "cpu"
     assert tensor_parallel._fingerprint({"x": host(1.0, 2.0)}).tolist() == [2, 3, 5]
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([2]), [])
-    folder = SimpleNamespace(_metadata=SimpleNamespace(state_dict_metadata={"a": entry}), _keys={("a",): "a"})
-    made = shards._Folder.empty(folder, ("a",))  # type: ignore[arg-type]
+    folder = SimpleNamespace(_metadata=SimpleNamespace(state_dict_metadata={"a": entry}), keys={("a",): "a"})
+    made = shards._Folder._empty(folder, ("a",))  # type: ignore[arg-type]
     assert made is not None
     assert made.device.type == "cpu"

@@ -572,6 +572,7 @@ def gather_states_from_disk(engine: Any, folder: Path) -> None:
     DeepSpeed saves empty tensors in their place and copies the files, which it doesn't find again: they are named by
     numbers of tensors that differ from process to process. The tensors are mapped, so that memory doesn't hold them.
     """
+    gathered_values(None)  # all have written
     zero, saved = engine.optimizer, ZeroFolder(folder)
     rank = torch.distributed.get_rank()
     path, files = saved.optimizer_files[rank], folder / saved.tag / "offloaded_tensors" / f"rank{rank:02d}"

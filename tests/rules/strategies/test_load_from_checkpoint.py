@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.distributed.checkpoint import save
 
-import lightning_memfit.strategies  # noqa: F401
+from lightning_memfit import AtomicCheckpointIO
 from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, replacing_folder
 
 
@@ -26,6 +26,10 @@ def test_a_folder_is_loaded_and_checked(tmp_path):
     loaded = Scaled.load_from_checkpoint(tmp_path / "a.ckpt")
     assert loaded.hparams.scale == 3.0
     assert torch.equal(loaded.layer.weight, module.layer.weight)
+    read = AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert torch.equal(read["state_dict"]["layer.weight"], module.layer.weight)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt'` is no checkpoint of one device.*`memfit export`"):
+        list(read["optimizer_states"])
     shard = next((tmp_path / "a.ckpt").glob("*.distcp"))
     written = bytearray(shard.read_bytes())
     written[len(written) // 2] ^= 1
