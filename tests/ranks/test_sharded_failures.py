@@ -10,9 +10,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit import WholeSteps
@@ -355,17 +352,3 @@ def test_hooks_of_parts_that_change_sums_are_refused_where_the_batch_is_split(tm
 
     (only,) = run_ranks(refused, 1, tmp_path, seconds=60)
     assert not only.error, only.output[-5000:]
-
-
-class HookOfTensorParallel(Tagger):
-    """Has a DTensor that FSDP2 is still to divide, with a hook for its accumulated gradient."""
-
-    def configure_model(self) -> None:
-        mesh = init_device_mesh("cpu", (1,))
-        self.net[4].weight = nn.Parameter(distribute_tensor(self.net[4].weight.detach(), mesh, [Replicate()]))
-        self.net[4].weight.register_post_accumulate_grad_hook(lambda weight: None)
-
-
-def test_hooks_of_dtensors_that_fsdp2_is_to_divide_are_refused(tmp_path: Path) -> None:
-    (only,) = run_ranks(lambda: train(HookOfTensorParallel(), max_steps=1), 1, tmp_path, seconds=60)
-    assert "`net.4.weight` has a hook of its gradient" in only.error, only.output[-5000:]
