@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from torch import nn
-
 Versions: TypeAlias = Mapping[str, Mapping[str, Any]]
 """What torch keeps for each module, by its dotted name."""
 
@@ -17,12 +15,6 @@ Versions: TypeAlias = Mapping[str, Mapping[str, Any]]
 def versions_of(state_dict: Any) -> Versions | None:
     """The versions that a state dict has; None if it is a plain dict."""
     return getattr(state_dict, "_metadata", None)
-
-
-def versions_in(module: nn.Module) -> Versions:
-    """The versions that a module's state dict has, without making one."""
-    named = module.named_modules(remove_duplicate=False)
-    return OrderedDict((name, {"version": child._version}) for name, child in named)
 
 
 def versioned(entries: Mapping[str, Any], versions: Versions | None) -> dict[str, Any]:
