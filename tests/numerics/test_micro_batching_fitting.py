@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.device_memory import allocation_retries
-from lightning_memfit.fitting.step import effective_step
+from lightning_memfit.fitting.step import shortage
 from tests.helpers.fitting import Tagger
 from tests.helpers.trainers import difference, fit, fit_on_two_ranks, quiet_trainer
 
@@ -313,9 +313,9 @@ def test_a_cache_that_is_freed_in_training_time_and_again_lowers_the_size(
             stats.update({name: stats[name] + number for name, number in of_each_step.items()})
 
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    monkeypatch.setattr(effective_step, "allocation_retries", lambda _: allocation_retries(torch.device("cuda")))
+    monkeypatch.setattr(shortage, "allocation_retries", lambda _: allocation_retries(torch.device("cuda")))
     with_cache = SimpleNamespace(of=lambda _: SimpleNamespace(has_caching_allocator=True))
-    monkeypatch.setattr(effective_step, "DeviceKind", with_cache)
+    monkeypatch.setattr(shortage, "DeviceKind", with_cache)
     callback = MicroBatching(micro_batch_size=8)
     fit(Tagger(batch_size=8, num_samples=8 * 20), Counts(), callback, max_epochs=1)
     assert [size for _, size, _ in callback.changes] == sizes

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.lockstep import Lockstep
-from lightning_memfit.fitting.step import effective_step
+from lightning_memfit.fitting.step import shortage as of_allocator
 from tests.helpers.fitting import VOCABULARY, is_checking
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded_steps import Moments, Tagger, close, run_out_of_memory, train
@@ -308,9 +308,9 @@ def thrash(kind: str) -> tuple[float, list[tuple[int, int, str]]]:
     cls, options = THRASHING[kind]
     run = partial(train, max_epochs=1, limit_train_batches=18, **options)
     whole = run(cls(batch_size=4, num_samples=144), MicroBatching(micro_batch_size=4))
-    effective_step.DeviceKind = SimpleNamespace(of=lambda device: SimpleNamespace(has_caching_allocator=True))
+    of_allocator.DeviceKind = SimpleNamespace(of=lambda device: SimpleNamespace(has_caching_allocator=True))
     shortage, callback = Shortage(), MicroBatching(micro_batch_size=4)
-    effective_step.allocation_retries = lambda device: shortage.num_retries
+    of_allocator.allocation_retries = lambda device: shortage.num_retries
     return close(run(cls(batch_size=4, num_samples=144), shortage, callback), whole), callback.changes
 
 

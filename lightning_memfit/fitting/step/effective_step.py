@@ -15,17 +15,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.fitting.recovery.host_states import fetch_states
-from lightning_memfit.fitting.recovery.ladder import Ladder
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
-from lightning_memfit.fitting.recovery.postmortem import explain
-from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import held
-from lightning_memfit.fitting.size.device_memory import allocation_retries
 from lightning_memfit.fitting.size.shapes import ProvenShapes, ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.accumulation import Accumulation
@@ -35,10 +30,10 @@ from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
 from lightning_memfit.fitting.step.outputs import StepOutputs
+from lightning_memfit.fitting.step.shortage import Shortage
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of
 from lightning_memfit.fitting.step.window import PastBatch, Window
 from lightning_memfit.memory.collectives import broadcast_from_first
-from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.reliability.consensus import At, PeerFailed, RankConsensus
 
@@ -48,28 +43,11 @@ _CLOSURES = (
     "last batch of a window only: no call but the first gives the gradients of the effective batch. Leave "
     "`accumulate_grad_batches` at 1 and let the loader deliver the whole batch; `MicroBatching` cuts it."
 )
-_NOT_TOGETHER = (
-    "Memory ran out on this rank, which communicates with others inside the step: to stop and repeat it together takes "
-    "FSDP2 (`memfit_fsdp2`) and torch 2.13."
-)
-_NOT_REPEATED = (
-    "Memory ran out in a step under ZeRO, which can't be repeated: DeepSpeed has reduced a part of its gradients."
-)
-_RESUME = (
-    "Resume from the last checkpoint with `MicroBatching(micro_batch_size={})`, which should fit where {} didn't; the "
-    "effective batch stays the same."
-)
-_NOTHING_SMALLER = (
-    "It was one sample at a time: resume from the last checkpoint with `ActivationCheckpointing`, shorter samples, or "
-    "a strategy that keeps less on the device."
-)
 _OTHER_WEIGHTS = (
     "The ranks' modules have {} parameters: gradients of one rank alone can't be averaged. Add and remove layers on "
     "all ranks alike."
 )
 _NO_CHECK, _OF_WEIGHTS, _WHOLE_CHECK = range(3)
-_STEPS_BETWEEN_CHECKS = 16
-_MANY_RETRIES = 4
 _MAX_WEIGHINGS = 3
 _LAST_CHOICE = 64
 """The last split step at which batches are weighed by all candidates, to see whether it matters which is right."""
@@ -81,10 +59,6 @@ _ALWAYS_RISKY = 2
 
 def _num_parts(local_batch: LocalBatch, size: int) -> int:
     return -(-local_batch.num_samples // size)
-
-
-def _do_nothing() -> None:
-    """Run nothing."""
 
 
 class EffectiveStep:
@@ -105,12 +79,10 @@ class EffectiveStep:
         check: Compares samples together with samples apart.
         accumulation: Runs micro-batches.
         sizes: The micro-batch size in use.
-        ladder: Makes one sample need less memory.
         consensus: Communication between the ranks.
         reducer: Sums gradients over ranks; None for one rank and for strategies that reduce in backward.
         recover: Whether an attempt that ran out of memory is repeated, if ranks don't communicate in it.
-        on_change: Called with the new micro-batch size and the reason.
-        advise: Returns the last lines of the error when nothing helps.
+        shortage: Decides what follows when memory runs out.
         rules: How logged values of micro-batches make that of the batch.
     """
 
@@ -122,12 +94,10 @@ class EffectiveStep:
         check: SelfCheck,
         accumulation: Accumulation,
         sizes: MicroBatchSize,
-        ladder: Ladder,
         consensus: RankConsensus,
         reducer: GradientReducer | None,
         recover: bool,
-        on_change: Callable[[int, str], None],
-        advise: Callable[[], str] | None,
+        shortage: Shortage,
         rules: LogRules,
     ) -> None:
         self._loop = loop
@@ -136,7 +106,7 @@ class EffectiveStep:
         self._check = check
         self._accumulation = accumulation
         self._sizes = sizes
-        self._ladder = ladder
+        self._shortage = shortage
         self._consensus = consensus
         self._reducer = reducer
         self._share_added: Callable[[], None] | None = getattr(loop.trainer.strategy, "share_added", None)
@@ -147,10 +117,7 @@ class EffectiveStep:
         self._stops_alone = self._is_sharded and not consensus.stops_together
         self._recovers = recover and not self._stops_alone
         self._proven = ProvenShapes()
-        self._on_change = on_change
-        self._advise = advise
         self._device: torch.device = loop.trainer.strategy.root_device
-        self._is_cached = DeviceKind.of(self._device).has_caching_allocator
         self._rollback = Rollback(loop.module, self._device)
         self._outputs = StepOutputs(loop.module, loop.results, rules)
         self._guard = BatchGuard()
@@ -162,7 +129,6 @@ class EffectiveStep:
         self._failed_size = 0
         self._num_steps = 0
         self._num_split = 0
-        self._retries = allocation_retries(self._device)  # those of before training
         self.shapes: ShapeGuard | None = None
 
     @property
@@ -186,8 +152,7 @@ class EffectiveStep:
             raise MisconfigurationException(_CLOSURES)
         self._num_steps += 1
         self._consensus.settle()
-        if self._is_cached and not self._num_steps % _STEPS_BETWEEN_CHECKS:
-            self._watch_allocator()
+        self._shortage.watch(self._num_steps)
         if self._reducer is not None and self._share_added is not None:
             self._share_added()
         batch = request.arguments["batch"]
@@ -374,7 +339,7 @@ class EffectiveStep:
             except Exception as error:
                 # Others wait in a collective, not to hear how it went: a `RankWatch` tells them.
                 if self._stops_alone and is_out_of_memory(error):
-                    raise MemoryExhausted(self._say_what_fits(request, size, error)) from error
+                    raise self._shortage.ending(request, size, error, self.shapes) from error
                 raise
 
         key = None if is_repeated else (TRAINING, _num_parts(local_batch, size))
@@ -474,13 +439,7 @@ class EffectiveStep:
             kept = self._guard.put_aside(request.kept)
             arguments = OrderedDict(request.arguments, batch=None)
             self._window.past.append(PastBatch(arguments, kept, local_batch, start))
-        before = self._sizes.current
-        if self._sizes.succeed() > before:
-            self._on_change(self._sizes.current, "no failure for a while")
-        if given_up := self._ladder.succeed():  # after every batch: ranks must count alike
-            self._consensus.start_anew()
-            rank_zero_info(f"MicroBatching: no failure for a while; from now on without {given_up}.")
-            self._on_change(self._sizes.current, f"from now on without {given_up}")
+        self._shortage.succeed()
 
     def _reduce(self, reducer: GradientReducer) -> None:
         present = reducer.present()
@@ -508,72 +467,4 @@ class EffectiveStep:
         if self._engine is not None:
             self._engine.discard_gradients()
         self._rollback.load(start)
-        self._need_less(request, message, error, start)
-        self._retries = allocation_retries(self._device)  # the size has been lowered for these
-
-    def _need_less(self, request: StepRequest, message: str, error: Exception | None, start: RollbackPoint) -> None:
-        """Take again a rung that was given up too early, else lower the micro-batch, else take the next rung.
-
-        Raises:
-            torch.OutOfMemoryError: If nothing is left.
-        """
-        size = self._failed_size
-        rung = self._ladder.climb_again()
-        smaller = 0 if rung else self._sizes.shrink(size)
-        rung = rung or (None if smaller else self._ladder.climb())
-        if smaller:
-            rank_zero_warn(f"Memory ran out with micro-batch {size}: the effective batch is repeated with {smaller}.")
-            self._on_change(smaller, message)
-        elif rung:
-            failed = "one sample" if size == 1 else f"micro-batch {size}"
-            rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {rung}.")
-            self._on_change(self._sizes.current, f"from now on with {rung}")
-        else:
-            raise MemoryExhausted(
-                f"A micro-batch of one sample does not fit{self._ladder.summary()} {message}\n"
-                f"{self._explain(request, start)}"
-            ) from error
-
-    def _say_what_fits(self, request: StepRequest, size: int, error: Exception) -> str:
-        """Say why a batch can't be repeated, and with which size `fit` can go on from the last checkpoint."""
-        why = _NOT_REPEATED if self._engine is not None else _NOT_TOGETHER
-        smaller = self._sizes.shrink(size)
-        if smaller and self.shapes is not None:
-            smaller = self.shapes.size_for(request.batch, smaller)
-        fix = _RESUME.format(smaller, size) if smaller else _NOTHING_SMALLER
-        return f"{why} {fix} {str(error).splitlines()[0]}"
-
-    def _explain(self, request: StepRequest, start: RollbackPoint) -> str:
-        """Run one sample once more and return what fills the memory."""
-        count = self._splitter.count(request.batch)
-        part = self._splitter.split(request.batch, [1, count - 1] if count > 1 else [1])[0]
-
-        def run() -> None:
-            loss = self._loop.forward(request, part, 1.0).closure_loss
-            if loss is not None:
-                self._loop.backward(request, loss, announce=False)
-
-        if self._is_sharded:
-            run = _do_nothing  # in which ranks would have to communicate
-        text = explain(self._loop.module, self._loop.trainer.optimizers, run, self._advise)
-        self._loop.module._current_fx_name = start.hook_name  # Lightning doesn't reset it when a hook raises
-        return text
-
-    def _watch_allocator(self) -> None:
-        """Lower the size if a caching allocator keeps emptying its cache, which costs far more than one pass.
-
-        All ranks lower it together, whichever of them is short: those that compute a batch together run equal parts.
-        """
-        before, self._retries = self._retries, allocation_retries(self._device)
-        retries, current = self._retries - before, self._sizes.current
-        if not self._is_alone:
-            told = self._consensus.exchange(retries, current, at=At.BATCH)
-            retries = int(max(theirs for theirs, _ in told))
-            current = int(min(theirs for _, theirs in told))
-        if retries < _MANY_RETRIES or current <= 1:
-            return
-        size = self._sizes.shrink(current)
-        if not self._is_alone:
-            size = self._sizes.current = int(min(theirs for (theirs,) in self._consensus.exchange(size, at=At.BATCH)))
-        rank_zero_info(f"MicroBatching: memory is so tight that the allocator is thrashing; micro-batch {size} now.")
-        self._on_change(size, f"{retries} allocation retries in {_STEPS_BETWEEN_CHECKS} steps")
+        self._shortage.need_less(request, self._failed_size, message, error)

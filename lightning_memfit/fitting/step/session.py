@@ -46,6 +46,7 @@ from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.passes import PartFailedError
+from lightning_memfit.fitting.step.shortage import Shortage
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
@@ -267,6 +268,8 @@ class FitSession:
             accumulation,
             options.allow_batch_statistics,
         )
+        advise = options.advise if options.last_resort == "offload" else self._advise
+        shortage = Shortage(self._loop, self._splitter, sizes, self._ladder, self._consensus, self._note, advise)
         self._step = EffectiveStep(
             self._loop,
             self._splitter,
@@ -274,12 +277,10 @@ class FitSession:
             SelfCheck(comparison, self._memory),
             accumulation,
             sizes,
-            self._ladder,
             self._consensus,
             self._reducer,
             options.recover,
-            self._note,
-            options.advise if options.last_resort == "offload" else self._advise,
+            shortage,
             self._rules,
         )
         self._start(request, sizes)
