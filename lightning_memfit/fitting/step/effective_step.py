@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -59,6 +60,13 @@ _ALWAYS_RISKY = 2
 
 def _num_parts(local_batch: LocalBatch, size: int) -> int:
     return -(-local_batch.num_samples // size)
+
+
+def _has_room_to_compare(trainer: Trainer) -> bool:
+    """Whether host memory has room for what a comparison saves: each rank's weights, and their gradients."""
+    num_sharing = -(-trainer.world_size // max(1, trainer.num_nodes))
+    saved_bytes = 2 * sum(parameter.nbytes for parameter in trainer.lightning_module.parameters())
+    return num_sharing * saved_bytes <= _HOST_SHARE * probe_host().available_bytes
 
 
 class EffectiveStep:
@@ -127,8 +135,7 @@ class EffectiveStep:
         self._whole = LocalBatch(0, 0.0)
         self._is_cleared = False
         self._failed_size = 0
-        self._num_steps = 0
-        self._num_split = 0
+        self._num_steps = self._num_split = 0
         self.shapes: ShapeGuard | None = None
 
     @property
@@ -281,15 +288,9 @@ class EffectiveStep:
         is_ragged = len(sizes) > 1 and not (self._is_mean or self._check.is_done)  # a sum weighs as it is
         if local_batch.num_samples < 2 or not (is_ragged or local_batch.is_disputed_by_sample):
             return False
-        if not self._has_room_to_compare():
+        if not _has_room_to_compare(self._loop.trainer):
             self._num_weighings = 0
         return self._num_weighings > 0
-
-    def _has_room_to_compare(self) -> bool:
-        """Whether host memory has room for what a comparison saves: each rank's weights, and their gradients."""
-        num_sharing = -(-self._consensus.world_size // max(1, self._loop.trainer.num_nodes))
-        saved_bytes = 2 * sum(parameter.nbytes for parameter in self._loop.module.parameters())
-        return num_sharing * saved_bytes <= _HOST_SHARE * probe_host().available_bytes
 
     def _settle_weights(
         self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int
