@@ -2,6 +2,6 @@
 
 import sys
 
-from .main import program
+from .main import main
 
-sys.exit(program())
+sys.exit(main())

@@ -151,14 +151,12 @@ def report_unexpected(error: BaseException) -> int:
     error = original(error)
     from lightning_memfit.profile.culprit import is_of_this_package
 
-    from .explain import reasons_of
-
     own_kind = any(map(is_of_this_package, type(error).__mro__))
     told = str(error) if own_kind else traceback.format_exception_only(type(error), error)[-1].strip()
     place, of_rank = _place(error), _of_rank(told)
     if of_rank is not None:
         told, place = of_rank
-    lines = reasons_of(told) or [line for line in told.splitlines() if line.strip()]
+    lines = [line for line in told.splitlines() if line.strip()]
     shown = "\n".join(lines[:_MOST_LINES])[:_MOST_CHARACTERS]
     more = " ..." if len(shown) < len("\n".join(lines)) else ""
     print(f"memfit: error: {shown}{more} ({place}). {_where_more(error, code)}", file=sys.stderr)

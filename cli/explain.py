@@ -1,97 +1,184 @@
-"""Shorten jsonargparse's messages about a wrong configuration, and add the closest valid names.
+"""Say in one line what is wrong with a configuration that the parser refuses, and which valid names are closest.
 
-Written for the messages of jsonargparse 4.40 to 4.53; messages that are not recognized are passed on unchanged.
+The parser's message lists every type that it tried. What is wrong is found anew instead, from the names and values that
+were given and the signatures of the classes that they are for.
 """
 
 import argparse
 import inspect
 import os
-import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
 
 import lightning_memfit
 
-_PARSER_KEY = re.compile(r'Parser key "(?P<key>[^"]+)"')
-_CLASS_OPTION = re.compile(r"given class_path '(?P<path>[^']+)':\s*Option '(?P<key>[^']+)' is not accepted")
-_CLASS_PATH = re.compile(r"class_path '(?P<path>[^']+)':\s*(module '[\w.]+' has no attribute|No module named)")
-_SHORT_NAME = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
-_COMMAND_LINE = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[\w.]+)")
-_HELP_OPTION = re.compile(r"argument --(?P<key>trainer\.callbacks)\.help: expected one argument")
-_NAMED_CLASS = (
-    re.compile(r"class_path['\"]?\s*[:=]?\s*['\"](?P<path>[\w.]+)['\"]"),
-    re.compile(r"Given value: (?P<path>[\w.]+)\s*$", re.MULTILINE),
-    re.compile(r"Expected a path but (?P<path>[\w.]+) either"),
-)
-_MISSING = re.compile(r"^[\s-]*(?P<told>\S.* needs [\w.]+: pip install .+?)$", re.MULTILINE)
-_TOP_OPTION = re.compile(r"(?:does not accept option|Option) '(?P<key>[\w.]+)'")
+_CLASSES = ("model", "data", "trainer.callbacks", "trainer.logger")
+"""Options that take a class by its bare name or path."""
+
+_MOST_SHOWN = 400
+"""Characters of the parser's own message, where nothing was found, and a tenth of it of a value."""
 
 
-def explain(message: str, parser: argparse.ArgumentParser) -> str:
+def explain(
+    error: Exception,
+    parser: argparse.ArgumentParser,
+    recipes: Sequence[Mapping[str, Any]] = (),
+    arguments: Sequence[str] = (),
+) -> str:
     """Return what is wrong and what was probably meant.
 
     Args:
-        message: Message of jsonargparse.
+        error: What the parser raised.
         parser: The parser, which knows the valid names.
+        recipes: Sections of the files that were given.
+        arguments: Command-line arguments.
     """
-    if match := _MISSING.search(message):
-        return match["told"]
-    found = _PARSER_KEY.search(message)
-    where = f"`{found['key']}`: " if found else ""
-    paths = {match["path"]: None for pattern in _NAMED_CLASS for match in pattern.finditer(message)}
-    for path in paths:
-        if (failure := _import_failure(path)) is not None:
-            return f"{where}{failure}"
-    if match := _CLASS_OPTION.search(message):
-        name = match["path"].rpartition(".")[2]
-        return f"{where}{name} has no argument `{match['key']}`. {closest(match['key'], _arguments(match['path']))}"
-    if match := _CLASS_PATH.search(message):
-        return f"{where}there is no class `{match['path']}`. {_closest_class(match['path'].rpartition('.')[2])}"
-    if match := _SHORT_NAME.search(message):
-        return f"{where}there is no class `{match['name']}`. {_closest_class(match['name'])}"
-    if match := _HELP_OPTION.search(message):
-        return f"`--{match['key']}.help` needs the name of a class, such as {', '.join(_own_callbacks())}."
-    if match := _COMMAND_LINE.search(message) or _TOP_OPTION.search(message):
-        return f"there is no option `{match['key']}`. {_closest_option(match['key'], set(options_of(parser)))}"
-    return f"{where}{'; '.join(reasons)}" if (reasons := reasons_of(message)) else message
+    given = [*(pair for recipe in recipes for pair in _sections(recipe)), *_options(arguments)]
+    if arguments and arguments[-1].endswith(".help"):
+        return f"`{arguments[-1]}` needs the name of a class, such as {', '.join(lightning_memfit.__all__)}."
+    for _, told in unknown_names(given, set(options_of(parser))):
+        return told
+    for told in _wrong_values(given):
+        return told
+    message = " ".join(str(error).split())
+    return message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]} ..."
 
 
-_NO_REASON = (
-    *("Does not validate", "Not a valid subclass", "Expected a <class 'NoneType'>"),
-    *("a dict ", "a class "),
-)
+def empty_and_unknown(recipes: Iterable[Mapping[str, Any]], parser: argparse.ArgumentParser) -> str | None:
+    """Return what is wrong with an unknown key whose mapping is empty, which the parser leaves out without a word."""
+    given = [pair for recipe in recipes for pair in _sections(recipe)]
+    return next((told for value, told in unknown_names(given, set(options_of(parser))) if value == {}), None)
 
 
-def reasons_of(told: str) -> list[str]:
-    """What is wrong with a value that none of the types takes which jsonargparse has tried; empty for other errors."""
-    if "Does not validate against any of the Union subtypes" not in told:
-        return []
-    _, *lines = told.splitlines()
-    keys = [f"`{match['key']}`" for line in lines if (match := _PARSER_KEY.search(line))]
-    values = [line.strip() for line in lines if line.strip().startswith("Given value: ") and len(line) < _MOST_SHOWN]
-    reasons = [line.strip(" -") for line in lines if line.lstrip().startswith("- ")]
-    for line, following in pairwise(lines):  # the error of a constructor follows its class
-        if line.strip(" -") in reasons and line.endswith(":") and not _PARSER_KEY.search(following):
-            reasons[reasons.index(line.strip(" -"))] += f" {following.strip()}"
-    reasons = [reason.removesuffix(":") for reason in reasons]
-    return [reason for reason in dict.fromkeys((*keys, *reasons, *values[:1])) if not reason.startswith(_NO_REASON)]
+def _sections(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield options as a command line names them, such as `trainer.max_steps`, with their values."""
+    for name, value in recipe.items():
+        if name == "trainer" and isinstance(value, Mapping):
+            yield from ((f"trainer.{key}".removesuffix("+"), item) for key, item in value.items())
+        else:
+            yield name.removesuffix("+"), value
 
 
-_MOST_SHOWN = 120
-"""Characters of a value that is shown."""
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--") or name == "--config":
+            continue
+        following = arguments[at + 1] if at + 1 < len(arguments) else ""
+        text = value if equals else following
+        yield name[2:].removesuffix("+"), _plain(text) if text[:1] in ("{", "[") else text
+
+
+def _plain(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def unknown_names(given: Iterable[tuple[str, Any]], valid: set[str]) -> Iterator[tuple[Any, str]]:
+    """Yield what is said of each option, class and argument that doesn't exist, with the value that it was given."""
+    for where, path, arguments in _of_classes(given, valid):
+        if path is None:
+            yield arguments, f"there is no option `{where}`. {_closest_option(where, valid)}"
+            continue
+        cls, failure = _find_class(path)
+        if failure is not None:
+            yield None, f"`{where}`: {failure}"
+        known = arguments_of(cls)
+        for name, value in arguments.items():
+            if known and name not in known:
+                named = path.rpartition(".")[2]
+                yield value, f"`{where}`: {named} has no argument `{name}`. {closest(str(name), known)}"
+
+
+def _wrong_values(given: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    from lightning.pytorch import Trainer
+
+    of_trainer = arguments_of(Trainer)
+    given = list(given)
+    for key, value in given:
+        name = key.removeprefix("trainer.")
+        if name != key and not _takes(of_trainer.get(name), value):
+            yield f"`{key}={_shown(value)}` must be {_words(of_trainer[name])}. Change it, or leave it out."
+    for where, path, arguments in _of_classes(given, None):
+        known = arguments_of(_find_class(str(path))[0])
+        for name, value in arguments.items():
+            if not _takes(known.get(name), value):
+                named = f"{str(path).rpartition('.')[2]}.{name}"
+                yield f"`{where}`: `{named}={_shown(value)}` must be {_words(known[name])}. Change it."
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MOST_SHOWN // 10 else f"{text[: _MOST_SHOWN // 10]}..."
+
+
+def _of_classes(
+    given: Iterable[tuple[str, Any]], valid: set[str] | None
+) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
+    """Yield each class that is named, where, and with which arguments; no class, and a value, for unknown options."""
+    last: dict[str, str] = {}
+    for key, value in given:
+        option = next((name for name in _CLASSES if key == name or key.startswith(f"{name}.")), key)
+        if valid is not None and not any(key in (name, "trainer") or key.startswith(f"{name}.") for name in valid):
+            yield key, None, value
+        elif option == key:
+            found = list(_specs(key, value))
+            yield from found
+            last |= {where: path for where, path, _ in found if where == key}
+        elif option in last:
+            name, dot, _ = key.removeprefix(f"{option}.").removeprefix("init_args.").partition(".")
+            if name not in ("help", "class_path") and not (dot and valid is None):
+                yield option, last[option], {name: value}
+
+
+def _specs(where: str, value: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield every class in a value, outer ones first."""
+    if isinstance(value, str):
+        if where in _CLASSES and value.replace(".", "").replace("_", "").isalnum() and value[0].isalpha():
+            yield where, value, {}
+    elif isinstance(value, Mapping):
+        arguments = value.get("init_args") or {}
+        if isinstance(value.get("class_path"), str) and isinstance(arguments, Mapping):
+            yield where, value["class_path"], arguments
+        for name, item in value.items():
+            if not isinstance(item, str):
+                yield from _specs(where if name == "init_args" else f"{where}.{name}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _specs(where, item)
+
+
+def _find_class(path: str) -> tuple[Any, str | None]:
+    """Return a class by its path or bare name, and what is wrong if there is none."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        found = _by_name().get(name)
+        return found, None if found is not None else f"there is no class `{path}`. {_closest_class(name)}"
+    if (failure := _import_failure(path)) is not None:
+        return None, failure
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError:
+        found = None
+    return found, None if found is not None else f"there is no class `{path}`. {_closest_class(name)}"
 
 
 def _import_failure(class_path: str) -> str | None:
     """Say why the module of a class can't be imported; None if it can."""
     module, _, name = class_path.rpartition(".")
-    if not module or not name:
-        return None
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
@@ -153,53 +240,78 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action.choices, dict):  # subcommands
             for subparser in action.choices.values():
                 yield from options_of(subparser)
-        elif action.option_strings and not action.dest.endswith((".help", "help", "print_config")):
+        elif action.option_strings and action.dest != "trainer":  # a whole section, of whose keys the others are
             yield action.dest
 
 
-def arguments_of(class_path: str) -> set[str]:
-    """Return the names of a class's arguments by its path or public name; empty if it takes any, or isn't found."""
-    if "." not in class_path:
-        return set()
-    try:
-        return _arguments(class_path)
-    except (ImportError, AttributeError):
-        return set()
+def arguments_of(cls: Any) -> dict[str, Any]:
+    """Return a class's arguments and their types, with those of its bases if it passes `**kwargs` on.
 
-
-def _arguments(class_path: str) -> set[str]:
-    """Return the names of a class's arguments, with those of its bases if it passes `**kwargs` on."""
-    module, _, name = class_path.rpartition(".")
-    names: set[str] = set()
-    for base in inspect.getmro(getattr(import_module(module), name)):
+    It is empty for what is no class; a type is `Any` where there is none, or none that can be read.
+    """
+    found: dict[str, Any] = {}
+    for base in inspect.getmro(cls) if inspect.isclass(cls) else ():
         if "__init__" not in vars(base):
             continue
-        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-        names.update(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        init = vars(base)["__init__"]
+        try:
+            hints = typing.get_type_hints(init)
+        except Exception:  # names that exist for type checkers alone
+            hints = {}
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        found = {one.name: hints.get(one.name, Any) for one in parameters if one.kind not in kinds} | found
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
-    return names
+    return found
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Whether the parser takes a value for a type; True where that can't be told, or another class is to be made."""
+    if hint in (None, Any) or any(_specs("", value)):
+        return True
+    probe = ArgumentParser(exit_on_error=False)
+    try:
+        probe.add_argument("--value", type=hint)
+    except ValueError:  # a type that it doesn't know
+        return True
+    try:
+        probe.parse_object({"value": value})
+    except argparse.ArgumentError:
+        return False
+    return True
+
+
+def _words(hint: Any) -> str:
+    """Return a type as YAML's words: `int or null`, `'simple' or 'advanced'`."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_words, parts)))
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(map(repr, parts))
+    named = {type(None): "null", int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return named.get(hint) or (hint.__name__ if inspect.isclass(hint) else str(hint).replace("typing.", ""))
 
 
 def _closest_class(name: str) -> str:
-    from lightning.pytorch import Callback, LightningDataModule, LightningModule
-
     import_public_names()  # only imported classes can be suggested
-    paths: dict[str, str] = {}
-    for base in (Callback, LightningDataModule, LightningModule):
-        for cls in _subclasses(base):
-            paths.setdefault(cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+    paths = {name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in _by_name().items()}
     matches = get_close_matches(name, paths, n=3, cutoff=0.5)
     if matches:
         return f"Closest: {', '.join(paths[match] for match in matches)}."
     return "Give its full import path, such as `lightning_memfit.models.CausalLM`."
 
 
-def _own_callbacks() -> list[str]:
-    from lightning.pytorch import Callback
+def _by_name() -> dict[str, type]:
+    """Return all classes of modules, data, callbacks and loggers that are imported."""
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.loggers import Logger
 
-    public = ((name, getattr(lightning_memfit, name)) for name in lightning_memfit.__all__)
-    return [name for name, value in public if isinstance(value, type) and issubclass(value, Callback)]
+    found: dict[str, type] = {}
+    for base in (Callback, LightningDataModule, LightningModule, Logger):
+        for cls in _subclasses(base):
+            found.setdefault(cls.__name__, cls)
+    return found
 
 
 def _subclasses(base: type) -> Iterator[type]:

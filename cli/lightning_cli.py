@@ -3,24 +3,27 @@
 import enum
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentError
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import yaml
 from jsonargparse import Namespace, _typehints, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import wrap_method
 
-from .explain import explain, import_public_names, options_of
+from .explain import closest, empty_and_unknown, explain, import_public_names
 from .recipe_files import configs_of, resolve_arguments, without_config
-from .recipe_schema import MADE_FOR, bounded, check_empty_keys, check_finite, check_numbers, check_recipe
+from .recipe_schema import MADE_FOR, bounded, check_finite, check_numbers, check_recipe
 
 # Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch have deprecated.
 _DEPRECATED_CALLS = (
@@ -28,18 +31,6 @@ _DEPRECATED_CALLS = (
     r"\s*(``)?(ArgumentParser\.)?(instantiate_classes|add_instantiator|skip_none)",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
-
-
-class MemFitParser(LightningArgumentParser):
-    """Parser that explains a mistake in one message instead of listing every option."""
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the explanation and exit with code 2."""
-        if not self.exit_on_error:  # a nested parser, whose error becomes part of an outer one
-            super().error(message, ex)
-        sys.stderr.write(f"memfit: error: {explain(message, getattr(ex, 'subcommand_parser', None) or self)}\n")
-        self.exit(2)
 
 
 # Lightning's `Timer` has an enum as the default of a text, which jsonargparse then can't write (Lightning 2.6).
@@ -68,7 +59,6 @@ class MemFitCLI(LightningCLI):
         super().__init__(
             args=args,
             run=run,
-            parser_class=MemFitParser,
             parser_kwargs=_parser_arguments(run),
             auto_configure_optimizers=False,
             **options,
@@ -79,21 +69,26 @@ class MemFitCLI(LightningCLI):
         """Replace recipe names by their files, then parse."""
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
+        self._given = list(arguments) if isinstance(arguments, Sequence) else []
         self.planned_for: str | None = None
         self._plan_file: tuple[str, Any] | None = None
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
             recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
             self.import_classes(self._arguments)
-            self.config = self.parse_plan(parser, self._arguments)
-            known = set(options_of(parser)) if recipes else set()
-            for recipe in recipes:
-                check_empty_keys(recipe, known)
+            try:
+                self.config = self.parse_plan(parser, self._arguments)
+            except ArgumentError as error:
+                raise ValueError(explain(error, parser, recipes, self._arguments)) from error
+            told = empty_and_unknown(recipes, parser)
+            if told is not None:
+                raise ValueError(told)
         else:
             import_public_names()
             self.config = parser.parse_object(arguments)
         for section in self._sections():
             check_numbers(section)
+            _check_choices(section.get("trainer") or {})
             check_finite(section.as_dict())
 
     def parse_plan(self, parser: LightningArgumentParser, arguments: list[str]) -> Namespace:
@@ -225,6 +220,19 @@ def _section(config: Namespace) -> Namespace:
     return section
 
 
+def _check_choices(trainer: Mapping[str, Any]) -> None:
+    """Refuse names of accelerators and strategies that Lightning doesn't know.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    registered = {"accelerator": AcceleratorRegistry, "strategy": StrategyRegistry}
+    for option, registry in registered.items():
+        value, names = trainer.get(option), {"auto", *(["gpu"] if option == "accelerator" else []), *registry}
+        if isinstance(value, str) and value.lower() not in names:
+            raise ValueError(f"`trainer.{option}={value}` is not known. {closest(value, names)}")
+
+
 def _asks_for_help(args: ArgsType) -> bool:
     """Whether arguments have the parser write what classes and their arguments are for."""
     if not isinstance(args, Sequence):
@@ -272,7 +280,7 @@ def silence_deprecated_calls() -> None:
 
 def _parser_arguments(run: bool) -> dict[str, Any]:
     """Return arguments for the parsers: usage lines that name what matters instead of every option."""
-    options = "[--config RECIPE ...] [--KEY VALUE ...]"
+    options, errors = "[--config RECIPE ...] [--with TECHNIQUE ...] [--KEY VALUE ...]", {"exit_on_error": False}
     if not run:
-        return {"usage": f"memfit {options}"}
-    return {name: {"usage": f"memfit {name} {options}"} for name in MemFitCLI.subcommands()}
+        return {"usage": f"memfit {options}", **errors}
+    return errors | {name: {"usage": f"memfit {name} {options}", **errors} for name in MemFitCLI.subcommands()}

@@ -1,19 +1,16 @@
 """`memfit`: one command with one file per subcommand, which is imported only when it is called."""
 
-import atexit
-import gc
 import os
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import FrameType, ModuleType
 
 from lightning_memfit import __version__
 
 from .errors import DEBUG_OPTION, DEBUG_VARIABLE, INTERRUPTED, original, readable_errors, report_unexpected
 from .noise import bars_on_terminals_only, without_noise
+from .recipe_files import configs_of, resolve
 
 # Name, module in this folder, description. A module has `main(argv: list[str]) -> int`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -22,76 +19,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "test": ("fit", "Evaluate a model on the test data."),
     "predict": ("fit", "Run a model over data."),
     "estimate": ("estimate", "Say how much memory a recipe needs, without the memory."),
+    "plan": ("plan", "Find the fastest way to train a recipe on a device, and say why."),
     "bench": ("bench", "Measure techniques one after the other, beside their predictions."),
     "scale": ("scale", "Measure a matrix of processes, sizes and techniques, and report it."),
-    "plan": ("plan", "Find the fastest way to train a recipe on a device, and say why."),
     "doctor": ("doctor", "Say what this machine has, and what would hinder training."),
     "recipes": ("recipes", "List the recipes that come with the package, or copy one."),
     "export": ("export", "Turn a checkpoint into a Hugging Face folder."),
     "generate": ("generate", "Continue a text with a trained model."),
 }
-
-
-_TRAINING = ("fit", "validate", "test", "predict", "bench", "scale", "--measure")
-"""What garbage collections matter to: memory that waits for one is measured, or is missing."""
-
-
-def program() -> int:
-    """`main` as a process of its own, in which garbage is hardly collected unless something is run for real.
-
-    Imports and traces make a million objects that stay; walking through them takes a sixth of a plan's time, and two
-    seconds at the process's end. What trains leaves Python in the usual way; for the others `_leave` does.
-    """
-    trains = bool(set(_TRAINING) & set(sys.argv[1:]))
-    if not trains:
-        gc.set_threshold(50_000, 20, 100)
-    code = main()
-    gc.freeze()
-    if not trains:
-        _leave(code)
-    return code
-
-
-def _leave(code: int) -> None:
-    """End the process without taking its modules apart, a third of a second for torch's; all else happens as usual.
-
-    Returns where that can't be told: while threads run, where a profiler or the like has called the program, if modules
-    of the user's hold something (files that were not closed), or if what was written can't be handed on.
-    """
-    if threading.active_count() > 1 or not _is_outermost() or _has_modules_of_users():
-        return
-    atexit._run_exitfuncs()
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # as where the process was started without it
-                stream.flush()
-    except (OSError, ValueError):  # nobody reads any more, or it is closed
-        return
-    os._exit(code)
-
-
-def _is_outermost() -> bool:
-    """Whether nobody waits for the program to return: it was called by a script, or by `python -m`."""
-    frame: FrameType | None = sys._getframe(2)  # past `_leave`
-    while frame is not None:
-        is_script = frame.f_code.co_name == "<module>" or frame.f_globals.get("__name__") == "runpy"
-        if not is_script and frame.f_code is not program.__code__:
-            return False
-        frame = frame.f_back
-    return True
-
-
-def _has_modules_of_users() -> bool:
-    """Whether a module was imported that belongs to no installed package, such as one with a module to estimate."""
-    from lightning_memfit.profile.culprit import owner_of
-
-    others = (
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and name.partition(".")[0] != "lightning_memfit"
-    )
-    files = (vars(module).get("__file__") for module in others if module is not sys.modules["__main__"])
-    return any(owner_of(file) == "user" for file in files if isinstance(file, str))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # One parser handles all Lightning commands, and reads the command's name itself.
             module, _ = COMMANDS[command]
             rest = arguments if module == "fit" else arguments[1:]
+            for name in configs_of(rest) if module in ("fit", "estimate", "plan") else ():
+                resolve(name)  # a file that isn't there is told before anything large is imported
             outcome.code = import_module(f".{module}", __package__).main(rest)
         return outcome.code
     except KeyboardInterrupt:  # while something is imported, or traced; `fit` ends by itself once it trains

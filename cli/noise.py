@@ -1,6 +1,6 @@
 """What is logged reaches the terminal where it belongs.
 
-`without_noise` drops messages of other packages that say nothing about the user's run; `progress_on_stdout` and
+`without_noise` drops warnings of other packages that say nothing about the user's run; `progress_on_stdout` and
 `bars_on_terminals_only` leave stderr empty where nothing is wrong.
 """
 
@@ -8,47 +8,26 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-_NOISE: dict[str, re.Pattern[str]] = {
-    # torchao 0.18 tries the kernels of every GPU and Python that its wheel was built for.
-    "torchao": re.compile(r"Failed to load \S+\.so: "),
-    # It registers its enumerations in a way that torch 2.13 deprecates.
-    "torch.utils._pytree": re.compile(r".* is an Enum subclass and is now natively supported"),
-    # bitsandbytes 0.50 has a kernel of its own for what it misses here.
-    "bitsandbytes.backends.cpu.ops": re.compile(r"Failed to load CPU gemm_4bit_forward from kernels-community"),
-    # diffusers looks for tensors that torchao 0.18 has moved; no recipe has weights of that kind.
-    "diffusers.quantizers.torchao.torchao_quantizer": re.compile(r"Unable to import `torchao` Tensor objects"),
-    # With a traceback; it then raises an error, which is reworded with the line of the file.
-    "datasets.packaged_modules.json.json": re.compile(r"Failed to load JSON from file "),
-    # Of norms that are clipped on a mesh of two dimensions, the sum of which torch takes in two steps.
-    "torch.distributed.tensor._redistribute": re.compile(r"While redistributing from "),
-    # Which accelerator a run is on is said by Lightning.
-    "DeepSpeed": re.compile(r"Setting (ds_)?accelerator to "),
-    # Lightning 2.6 recommends a service of its makers, for logging and for checkpoints.
-    "lightning.pytorch.utilities.rank_zero": re.compile(r"\W*Tip: For seamless cloud "),
-}
-"""Beginnings of such messages, by the logger that they come from."""
-
-
-def _is_worth_saying(record: logging.LogRecord) -> bool:
-    return _NOISE[record.name].match(record.getMessage()) is None
+_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+"""Loggers that warn whenever their package is imported: of kernels for other GPUs and Pythons (torchao 0.18), of how
+torchao registers its enumerations (torch 2.13), and of kernels that can be downloaded (bitsandbytes 0.50)."""
 
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Drop these messages, and no others; it has to begin before the packages are imported, as some speak then."""
-    loggers = [logging.getLogger(name) for name in _NOISE]
-    for logger in loggers:
-        logger.addFilter(_is_worth_saying)
+    """Let these loggers speak of errors only; it has to begin before the packages are imported."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, _NOISY)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(_is_worth_saying)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -222,45 +222,10 @@ def check_recipe(path: Path, argument: str = "--config") -> dict[str, Any]:
     return content
 
 
-def check_empty_keys(content: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse unknown keys with an empty mapping, which the parser leaves out without a word.
-
-    Args:
-        content: A recipe's sections, of which the parser has found nothing else to say.
-        known: Names of the parser's options, such as `trainer.max_steps`.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    from .explain import arguments_of, closest
-
-    trainer = content.get("trainer")
-    if isinstance(trainer, Mapping):
-        names = {name.removeprefix("trainer.") for name in known if name.startswith("trainer.")}
-        for key, value in trainer.items():
-            if value == {} and str(key).removesuffix("+") not in names:
-                raise ValueError(f"there is no option `trainer.{key}`. {closest(str(key), names)}")
-    for spec in _specs(content):
-        names = arguments_of(spec["class_path"])
-        for key, value in spec["init_args"].items():
-            if value == {} and names and key not in names:
-                name = spec["class_path"].rpartition(".")[2]
-                raise ValueError(f"{name} has no argument `{key}`. {closest(str(key), names)}")
-
-
-def _specs(values: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield every class with arguments in a configuration."""
-    if isinstance(values, Mapping):
-        if isinstance(values.get("class_path"), str) and isinstance(values.get("init_args"), Mapping):
-            yield values
-        for value in values.values():
-            yield from _specs(value)
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _specs(value)
-
-
-def _one_line(error: Exception) -> str:
+def _one_line(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
     return " ".join(str(error).split()).rstrip(".")
 
 

@@ -197,7 +197,6 @@ NAMES: dict[str, str] = {
     "_reduce_scatter_comm": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_restore_zero_state": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_results": "lightning.pytorch.Trainer",
-    "_run_exitfuncs": "atexit",
     "_safe_softmax": "torch.ops.aten",
     "_scaled_dot_product_attention_math": "torch.ops.aten",
     "_scaled_dot_product_cudnn_attention": "torch.ops.aten",

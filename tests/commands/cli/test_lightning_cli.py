@@ -46,7 +46,7 @@ def write(tmp_path):
             {"trainer": {"callbacks": [{"class_path": "ModelCheckpointt"}]}},
             "`trainer.callbacks`: there is no class `ModelCheckpointt`. Closest: lightning.pytorch.callbacks.",
         ),
-        ({"trainer": {"max_steps": "many"}}, "Expected a <class 'int'>. Got value: many"),
+        ({"trainer": {"max_steps": "many"}}, "`trainer.max_steps=many` must be a whole number"),
     ],
 )
 def test_mistakes_in_a_file_name_the_closest(write, capsys, content, message):
@@ -82,7 +82,7 @@ def test_print_config_composes_files_and_appends_callbacks(write, tmp_path, caps
 
 def test_help_is_short_at_the_top(capsys):
     assert main(["fit", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: memfit fit [--config RECIPE ...] [--KEY VALUE ...]")
+    assert capsys.readouterr().out.startswith("usage: memfit fit [--config RECIPE ...] [--with TECHNIQUE ...]")
 
 
 def test_without_running(write):

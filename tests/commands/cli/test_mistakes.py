@@ -50,9 +50,13 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
     [
         (
             {"trainer": {"callbacks": [callback("lightning.pytorch.callbacks.Timer", duration=600)]}},
-            "`duration`; Problem with given class_path 'lightning.pytorch.callbacks.Timer'; Expected a <class 'str'>",
+            "`trainer.callbacks`: `Timer.duration=600` must be text or ",
         ),
-        ({"trainer": {"strategy": "none"}}, "invalid strategy name: `strategy='none'`"),
+        ({"trainer": {"strategy": "none"}}, "`trainer.strategy=none` is not known. Closest: "),
+        ({"trainer": {"strategy": "memfit_fsdp3"}}, "`trainer.strategy=memfit_fsdp3` is not known. Closest: memfit_"),
+        ({"trainer": {"accelerator": "gpuu"}}, "`trainer.accelerator=gpuu` is not known. Closest: gpu"),
+        ({"trainer": {"max_epochs": "two"}}, "`trainer.max_epochs=two` must be a whole number or null."),
+        ({"text": "model:\n  class_path: [\n"}, "node content in line 3"),
         ({"trainer": {"devices": [0, 3]}}, "`devices` selected with `CPUAccelerator` should be an int > 0"),
         ({"trainer": {"devices": "two"}}, "`devices` selected with `CPUAccelerator` should be an int > 0"),
         (
@@ -139,6 +143,25 @@ def test_mistakes(run, tmp_path, changes, message):
     assert told.count("memfit: error: ") == 1
     assert "Traceback" not in told
     assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "message"),
+    [
+        ("fit", ["--trainer.max_epochs", "two"], "`trainer.max_epochs=two` must be a whole number or null."),
+        ("fit", ["--trainer.max_stepz=2"], "there is no option `trainer.max_stepz`. Closest: trainer.max_steps"),
+        ("fit", ["--trainer.callbacks+=MemoryLimi"], "`trainer.callbacks`: there is no class `MemoryLimi`. Closest: "),
+        ("fit", ["--model.learning_rat=1"], "`model`: CausalLM has no argument `learning_rat`. Closest: learning_rate"),
+        ("fit", ["--model.learning_rate=fast"], "`model`: `CausalLM.learning_rate=fast` must be a number. Change it."),
+        ("estimate", ["--micro-batch", "4"], "there is no option `--micro-batch`. Closest: --micro-batch-size"),
+        ("plan", ["--micro-batch", "4"], "there is no option `--micro-batch`. Closest: "),
+    ],
+)
+def test_mistakes_of_options_name_option_and_value(run, command, option, message):
+    code, told = run(command, *option)
+    assert code == 2
+    assert told.startswith(f"memfit: error: {message}")
+    assert len(told.splitlines()) == 1
 
 
 def test_a_text_with_an_enum_as_default_is_written_as_text():
@@ -284,16 +307,3 @@ def test_long_messages_are_cut(capsys):
     told = capsys.readouterr().err
     assert "line 5 ..." in told
     assert "line 6" not in told
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--temperature", "nan"], "`temperature=nan` must be a number from 0 on"),
-        (["--max_new_tokens", "-3"], "`max_new_tokens=-3` must be at least 1"),
-        (["--top_k", "0"], "`top_k=0` must be at least 1"),
-    ],
-)
-def test_numbers_with_which_nothing_is_generated(capsys, options, message):
-    assert main(["generate", "--ckpt_path", "none.ckpt", *options]) == 2
-    assert message in capsys.readouterr().err
