@@ -8,11 +8,15 @@ import re
 import shlex
 import tempfile
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 _NEGATIVE = re.compile(r"-[0-9.]+")
 """A value, not an option, also for argparse."""
+
+_SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "with", "memfit", "made_for", "print_config")
+"""What options of a recipe begin with."""
 
 NAMED_OPTIONS = (
     "sequence_length",
@@ -32,6 +36,9 @@ def split_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
     """Separate our options from those of the recipe, keeping the order of each.
 
     `--config` belongs to both. After a `--config`, `--model` belongs to the recipe.
+
+    Raises:
+        ValueError: If an option is neither ours nor below a section of recipes.
     """
     takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
     from_recipe = any(argument.partition("=")[0] in ("--config", "-c") for argument in argv)
@@ -52,6 +59,11 @@ def split_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
             place = [ours]
         else:
             place, name = [theirs], argument.partition("=")[0]
+            root = name[2:].partition(".")[0].removesuffix("+")
+            if name.startswith("--") and root not in (*_SECTIONS, "help"):
+                known = [*takes_value, *(f"--{section}" for section in _SECTIONS)]
+                words = get_close_matches(name, takes_value, n=3, cutoff=0.7) or known
+                raise ValueError(f"there is no option `{name}`. Closest: {', '.join(words)}.")
         for target in place:
             target.append(f"{name}{equals}{value}")
         if equals or (place == [ours] and not takes_value[name]):

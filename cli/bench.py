@@ -18,7 +18,7 @@ from lightning_memfit.bench.runner import Runner
 from lightning_memfit.memory.kind import CPU, MODELLED, DeviceKind
 
 from .arguments import check_folder
-from .recipe_files import resolve
+from .recipe_files import resolve, technique_config
 
 _EPILOG = """\
 examples:
@@ -183,13 +183,15 @@ def experiment_file(name: str) -> Path:
 
 
 def read_recipe(name: str) -> Mapping[str, Any]:
-    """Return the configuration of a recipe, fragment or file.
+    """Return the configuration of a technique, recipe or file.
 
     Raises:
         ValueError: If there is none with that name.
     """
     import yaml
 
+    with contextlib.suppress(ValueError):
+        return technique_config(name)
     try:
         path = Path(resolve(name))
     except ValueError as error:

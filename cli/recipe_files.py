@@ -1,5 +1,6 @@
-"""The recipes that come with the package, by name, and the text of a plan's file, which is laid over one."""
+"""The recipes that come with the package, by name, what is laid over one by `--with`, and the text of a plan's file."""
 
+import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
@@ -30,7 +31,7 @@ TASKS = {
 
 
 def available() -> dict[str, Path]:
-    """Return names and files of all recipes: `quickstart`, `fragments/wandb`, ..."""
+    """Return names and files of all recipes: `quickstart`, `quick/gpt2xl`, ..."""
     files = sorted(FOLDER.rglob("*.yaml"))
     return {file.relative_to(FOLDER).with_suffix("").as_posix(): file for file in files}
 
@@ -61,24 +62,52 @@ def resolve(name: str) -> str:
     raise ValueError(f"`--config {name}` is neither a file nor a recipe. {known}")
 
 
+def technique_config(name: str) -> dict[str, Any]:
+    """Return the sections that lay a technique over a recipe.
+
+    Args:
+        name: Of the technique's record.
+
+    Raises:
+        ValueError: If no technique has that name.
+    """
+    from lightning_memfit.techniques.core.registry import techniques
+
+    records = {technique.name: technique for technique in techniques()}
+    if name not in records:
+        words = get_close_matches(name, records, n=3) or list(records)
+        raise ValueError(f"`--with {name}` is no technique. Closest: {', '.join(words)}.")
+    return records[name].config()
+
+
 def resolve_arguments(arguments: Sequence[str]) -> list[str]:
-    """Replace the recipe name after every `--config` or `-c` by its file."""
+    """Replace the recipe name after every `--config` or `-c` by its file, and `--with NAME` by what it stands for.
+
+    Raises:
+        ValueError: If there is no such recipe or technique.
+    """
     resolved: list[str] = []
-    for argument in arguments:
-        if resolved and resolved[-1] in ("--config", "-c"):
-            resolved.append(resolve(argument))
-        elif argument.startswith("--config="):
-            resolved.append(f"--config={resolve(argument.removeprefix('--config='))}")
-        else:
+    waiting = iter(arguments)
+    for argument in waiting:
+        option, equals, value = argument.partition("=")
+        if option not in ("--config", "-c", "--with"):
             resolved.append(argument)
+            continue
+        value = value if equals else next(waiting, "")
+        if value.startswith("{"):  # resolved already
+            resolved.append(argument)
+        elif option == "--with":
+            resolved.append(f"--config={json.dumps(technique_config(value))}")
+        else:
+            resolved += [f"{option}={resolve(value)}"] if equals else [option, resolve(value)]
     return resolved
 
 
 def configs_of(arguments: Sequence[str]) -> list[str]:
-    """Return the files that `--config` and `-c` name, in no order."""
+    """Return the files that `--config` and `-c` name, in no order; what `--with` stood for is no file."""
     named = [value for option, value in pairwise(arguments) if option in ("--config", "-c")]
     joined = [argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config=")]
-    return [*named, *joined]
+    return [*named, *(one for one in joined if not one.startswith("{"))]
 
 
 def without_config(arguments: Sequence[str], path: str) -> list[str]:

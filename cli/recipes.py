@@ -10,7 +10,7 @@ from .recipe_files import SIZES, TASKS, available, describe, resolve
 
 
 def main(argv: list[str]) -> int:
-    """List recipes, or copy one; files are never overwritten."""
+    """List recipes and techniques, or copy a recipe; files are never overwritten."""
     parser = argparse.ArgumentParser(prog="memfit recipes", description="List the recipes, or copy one to change it.")
     actions = parser.add_subparsers(dest="action", metavar="{list,copy}")
     actions.add_parser("list", help="names and what they are for (the default)")
@@ -27,6 +27,12 @@ def main(argv: list[str]) -> int:
     width = max(map(len, recipes))
     for name, file in recipes.items():
         print(f"{name:<{width}}  {describe(file)}")
+
+    from lightning_memfit.techniques.core.registry import techniques
+
+    print("\nTechniques, each of which `--with NAME` lays over a recipe:\n")
+    for technique in techniques():
+        print(f"{technique.name:<{width}}  {technique.summary}")
     print()
     print(*by_task_and_memory(json.loads(SIZES.read_text(encoding="utf-8"))["rows"]), sep="\n")
     return 0

@@ -9,11 +9,11 @@
     scales: {small: {base: {...}, measure: {...}, overlays: {...}}, full: {}}       # laid over those above
     rows:
       vanilla: {title: ..., layers: [], reference: {samples_per_second: 8.86, memory_mb: 14949}}
-      all: {layers: [1x4, fragments/activation_checkpointing, {trainer: {precision: 16-mixed}}]}
+      all: {layers: [1x4, activation_checkpointing, {trainer: {precision: 16-mixed}}]}
       theirs: {group: vanilla, peer: hf_trainer, options: {optim: adamw_torch}}     # another tool trains it
 
-A layer is the name of an overlay, of a recipe fragment or of a file, or the configuration itself. A `peer` is a name in
-`peers.peer.PEERS`, and `options` are that tool's own. Rows of one `group` are compared side by side.
+A layer is the name of an overlay, of a technique, of a recipe or of a file, or the configuration itself. A `peer` is a
+name in `peers.peer.PEERS`, and `options` are that tool's own. Rows of one `group` are compared side by side.
 
 `overlay` merges configurations; `load_experiment` reads and checks the file, and resolves every row.
 """
@@ -33,7 +33,7 @@ import yaml
 from lightning_memfit.bench.peers.peer import PEERS
 from lightning_memfit.memory.kind import MODELLED, DeviceKind
 
-# --- merging configurations, by the rules of recipes and their fragments ----------------------------------------------
+# --- merging configurations, by the rules of recipes ------------------------------------------------------------------
 
 
 Settings = dict[str, Any]
@@ -179,7 +179,7 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
         path: YAML file; its stem is the experiment's name.
         scale: One of the file's `scales`.
         device: `cpu` or `cuda`.
-        read_recipe: Reads fragments by name.
+        read_recipe: Reads recipes, and configurations of techniques, by name.
 
     Raises:
         ValueError: If the file is not an experiment, or names something unknown.

@@ -9,7 +9,7 @@
       devices: [1, 2]                                   # processes, DDP beyond one
       micro_batch_size: [2, 8]
       sequence_length: [128]
-      technique: {none: [], checkpointing: [fragments/activation_checkpointing]}
+      technique: {none: [], checkpointing: [activation_checkpointing]}
       model: {tiny: [], small: [{model: {init_args: {config: {n_layer: 6}}}}]}
     paths: {micro_batch_size: data.init_args.batch_size, sequence_length: data.init_args.sequence_length}
 
@@ -70,7 +70,7 @@ def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Sweep:
     Args:
         path: YAML file; its stem is the sweep's name.
         device: `cpu` or `cuda`.
-        read_recipe: Reads fragments by name.
+        read_recipe: Reads recipes, and configurations of techniques, by name.
 
     Raises:
         ValueError: If the file is not a sweep, names something unknown, or has a global batch that can't be divided.

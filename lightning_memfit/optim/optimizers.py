@@ -162,7 +162,7 @@ class Replacement:
     """The technique that exchanges a module's AdamW for an optimizer."""
 
     technique: str
-    """Name of the technique and of its recipe fragment."""
+    """Name of the technique."""
     summary: str
     numerics: frozenset[Literal["exact", "optimizer", "8bit", "4bit"]]
     """Changes of the numbers that must be allowed for it, as in `Technique.numerics`."""

@@ -31,7 +31,7 @@ def place(tmp_path_factory):
         "trainer.logger.init_args.save_dir": root / "run",
     }
     given = [f"--{name}={value}" for name, value in options.items()]
-    assert main(["fit", "--config", "quickstart", *given, "--config", "fragments/qlora"]) == 0
+    assert main(["fit", "--config", "quickstart", *given, "--with", "qlora"]) == 0
     [root_checkpoint] = (root / "run").rglob("*.ckpt")
     return root, root_checkpoint
 

@@ -117,7 +117,7 @@ class Technique:
     """One entry of the registry. Its memory comes from tracing what `build` returns, never from a second formula."""
 
     name: str
-    """Name of the technique and of its fragment, `recipes/fragments/<name>.yaml`."""
+    """Name of the technique, as `--with` takes it."""
     kind: Kind
     summary: str
     """One line for tables."""

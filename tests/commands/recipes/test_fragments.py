@@ -1,13 +1,14 @@
-"""Every fragment composes with the quickstart recipe. Those of techniques run as the contract test runs them."""
+"""Every fragment and technique composes with the quickstart recipe. Techniques alone run in the contract test."""
 
 import pytest
+import yaml
 
 from cli.main import main
 from cli.recipe_files import available
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 
-RECORDS = {f"fragments/{technique.name}": technique for technique in TECHNIQUES}
-OTHERS = [name for name in available() if name.startswith("fragments/") and name not in (*RECORDS, "fragments/wandb")]
+RECORDS = {technique.name: technique for technique in TECHNIQUES}
+FRAGMENTS = [name for name in available() if name.startswith("fragments/") and name != "fragments/wandb"]
 TOGETHER = ["bf16_mixed", "adafactor", "chunked_loss", "attention_kernel", "activation_checkpointing"]
 SMALL = [
     "--model.config.n_embd=32",
@@ -20,35 +21,69 @@ SMALL = [
 ]
 
 
-def fit(*fragments: str) -> list[str]:
-    laid_over = [argument for name in fragments for argument in ("--config", name)]
+def fit(*laid_over: str) -> list[str]:
     return ["fit", "--config", "quickstart", "--trainer.callbacks=[]", *laid_over, *SMALL]
 
 
 @pytest.mark.nightly_cases("fragments/activation")
-@pytest.mark.parametrize("fragment", OTHERS)
+@pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_fragment_runs(fragment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(fit(fragment)) == 0
+    assert main(fit("--config", fragment)) == 0
 
 
 def test_wandb_fragment_runs(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
-    assert main(fit("fragments/wandb")) == 0
+    assert main(fit("--config", "fragments/wandb")) == 0
     assert list(tmp_path.rglob("*.wandb"))
     wandb.finish()  # Lightning leaves the run open, and the next one of this process would join it
 
 
-def test_fragments_run_together(tmp_path, monkeypatch):
+def test_techniques_run_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(fit(*(f"fragments/{name}" for name in TOGETHER))) == 0
+    assert main(fit(*(argument for name in TOGETHER for argument in ("--with", name)))) == 0
 
 
-@pytest.mark.parametrize("fragment", RECORDS)
-def test_fragment_composes(fragment, capsys):
-    assert main([*fit(fragment), "--print_config"]) == 0
-    printed = capsys.readouterr().out
-    assert all(spec.class_path in printed for spec in RECORDS[fragment].callbacks)
-    assert all(f"{name}: {value}" in printed for name, value in RECORDS[fragment].trainer.items())
+@pytest.mark.parametrize("name", RECORDS)
+def test_technique_composes(name, capsys):
+    assert main([*fit(f"--with={name}"), "--print_config"]) == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    for option, value in RECORDS[name].config()["trainer"].items():
+        if option.endswith("+"):
+            written = [spec["class_path"] for spec in trainer[option.removesuffix("+")]]
+            assert written == [spec["class_path"] for spec in value]
+        else:
+            assert trainer[option] == value
+
+
+def test_options_after_a_technique_are_for_its_callback(capsys):
+    assert main([*fit("--with", "optimizer_8bit", "--trainer.callbacks.paged=true"), "--print_config"]) == 0
+    (callback,) = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    assert callback["class_path"].endswith(".Optimizer8bit")
+    assert callback["init_args"]["paged"] is True
+
+
+@pytest.mark.parametrize("command", ["fit", "estimate", "plan"])
+def test_a_name_of_no_technique_is_refused_with_the_closest(command, capsys):
+    assert main([command, "--config", "quickstart", "--with", "optimizer_8bits"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("memfit: error: `--with optimizer_8bits` is no technique. Closest: optimizer_8bit, ")
+    assert len(told.splitlines()) == 1
+
+
+def test_an_estimate_counts_what_is_laid_over_it(capsys):
+    recipe = ["estimate", "--config", "quickstart", "--data.max_files=2", "--device", "12GiB", "--json"]
+    needed = []
+    for laid_over in ([], ["--with", "optimizer_8bit"]):
+        assert main([*recipe, "--trainer.callbacks=[]", *laid_over]) == 0
+        peak = yaml.safe_load(capsys.readouterr().out)["peak"]
+        needed.append(peak["breakdown"]["device"]["optimizer_state"])
+    assert needed[1] < 0.5 * needed[0]
+
+
+def test_the_recipes_list_every_technique(capsys):
+    assert main(["recipes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{name} " in shown and technique.summary in shown for name, technique in RECORDS.items())

@@ -17,7 +17,7 @@ MINIMAL = {
         "plain": {},
         "all": {
             "title": "everything",
-            "layers": ["half", "fragments/activation_checkpointing", {"seed_everything": 1}],
+            "layers": ["half", "activation_checkpointing", {"seed_everything": 1}],
         },
     },
 }
