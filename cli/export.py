@@ -20,10 +20,13 @@ def main(argv: list[str]) -> int:
     from .trained import end_with_answers, load_trained, load_verified
 
     if arguments.adapters_only:
-        print(export_adapters(load_verified(arguments.ckpt_path), arguments.folder))
+        folder = export_adapters(load_verified(arguments.ckpt_path), arguments.folder)
+        print(f"Adapters: {folder}\nLoad them with `peft.PeftModel.from_pretrained(network, {str(folder)!r})`.")
         return 0
 
     trained = load_trained(arguments.ckpt_path, arguments.tokenizer)
     end_with_answers(trained)
-    print(export_folder(trained.network, arguments.folder, trained.tokenizer))
+    folder = export_folder(trained.network, arguments.folder, trained.tokenizer)
+    kind = type(trained.network).__name__
+    print(f"Model and tokenizer: {folder}\nLoad it with `transformers.{kind}.from_pretrained({str(folder)!r})`.")
     return 0

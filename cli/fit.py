@@ -96,6 +96,8 @@ class FitCLI(MemFitCLI):
         """
         if self.planned_for is not None and self.subcommand == "fit":
             self._check_device(self.planned_for)
+        elif self.subcommand in ("validate", "test", "predict") and self.config[self.subcommand].ckpt_path is None:
+            print("memfit: no `--ckpt_path`: the weights are those that the model starts with.", file=sys.stderr)
         if self._folder is not None:
             self._folder.follow(self.trainer)
         guard_loggers(self.trainer.loggers)
@@ -119,16 +121,12 @@ class FitCLI(MemFitCLI):
             print(line)
 
     def _next(self, checkpoint: str, folder: Path | str | None) -> str | None:
-        """Say how to use a trained model: one that writes text by its text, any other by its own steps."""
-        of_data = getattr(getattr(self.trainer, "datamodule", None), "hparams", {})
-        if of_data.get("tokenizer"):
+        """Say how to use a trained model: one that writes text in other programs, any other by its own steps."""
+        if getattr(getattr(self.trainer, "datamodule", None), "hparams", {}).get("tokenizer"):
             from lightning_memfit.models import CausalLM, Seq2SeqLM
 
-            if isinstance(self.model, Seq2SeqLM):
+            if isinstance(self.model, (CausalLM, Seq2SeqLM)):
                 return next_line("export", ["--ckpt_path", checkpoint, "--folder", "exported"])
-            if isinstance(self.model, CausalLM):
-                prompt = "What can you do?" if "chat_template" in of_data else "Once upon a time"
-                return next_line("generate", ["--ckpt_path", checkpoint, "--prompt", prompt])
         config = Path(folder or ".") / "config.yaml"
         steps = [name for name in ("validate", "test") if is_overridden(_STEP_OF[name], self.model)]
         if not steps or not config.is_file():
@@ -137,7 +135,7 @@ class FitCLI(MemFitCLI):
 
     def _next_without_checkpoint(self) -> str | None:
         """Say how to make the run again so that it leaves a checkpoint."""
-        words, trainer = list(self._arguments or ())[1:], self.trainer
+        words, trainer = self._given[1:], self.trainer
         if not words:
             return None
         if trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -25,7 +25,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "Say what this machine has, and what would hinder training."),
     "recipes": ("recipes", "List the recipes that come with the package, or copy one."),
     "export": ("export", "Turn a checkpoint into a Hugging Face folder."),
-    "generate": ("generate", "Continue a text with a trained model."),
 }
 
 

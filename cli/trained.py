@@ -1,4 +1,4 @@
-"""Load a trained network and its tokenizer from a checkpoint or an exported folder, for `export` and `generate`."""
+"""Load a trained network and its tokenizer from a checkpoint, for `export`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from lightning_memfit.data.chat_template import ChatTemplate, read_template
 from lightning_memfit.data.pairs import set_languages
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.hub import asked_once
-from lightning_memfit.models.architecture import auto_class
 from lightning_memfit.models.trained import ARCHITECTURE_KEY, load_checkpoint, network_from_checkpoint
 
 if TYPE_CHECKING:
@@ -86,22 +85,3 @@ def load_verified(ckpt_path: str) -> dict[str, Any]:
     if ARCHITECTURE_KEY not in checkpoint:
         raise ValueError(f"`ckpt_path={ckpt_path!r}` is not a checkpoint of a CausalLM.")
     return checkpoint
-
-
-def load_exported(folder: str) -> Trained:
-    """Load a Hugging Face folder, as `memfit export` writes it. A tokenizer with a chat template stands for chats.
-
-    Raises:
-        ValueError: If the folder is missing or incomplete.
-    """
-    from transformers import AutoConfig
-
-    if not Path(folder).is_dir():
-        raise ValueError(f"`--folder {folder}`: there is no such folder.")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        network = auto_class(config).from_pretrained(folder, dtype="auto", trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(f"`--folder {folder}` is not a complete Hugging Face folder: {error}") from error
-    tokenizer = load_tokenizer(folder)
-    return Trained(network.eval(), tokenizer, None if tokenizer.chat_template is None else {})

@@ -239,7 +239,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "Hidden code": _cases(
         "ranks/test_payloads.py",
         (
-            "in a checkpoint of one device, FSDP2 or ZeRO, for `fit`, `export` and `generate`",
+            "in a checkpoint of one device, FSDP2 or ZeRO, for `fit` and `export`",
             "it never runs; one message and exit code 2",
             "test_checkpoints_of_each_strategy",
         ),

@@ -131,9 +131,6 @@ estimate --model=nothing
 estimate --model=gpt2 --micro-batch-size=0
 estimate --config=CONFIG --device=x
 estimate --config=CONFIG --micro-batch-size=x
-generate --ckpt_path=none.ckpt --temperature=nan
-generate --ckpt_path=none.ckpt --max_new_tokens=-4
-generate --folder=.
 generate
 export --ckpt_path=CONFIG --folder=out
 export --ckpt_path=none --folder=out

@@ -134,19 +134,6 @@ class ChatTemplate:
             found.is_answer[start:end] = message.get("weight", 1) == 1
         return found
 
-    def prompt(self, messages: Messages) -> list[int]:
-        """Return the tokens after which the model is to answer.
-
-        Args:
-            messages: With `role` and `content`, both text; the last one isn't an answer.
-
-        Raises:
-            ValueError: If messages are malformed, or the template refuses them.
-        """
-        text = self._render(_checked(messages), add_generation_prompt=True)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
     # --- answers that the template marks, and answers by what stands before them --------------------------------------
 
     def _by_marks(self, messages: Messages, tools: Sequence[Any] | None) -> Conversation:

@@ -55,7 +55,6 @@ def continue_ids(
     max_new_tokens: int,
     temperature: float,
     top_k: int,
-    ends: Sequence[int] = (),
 ) -> list[int]:
     """Return the tokens that a model adds to others, up to an end; the training mode is kept.
 
@@ -66,7 +65,6 @@ def continue_ids(
         max_new_tokens: Maximum number of tokens to add.
         temperature: Temperature of the sampling; 0 takes the likeliest token each time.
         top_k: Number of likeliest tokens to sample from.
-        ends: Tokens that end a text besides the tokenizer's end of sequence.
 
     Raises:
         ValueError: If a number is out of range, or prompt and continuation exceed the model's positions.
@@ -93,7 +91,7 @@ def continue_ids(
             inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=max_new_tokens,
-            eos_token_id=sorted({tokenizer.eos_token_id, *ends}),
+            eos_token_id=tokenizer.eos_token_id,
             pad_token_id=padding,
             use_cache=True,
             **sampling,

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from cli.main import main
 from lightning_memfit.data.tokenization import byte_tokenizer
+from lightning_memfit.models.sampling import continue_text
 from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
 
 
@@ -125,16 +129,15 @@ def test_export_reloads_with_equal_logits(trained, tmp_path, capsys):
     assert "nothing is overwritten" in capsys.readouterr().err
 
 
-def test_generate_from_checkpoint_and_from_folder(trained, tmp_path, capsys):
-    path = checkpoint(trained, "whole", 6)
-    main(["export", "--ckpt_path", path, "--folder", str(tmp_path / "out")])
-    capsys.readouterr()
-    texts = []
-    for source in (["--ckpt_path", path], ["--folder", str(tmp_path / "out")]):
-        assert main(["generate", *source, "--prompt", "99 bot", "--max_new_tokens", "8"]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("99 bot")
+def test_the_example_continues_a_text_with_what_was_exported(trained, tmp_path):
+    main(["export", "--ckpt_path", checkpoint(trained, "whole", 6), "--folder", str(tmp_path / "out")])
+    example = Path(__file__).parents[2] / "examples" / "generate.py"
+    command = [sys.executable, str(example), str(tmp_path / "out"), "99 bot", "--max_new_tokens=8", "--temperature=0"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    network = network_from_checkpoint(load_checkpoint(checkpoint(trained, "whole", 6)))
+    expected = continue_text(network, AutoTokenizer.from_pretrained(tmp_path / "out"), "99 bot", 8, 0, 1)
+    assert ended.stdout == f"{expected}\n"
+    assert expected.startswith("99 bot")
 
 
 @pytest.mark.parametrize(

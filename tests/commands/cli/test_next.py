@@ -33,7 +33,7 @@ def somewhere_else(tmp_path, monkeypatch):
         (
             {"class_path": f"{_MODELS}.CausalLM", "init_args": {"config": _TINY}},
             {"class_path": f"{_DATA}.StandardLibraryText", "init_args": {"max_files": 2, "sequence_length": 16}},
-            "generate",
+            "export",
         ),
     ],
 )

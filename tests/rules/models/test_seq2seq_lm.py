@@ -2,8 +2,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from cli.trained import load_exported
 from lightning_memfit.data.pairs import TokenizedPairs
 from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM, Seq2SeqLM
@@ -86,8 +86,8 @@ def test_learns_its_pairs_and_writes_what_it_read(tmp_path):
     again = network_from_checkpoint(saved)
     assert continue_text(again, byte_tokenizer(), "one", 8, 0, 1) == "eins"
     exported = module.export(tmp_path / "out", byte_tokenizer())
-    trained = load_exported(str(exported))
-    assert continue_text(trained.network, trained.tokenizer, "three", 8, 0, 1) == "drei"
+    network, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    assert continue_text(network, tokenizer, "three", 8, 0, 1) == "drei"
 
 
 def test_predicts_a_token_for_every_label(tmp_path):
