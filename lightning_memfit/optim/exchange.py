@@ -9,18 +9,19 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_memfit.optim.eight_bit import Form, guard, guarded, refuse_parameter
 from lightning_memfit.optim.optimizers import KERNELS, EightBitForm, OptimizerClass, class_named, class_of
-from lightning_memfit.optim.states import Resume, State, apart, has_gaps, moments_of, together
+from lightning_memfit.optim.states import Resume, StateDict, has_gaps
 from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
 
 # --- torchao's optimizers under dispatch modes ------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
             """Return states in plain tensors."""
             saved: dict[str, Any] = super().state_dict()
             states = saved["state"].items()
-            return {**saved, "state": {index: {k: apart(v) for k, v in state.items()} for index, state in states}}
+            return {**saved, "state": {index: {k: _apart(v) for k, v in state.items()} for index, state in states}}
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             """Copy everything; torch's optimizers leave out attributes that torchao needs."""
@@ -89,24 +90,30 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 class _ResumeTorchao(Resume):
-    """Loads states of any width in the width of a torchao optimizer."""
+    """Loads states of the same class of torchao."""
 
     @override
-    def restored(self, optimizer: Any, parameter: Tensor, state: State) -> State:
-        made = {name: optimizer._new_buffer(parameter, signed) for name, signed in _STATES.items()}
-        saved = {key: together(value) for key, value in state.items()}
-        if set(made) <= set(saved) and all(_same_form(saved[name], buffer) for name, buffer in made.items()):
-            return saved
-        step, moments = moments_of(state, self.family)
-        for name, buffer in made.items():
-            buffer.copy_(moments[name].to(parameter.device))
-        return {"step": torch.tensor(float(step)), **made}
+    def adapt(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        states = state_dict["state"].items()
+        whole = {index: {key: _together(value) for key, value in state.items()} for index, state in states}
+        return super().adapt(optimizer, {**state_dict, "state": whole})
 
 
-def _same_form(saved: Any, buffer: Tensor) -> bool:
-    """Whether two states have one class, so that one can stand for the other; fp32 ones of small weights do too."""
-    same_block = getattr(saved, "block_size", None) == getattr(buffer, "block_size", None)
-    return type(saved) is type(buffer) and same_block and saved.shape == buffer.shape
+def _apart(value: Any) -> Any:
+    """Take a tensor subclass of torchao apart into plain tensors, as Lightning's loading can't restore subclasses."""
+    if not is_traceable_wrapper_subclass(value):
+        return value
+    names, context = value.__tensor_flatten__()
+    parts = {name: getattr(value, name) for name in names}
+    return {"class": type(value).__name__, "parts": parts, "context": context}
+
+
+def _together(value: Any) -> Any:
+    """Make the tensor subclass that `_apart` took apart."""
+    if not (isinstance(value, dict) and "parts" in value):
+        return value
+    kind = getattr(import_module("torchao.optim.adam"), value["class"])
+    return kind.__tensor_unflatten__(value["parts"], value["context"])
 
 
 def refuse_wide(parameter: Tensor, name: str) -> None:
@@ -153,7 +160,8 @@ def exchange(
     """
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     source, target = class_of(optimizer), class_named(name)
-    if optimizer.state and source.name != name and (not target.family or target.family != source.family):
+    family = "" if target.package == "torchao" else target.family  # its states mean nothing to other classes
+    if optimizer.state and source.name != name and (not family or family != source.family):
         raise ValueError(
             f"`optimizer` ({type(optimizer).__name__}) has states already, which mean nothing to {name}. Exchange it "
             "before it steps."
@@ -184,7 +192,7 @@ def exchange(
         guard(built, optimizer, Form(target.class_name, EightBitForm()), name, technique, asked)
     else:
         kind = _ResumeTorchao if target.package == "torchao" else Resume
-        kind(target.family, name, technique, asked).attach(built, optimizer)
+        kind(family, name, technique, asked).attach(built, optimizer)
     built.defaults.update(later)
     lost = (set(source.meanings) | {"decoupled_weight_decay"}) - set(built.param_groups[0])
     built.register_step_pre_hook(_Watch(name, lost, _steps_sparse(target, options)))

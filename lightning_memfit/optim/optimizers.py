@@ -133,7 +133,7 @@ class OptimizerClass:
     note: str = ""
     """Other changes that the class brings."""
     family: str = ""
-    """Key of `states.MOMENTS`, if the states of this class mean the same as those of others."""
+    """Key of `states.MOMENTS`, if this class computes the same as others of that name."""
     eight_bit: EightBitForm | None = None
     """Form in bitsandbytes with the same formula; None if there is none."""
 

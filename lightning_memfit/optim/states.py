@@ -1,16 +1,14 @@
-"""`Resume`: load the states that one optimizer saved into another of its family.
+"""`Resume`: load the states that one optimizer saved into the 8-bit or 32-bit form of the same family.
 
-torch, bitsandbytes and torchao keep the same moments under other names and in other widths. Widening to 32 bits keeps
-every value; narrowing rounds as the optimizer itself does after each step. States of another family, or of a class
-whose states mean nothing elsewhere, are refused before anything is loaded.
+States of 32 bits have torch's names, those of 8 bits bitsandbytes' (`state1`, `absmax1`, `qmap1`). Widening keeps every
+value; narrowing rounds as the optimizer itself does after each step. States of another family, or of a class whose
+states mean nothing elsewhere, are refused before anything is loaded.
 
-bitsandbytes' 8-bit format: Dettmers et al., 2022, arXiv 2110.02861, section 2. Written for bitsandbytes 0.50
-(`state1`, `absmax1`, `qmap1`) and torchao 0.18; `tests/numerics/optim/test_states.py` fails when these move.
+Written for bitsandbytes 0.50; `tests/numerics/optim/test_states.py` fails when its names move.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memfit.optim.optimizers import KERNELS, class_of, optimizer_classes
+from lightning_memfit.optim.optimizers import KERNELS, optimizer_classes
 from lightning_memfit.optim.steps import OwnHook
 
 State: TypeAlias = dict[str, Any]
@@ -43,51 +41,10 @@ COMPENSATION = "compensation"
 FLOAT32_STEP = "float32_step"
 """Key under which `Float32Step` saves how it rounds."""
 _WRAPPED = "__bnb_optimizer_quant_state__"
+_SWITCHES = {"amsgrad", "maximize", "nesterov", "centered"}
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
-
-
-def dequantize(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    """Widen bitsandbytes' 8-bit values to float32: the values with which its next step would compute.
-
-    Args:
-        codes: Indices into `table`, uint8; AdEMAMix stacks two moments along the first dimension.
-        scales: One scale per 256 elements; shape (blocks,), or (2, blocks) for stacked moments.
-        table: The 256 values of the quantization map.
-
-    Raises:
-        ValueError: If the number of scales is not that of blocks of 256 elements.
-    """
-    if scales.dim() == 2:
-        return torch.stack([dequantize(c, s, table) for c, s in zip(codes, scales, strict=True)])
-    if scales.numel() != -(-codes.numel() // BLOCK_SIZE):
-        raise ValueError(
-            f"`ckpt_path`: 8-bit states of shape {tuple(codes.shape)} have {scales.numel()} scales, which is not one "
-            f"per {BLOCK_SIZE} elements. Another version of bitsandbytes wrote them; start from the weights alone."
-        )
-    values = table.float()[codes.reshape(-1).int()]
-    whole = codes.numel() // BLOCK_SIZE
-    values[: whole * BLOCK_SIZE].view(whole, BLOCK_SIZE).mul_(scales[:whole, None])
-    values[whole * BLOCK_SIZE :].mul_(scales[whole:])
-    return values.view(codes.shape)
-
-
-def apart(value: Any) -> Any:
-    """Take a tensor subclass of torchao apart into plain tensors, as Lightning's loading can't restore subclasses."""
-    if not is_traceable_wrapper_subclass(value):
-        return value
-    names, context = value.__tensor_flatten__()
-    parts = {name: getattr(value, name) for name in names}
-    return {"class": type(value).__name__, "parts": parts, "context": context}
-
-
-def together(value: Any) -> Any:
-    """Make the tensor subclass that `apart` took apart."""
-    if not (isinstance(value, dict) and "parts" in value):
-        return value
-    kind = getattr(import_module("torchao.optim.adam"), value["class"])
-    return kind.__tensor_unflatten__(value["parts"], value["context"])
 
 
 def flat(state: Mapping[str, Any]) -> State:
@@ -96,54 +53,25 @@ def flat(state: Mapping[str, Any]) -> State:
 
 
 def moments_of(state: Mapping[str, Any], family: str) -> tuple[int, dict[str, Tensor]]:
-    """Number of steps, and the moments in float32 by torch's names, whoever wrote the state.
-
-    Raises:
-        ValueError: If 8-bit states are of an unknown format.
-    """
+    """Number of steps, and the moments in float32 by torch's names, of a state of 8 or 32 bits."""
     state = flat(state)
-    step = state.get("step", 1)
     names = MOMENTS[family]
-    if NUMBERED[0] in state:
-        keys = dict(zip(names, NUMBERED, strict=False))
-    elif family == "Lion":
-        keys = dict.fromkeys(names, _only_tensor(state))
-    else:
-        keys = {name: name for name in names}
-    return int(step), {name: _wide(state, key) for name, key in keys.items() if state.get(key) is not None}
-
-
-def _only_tensor(state: State) -> str:
-    """Classes called Lion name their only moment as they like."""
-    keys = [key for key, value in state.items() if key != "step" and (isinstance(value, Tensor) or "parts" in value)]
-    if len(keys) != 1:
-        raise ValueError(
-            f"`ckpt_path`: a state of Lion has one moment, but this one has {', '.join(sorted(state))}. Start from the "
-            "weights alone (load_from_checkpoint)."
-        )
-    return keys[0]
+    keys = dict(zip(names, NUMBERED if NUMBERED[0] in state else names, strict=False))
+    moments = {name: _wide(state, key) for name, key in keys.items() if state.get(key) is not None}
+    return int(state.get("step", 1)), moments
 
 
 def _wide(state: State, key: str) -> Tensor:
-    value: Any = together(state[key])
-    if type(value) is not Tensor and hasattr(value, "dequantize"):
-        wide: Tensor = value.dequantize(torch.float32)
-    elif value.dtype is torch.uint8:
-        wide = _wide_of_bitsandbytes(state, key)
-    else:
-        wide = value.to(torch.promote_types(value.dtype, torch.float32))
-    return wide
+    """A moment with the values with which the next step computes; AdEMAMix stacks two in one tensor."""
+    value: Tensor = state[key]
+    if value.dtype is not torch.uint8:
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+    from bitsandbytes.functional import dequantize_blockwise
 
-
-def _wide_of_bitsandbytes(state: State, key: str) -> Tensor:
-    number = key.removeprefix("state")
-    scales, table = state.get(f"absmax{number}"), state.get(f"qmap{number}")
-    if scales is None or table is None:
-        raise ValueError(
-            f"`ckpt_path`: 8-bit states lack `absmax{number}` or `qmap{number}`, so that they are not blockwise ones "
-            "of bitsandbytes 0.50. Start from the weights alone (load_from_checkpoint)."
-        )
-    return dequantize(state[key], scales, table)
+    scales, table = (state[key.replace("state", name)] for name in ("absmax", "qmap"))
+    parts = zip(value, scales, strict=True) if scales.dim() == 2 else [(value, scales)]
+    wide = [dequantize_blockwise(codes, absmax=scale, code=table, blocksize=BLOCK_SIZE) for codes, scale in parts]
+    return torch.stack(wide) if scales.dim() == 2 else wide[0]
 
 
 # --- families ---------------------------------------------------------------------------------------------------------
@@ -159,7 +87,7 @@ def families_of(state_dict: StateDict) -> frozenset[str]:
     by_groups = frozenset(family for key, family in marks.items() if key in keys)
     if state is None:
         return by_groups or frozenset(MOMENTS)
-    found = set(state) - {"step"}
+    found = set(state) - {"step", COMPENSATION}
     if found >= set(NUMBERED):
         first, second = (state[key] for key in NUMBERED)
         return frozenset(["AdEMAMix"] if first.dim() == second.dim() + 1 else ["Adam"])
@@ -167,23 +95,55 @@ def families_of(state_dict: StateDict) -> frozenset[str]:
         # bitsandbytes' groups of these have equal keys, but only RMSprop has an epsilon, and only Lion two decays.
         has_epsilon, second = groups[0].get("eps", 0), (*groups[0].get("betas", (0, 0)), 0)[1]
         return by_groups or frozenset(["RMSprop" if has_epsilon else "Lion" if second else "SGD"])
-    if len(found) == 1 and not by_groups and "betas" in keys:
+    if found == set(MOMENTS["Lion"]) and not by_groups and "betas" in keys:
         return frozenset(["Lion"])
-    return frozenset(family for family in by_groups if found and found <= set(MOMENTS[family]))
+    return frozenset(family for family in by_groups if found & set(MOMENTS[family]))
+
+
+def refuse_other_family(state_dict: StateDict, family: str, class_name: str, is_plain: bool = False) -> None:
+    """Refuse states that an optimizer would take for something else.
+
+    Args:
+        state_dict: The states.
+        family: The optimizer's key of `MOMENTS`, or "" if states of its class mean nothing to other classes.
+        class_name: Its class, such as `torch.AdamW`.
+        is_plain: Whether it takes only states of 32 bits in torch's names.
+
+    Raises:
+        ValueError: If the states are of another family, or of 8 bits where those can't be stepped.
+    """
+    record = state_dict.get(RECORD)
+    known = optimizer_classes()
+    if record is not None:
+        same = record["class"] == class_name or (family and record["family"] == family)
+        found = f"{_kind(record['family'], record['class'])}, written with {_way(state_dict)},"
+    else:
+        families = families_of(state_dict)
+        # torch itself fills in switches that old checkpoints lack.
+        needed = {key for key in known[class_name].meanings if key not in _SWITCHES} if class_name in known else set()
+        fits = family in families if family else not (families and any(state_dict["state"].values()))
+        same = fits and all(needed <= set(group) for group in state_dict["param_groups"])
+        found = " or ".join(sorted(families)) or "an unknown family"
+    narrow = same and is_plain and any(NUMBERED[0] in flat(state) for state in state_dict["state"].values())
+    if same and not narrow:
+        return
+    width, convert = "", ""
+    if narrow:
+        width, convert = " 8-bit", f', or with ReplaceOptimizer("{class_name}"), which widens them'
+    raise ValueError(
+        f"`ckpt_path`: its{width} optimizer states are of {found} and can't go on as those of "
+        f"{_kind(family, class_name)}. Resume with {_way(state_dict)}{convert}, or {_FROM_WEIGHTS}."
+    )
+
+
+def _kind(family: str, class_name: str) -> str:
+    return f"{family} ({class_name})" if family else class_name
 
 
 def _way(state_dict: StateDict) -> str:
     """What to resume with in order to go on as the checkpoint was written."""
     record = state_dict.get(RECORD)
     return " and ".join(record["techniques"]) if record is not None else "the optimizer they are of"
-
-
-def _describe(state_dict: StateDict) -> str:
-    record = state_dict.get(RECORD)
-    if record is not None:
-        return f"of {record['class']}, written with {_way(state_dict)}"
-    keys = sorted({str(key) for state in state_dict["state"].values() for key in flat(state)})
-    return f"({', '.join(keys)})" if keys else f"with groups of {', '.join(map(str, state_dict['param_groups'][0]))}"
 
 
 # --- states that can't be stepped -------------------------------------------------------------------------------------
@@ -242,12 +202,11 @@ def refuse_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Te
         shape = tuple(parameter.shape)
         for key, value in state.items():
             allowed = _shapes_for(key, shape)
-            found: Any = together(value) if allowed else None
-            if isinstance(found, Tensor) and tuple(found.shape) not in allowed:
+            if allowed and isinstance(value, Tensor) and tuple(value.shape) not in allowed:
                 name = (names or {}).get(parameter)
                 who = f"`{name}`, {place}," if name else place
                 raise ValueError(
-                    f"`ckpt_path`: its `{key}` for {who} has shape {tuple(found.shape)}, but that parameter has shape "
+                    f"`ckpt_path`: its `{key}` for {who} has shape {tuple(value.shape)}, but that parameter has shape "
                     f"{shape}. The checkpoint is of other parameters, or has them in another order. Give the optimizer "
                     f"the parameters in the order of the checkpoint, or {_FROM_WEIGHTS}."
                 )
@@ -331,11 +290,12 @@ def refuse_states(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Te
         refuse_compensation(type(stepped).__name__, state_dict)
     elif FLOAT32_STEP not in state_dict:
         return  # `Float32Step` says so
-    of_torch = type(stepped).__module__.startswith("torch.optim")
     if Resume.of(optimizer) is None:
-        if not of_torch:
+        if not type(stepped).__module__.startswith("torch.optim"):
             return
-        _refuse_other_form(stepped, state_dict)
+        known = optimizer_classes().get(f"torch.{type(stepped).__name__}")
+        if known is not None:
+            refuse_other_family(state_dict, known.family, known.name, is_plain=True)
     refuse_shapes(stepped, state_dict, names)
 
 
@@ -361,46 +321,6 @@ def checked_states(
         lay_out_all(optimizer)
 
 
-_NEEDED = {
-    "Adam": ("exp_avg", "exp_avg_sq"),
-    "AdamW": ("exp_avg", "exp_avg_sq"),
-    "RMSprop": ("square_avg",),
-    "SGD": (),
-    "Adafactor": (),
-}
-"""States without which a step of torch's class fails, if there are any for the parameter."""
-
-
-def _refuse_other_form(optimizer: Optimizer, state_dict: StateDict) -> None:
-    """Refuse groups and states that a class of torch can't step; it takes more than it needs."""
-    name = type(optimizer).__name__
-    if name not in _NEEDED:
-        return
-    meanings = class_of(optimizer).meanings
-    # torch itself fills in switches that old checkpoints lack.
-    needed = {key for key in meanings if not isinstance(optimizer.defaults.get(key), bool)}
-    own = {*_NEEDED[name], "momentum_buffer", "max_exp_avg_sq", "grad_avg", "row_var", "col_var", "variance"}
-    fits = all(needed <= set(group) for group in state_dict["param_groups"]) and all(
-        set(_NEEDED[name]) <= set(state) and all(_is_plain_moment(value) for key, value in state.items() if key in own)
-        for state in (flat(state) for state in state_dict["state"].values() if state)
-    )
-    if fits:
-        return
-    record = state_dict.get(RECORD)
-    if record is not None and record["class"].rpartition(".")[2] in ("Adam", "AdamW", "RMSprop", "SGD"):
-        convert = f', with ReplaceOptimizer("{record["class"]}"), which converts them'
-    else:
-        convert = ""
-    raise ValueError(
-        f"`ckpt_path`: optimizer states {_describe(state_dict)}, are none that torch.{name} can step. Resume with "
-        f"{_way(state_dict)}{convert}, or {_FROM_WEIGHTS}."
-    )
-
-
-def _is_plain_moment(value: Any) -> bool:
-    return value is None or (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()))
-
-
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
@@ -408,8 +328,7 @@ class Resume(OwnHook):
     """Makes an optimizer's state dict say what it is, and lets it load what others of its family have saved.
 
     Groups of the checkpoint count, as in torch, except for the kernel (`foreach`, `fused`): a learning rate that a
-    schedule has reached goes on. Hyper-parameters get this optimizer's names; one that is set and has no counterpart
-    is refused.
+    schedule has reached goes on, and so does the kind of weight decay.
 
     Args:
         family: A key of `MOMENTS`, or "" if states of this class mean nothing to other classes.
@@ -453,30 +372,21 @@ class Resume(OwnHook):
         """Return a state dict that this optimizer can load.
 
         Raises:
-            ValueError: If the states are of another family or of other parameters, or hyper-parameters have no
-                counterpart.
+            ValueError: If the states are of another family or of other parameters, or a hyper-parameter is one that
+                this optimizer would ignore.
         """
         refuse_compensation(self.class_name, state_dict)
-        self._refuse_other_family(state_dict)
-        saved, current = state_dict["param_groups"], optimizer.param_groups
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in current]:
-            raise ValueError(
-                f"`ckpt_path`: its groups have {[len(group['params']) for group in saved]} parameters, those of this "
-                f"run's {type(optimizer).__name__} {[len(group['params']) for group in current]}. Return the groups "
-                "that the checkpoint was written with, or start from the weights alone (load_from_checkpoint)."
-            )
+        refuse_other_family(state_dict, self.family, self.class_name)
         refuse_shapes(optimizer, state_dict)
+        saved, current = state_dict["param_groups"], optimizer.param_groups
+        groups = [self._group(*pair, state_dict, index) for index, pair in enumerate(zip(saved, current, strict=False))]
         numbers = chain.from_iterable(group["params"] for group in saved)
-        parameters = chain.from_iterable(group["params"] for group in current)
-        groups = [self._group(was, now, state_dict) for was, now in zip(saved, current, strict=True)]
-        for index, group in enumerate(groups):
-            self.refuse_group(group, index)
-        by_number = dict(zip(numbers, parameters, strict=True))
+        by_number = dict(zip(numbers, chain.from_iterable(group["params"] for group in current), strict=False))
         states = {
             number: self._restored(optimizer, by_number[number], state) if number in by_number and state else state
             for number, state in state_dict["state"].items()
         }
-        return {**state_dict, "state": states, "param_groups": groups}
+        return {**state_dict, "state": states, "param_groups": groups if len(saved) == len(current) else saved}
 
     def lay_out(self, optimizer: Optimizer) -> None:
         """Keep loaded states in the order of their parameters."""
@@ -489,7 +399,7 @@ class Resume(OwnHook):
 
     def restored(self, optimizer: Optimizer, parameter: Tensor, state: State) -> State:
         """The state of one parameter in this optimizer's form; here in torch's."""
-        if not self.family or (set(state) <= {"step", *MOMENTS[self.family]} and _are_plain(state)):
+        if NUMBERED[0] not in flat(state):
             return state
         step, moments = moments_of(state, self.family)
         return moments if self.family == "SGD" else {"step": torch.tensor(float(step)), **moments}
@@ -497,87 +407,17 @@ class Resume(OwnHook):
     def refuse_group(self, group: Mapping[str, Any], index: int) -> None:
         """Raise a `ValueError` if this optimizer would ignore a loaded hyper-parameter."""
 
-    def _refuse_other_family(self, state_dict: StateDict) -> None:
-        record = state_dict.get(RECORD)
-        if record is not None:
-            same = record["class"] == self.class_name or (self.family and record["family"] == self.family)
-        elif self.family:
-            same = self.family in families_of(state_dict)
-        else:
-            meanings = optimizer_classes()[self.class_name].meanings
-            same = all(set(meanings) <= set(group) for group in state_dict["param_groups"])
-        if same:
-            return
-        raise ValueError(
-            f"`ckpt_path`: optimizer states {_describe(state_dict)}, can't go on as those of {self.class_name}. "
-            f"Resume with {_way(state_dict)}, or start from the weights alone (load_from_checkpoint)."
-        )
-
-    def _group(self, saved: Mapping[str, Any], current: Mapping[str, Any], state_dict: StateDict) -> dict[str, Any]:
-        """Hyper-parameters of a saved group in the names of the current one."""
-        record = state_dict.get(RECORD) or {}
-        saved = dict(_renamed(saved, current))
-        values = {key: _like(saved[key], current[key]) for key in current.keys() & saved.keys() - KERNELS}
-        known = set().union(*(cls.meanings for cls in optimizer_classes().values())) | _SWITCHES | KERNELS
-        for key in saved.keys() - current.keys():
-            if key not in known:
-                values[key] = _like(saved[key], 0.0)
-            elif saved[key] and key not in KERNELS and key not in _DEFAULTS_OF_BITSANDBYTES:
-                raise ValueError(
-                    f"`ckpt_path`: its `{key}={saved[key]!r}` has no counterpart in {self.class_name}. Resume with the "
-                    "optimizer it is of, or start from the weights alone (load_from_checkpoint)."
-                )
-        # Groups that old versions of torch saved don't say which they are; those of others are decoupled.
-        is_unknown = not record and "amsgrad" in saved
-        unsaid = current.get("decoupled_weight_decay", True) if is_unknown else True
-        decoupled = bool(saved.get("decoupled_weight_decay", unsaid))
-        if self.family == "Adam" and "decoupled_weight_decay" in current:
-            if saved.get("weight_decay") and decoupled != current["decoupled_weight_decay"]:
-                kinds = {True: "decoupled", False: "an L2 penalty"}
-                raise ValueError(
-                    f"`ckpt_path`: its `weight_decay={saved['weight_decay']}`, `decoupled_weight_decay={decoupled}` "
-                    f"is {kinds[decoupled]}, but {kinds[not decoupled]} in {self.class_name}. Resume with torch.optim."
-                    f"{'AdamW' if decoupled else 'Adam'}, or {_FROM_WEIGHTS}."
-                )
-            values.pop("decoupled_weight_decay", None)  # that of this class, should somebody set a decay
-        elif self.family == "Adam" and not decoupled and saved.get("weight_decay"):
-            raise ValueError(
-                f"`ckpt_path`: its `weight_decay={saved['weight_decay']}` is an L2 penalty, but decoupled in "
-                f"{self.class_name}. Resume with torch.optim.Adam, or start from the weights alone."
-            )
-        if record.get("options") != self.options:
+    def _group(
+        self, saved: Mapping[str, Any], current: Mapping[str, Any], state_dict: StateDict, index: int
+    ) -> dict[str, Any]:
+        """A saved group, with what this optimizer alone knows and the kernel that it was given."""
+        group = {**current, **{key: value for key, value in saved.items() if key not in KERNELS}}
+        if state_dict.get(RECORD, {}).get("options") != self.options:
             for key, asked in self.options.items():
-                if key in values and values[key] != asked:
+                if key in saved and key not in KERNELS and saved[key] != asked:
                     raise ValueError(
-                        f"`options.{key}={asked!r}`, but the checkpoint has {values[key]!r}, which would go on. Leave "
-                        "the option out or give it that value, or start from the weights alone (load_from_checkpoint)."
+                        f"`options.{key}={asked!r}`, but the checkpoint has {saved[key]!r}, which would go on. Leave "
+                        f"the option out or give it that value, or {_FROM_WEIGHTS}."
                     )
-        return {**current, **values, "params": saved["params"]}
-
-
-_SWITCHES = {"capturable", "differentiable", "decoupled_weight_decay"}
-_DEFAULTS_OF_BITSANDBYTES = {"alpha", "t_alpha", "t_beta3", "decoupled_weight_decay"}
-"""Keys that bitsandbytes gives groups of optimizers that have no use for them."""
-
-
-def _are_plain(state: State) -> bool:
-    return not any(isinstance(value, dict) or is_traceable_wrapper_subclass(value) for value in state.values())
-
-
-def _renamed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Mapping[str, Any]:
-    """SGD and RMSprop of bitsandbytes keep two hyper-parameters of torch's as `betas`."""
-    for names in (("momentum", "dampening"), ("alpha", "momentum")):
-        if "betas" in saved and "betas" not in current and set(names) <= set(current):
-            kept = {key: value for key, value in saved.items() if key != "betas"}
-            return {**kept, **dict(zip(names, saved["betas"], strict=False))}
-        if "betas" in current and "betas" not in saved and set(names) <= set(saved):
-            kept = {key: value for key, value in saved.items() if key not in names}
-            return {**kept, "betas": tuple(saved[name] for name in names)}
-    return saved
-
-
-def _like(value: Any, current: Any) -> Any:
-    """A hyper-parameter as a tensor where this optimizer keeps a tensor, and otherwise as a number."""
-    if isinstance(current, Tensor):
-        return torch.as_tensor(value, dtype=current.dtype, device=current.device).clone()
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        self.refuse_group(group, index)
+        return group

@@ -40,8 +40,8 @@ class ReplaceOptimizer(TechniqueCallback):
     states have 8 or 4 bits. Learning rates and schedules stay as the module set them. Other hyper-parameters carry over
     if they mean the same, otherwise they must be given or dropped; nothing is guessed (`optim.exchange`).
 
-    The module's optimizer becomes the new one: a reference to it, its groups and its hooks stay valid. A checkpoint of
-    another optimizer of the same family, in any width, goes on; so `torch.AdamW` leads back from 8-bit states.
+    The module's optimizer becomes the new one: a reference to it, its groups and its hooks stay valid. 8-bit states of
+    the same family go on, so that `torch.AdamW` leads back from them; those of another family are refused.
 
     For 8-bit or paged states of Lion, AdEMAMix, RMSprop, SGD and AdamW put `Optimizer8bit` after this callback.
 

@@ -14,7 +14,7 @@ class Lion(Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(momentum.lerp(p.grad, 1 - group["betas"][0]).sign(), alpha=group["lr"])
                 momentum.lerp_(p.grad, 1 - group["betas"][1])

@@ -1,4 +1,5 @@
 import copy
+import io
 from importlib.util import find_spec
 
 import bitsandbytes as bnb
@@ -179,3 +180,27 @@ def test_torchao(name, tmp_path, monkeypatch):
         torch.testing.assert_close(p, old * (1 - 3e-4) - 3e-3, atol=2e-4, rtol=0)
     schedule.step()
     assert float(group["lr"]) == pytest.approx(1.5e-3)
+    buffer = io.BytesIO()
+    torch.save(replaced.state_dict(), buffer)  # without pickles of torchao's classes
+    buffer.seek(0)
+    resumed = exchange(adamw(), f"torchao.{name}", {"block_size": 128})
+    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    for p, q in zip(group["params"], resumed.param_groups[0]["params"], strict=True):
+        for key, value in replaced.state[p].items():
+            found = resumed.state[q][key]
+            assert type(found) is type(value)
+            wide = [one.dequantize() if hasattr(value, "codes") else one for one in (found, value)]
+            assert torch.equal(*wide), key
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+def test_torchao_goes_on_from_itself_alone():
+    plain = adamw()
+    for p in plain.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    for written in (plain, exchange(plain, "torch.AdamW"), to_bitsandbytes(plain)):
+        with pytest.raises(ValueError, match=r"of Adam.*can't go on as those of torchao.AdamW4bit"):
+            exchange(adamw(), "torchao.AdamW4bit").load_state_dict(written.state_dict())
+    with pytest.raises(ValueError, match="states already"):
+        exchange(plain, "torchao.AdamW4bit")

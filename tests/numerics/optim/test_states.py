@@ -1,20 +1,18 @@
-"""States of 8 and 32 bits: what bitsandbytes' and torchao's own tests check of theirs, of our conversions of them."""
+"""States of 8 and 32 bits: what bitsandbytes' own tests check of its own, of our conversions of them."""
 
 import copy
 import io
 import itertools
-from importlib.util import find_spec
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
 from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
-from lightning_memfit.optim.states import MOMENTS, NUMBERED, RECORD, Resume, dequantize, families_of, flat, moments_of
+from lightning_memfit.optim.states import MOMENTS, NUMBERED, RECORD, Resume, families_of, moments_of
 from tests.numerics.optim.cases import CASES, Lion
 
 FAMILY_OF = {"AdamW": "Adam", "AdamW-fused": "Adam", "Adam": "Adam"}
@@ -45,33 +43,6 @@ def through_a_file(state_dict):
     return torch.load(buffer, weights_only=True)
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 5000])
-def test_widening_is_the_nearest_value_of_the_map(size, signed):
-    table = create_dynamic_map(signed=signed)
-    values = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 10.0 ** (torch.arange(size) % 7 - 6)
-    values = values if signed else values.abs()
-    codes, rounded = quantize_blockwise(values, code=table, blocksize=256)
-    wide = dequantize(codes, rounded.absmax, table)
-    assert torch.equal(wide, dequantize_blockwise(codes, rounded))
-    for block, result in zip(values.split(256), wide.split(256), strict=True):
-        scale = block.abs().max().double()
-        nearest = (table.double() * scale - block.double()[:, None]).abs().amin(1)
-        torch.testing.assert_close((result.double() - block.double()).abs(), nearest, rtol=0, atol=1e-4 * scale.item())
-    # The signed map ends at -0.993, so that blocks whose largest value is negative shrink when they are rounded again.
-    again, scales = quantize_blockwise(wide, code=table, blocksize=256)
-    error = (dequantize(again, scales.absmax, table) - wide).abs()
-    assert (error <= 0.01 * rounded.absmax.repeat_interleave(256)[:size]).all() if signed else not error.any()
-
-
-def test_scales_of_other_blocks_are_refused():
-    with pytest.raises(ValueError, match="3 scales, which is not one per 256"):
-        dequantize(torch.zeros(4096, dtype=torch.uint8), torch.ones(3), create_dynamic_map())
-
-
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +62,7 @@ def test_32_bit_states_are_those_of_torch_through_saving(name, dtype):
         truth.step()
         for p, q in zip(ours, reference, strict=True):
             for key, value in moments_of(optimizer.state[p], FAMILY_OF.get(name, name))[1].items():
-                expected = truth.state[q]["momentum" if name == "Lion" else key]
+                expected = truth.state[q][key]
                 assert value.dtype is torch.float32
                 torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-7)
             q.data = p.detach().double()  # narrow weights drift, and are not what is tested here
@@ -116,7 +87,7 @@ def test_8_bit_states_stay_close_to_those_of_torch(name, dtype):
         reference[0].data = ours[0].detach().double()
     (p,), (q,) = ours, reference
     for key, value in moments_of(optimizer.state[p], FAMILY_OF.get(name, name))[1].items():
-        expected = truth.state[q]["momentum" if name == "Lion" else key]
+        expected = truth.state[q][key]
         error = (value.double() - expected).norm() / expected.norm()
         assert error < 0.05
 
@@ -344,37 +315,16 @@ ADAMS = {
     "8-bit": lambda p: to_bitsandbytes(torch.optim.AdamW(p, lr=1e-2)),
     "8-bit of bitsandbytes": lambda p: to_bitsandbytes(bnb.optim.AdamW(p, lr=1e-2)),
 }
-if find_spec("torchao") is not None:
-    for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
-        ADAMS[f"torchao {kind}"] = lambda p, kind=kind: exchange(torch.optim.AdamW(p, lr=1e-2), f"torchao.{kind}")
 EXACT = {"torch", "torch with names", "bitsandbytes", "32-bit"}
 OURS = [name for name in ADAMS if Resume.of(ADAMS[name](parameters((2,)))) is not None]
-WIDTH = {"8": 0.02, "4": 0.3, "F": 0.05}
-
-
-def error_of(name):
-    return 1e-6 if name in EXACT else 0.02 if "torchao" not in name else WIDTH[name.partition("AdamW")[2][0]]
-
-
-def with_states(name):
-    """An optimizer that has stepped; torchao's are given states, since their steps compile."""
-    stepped = parameters((64, 128), (16,))
-    plain = torch.optim.AdamW(stepped, lr=1e-2)
-    train(plain, stepped, range(3))
-    if "torchao" not in name:
-        return ADAMS[name](stepped), plain, stepped
-    optimizer = ADAMS[name](stepped)
-    optimizer.load_state_dict(plain.state_dict())
-    return optimizer, plain, stepped
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(ADAMS, OURS)))
 def test_moments_go_from_every_adam_to_every_other(source, target):
-    saved_by, plain, stepped = with_states(source)
-    if not saved_by.state:
-        other = parameters((64, 128), (16,))
-        saved_by = ADAMS[source](other)
-        train(saved_by, other, range(3))
+    stepped, other = (parameters((64, 128), (16,)) for _ in range(2))
+    plain, saved_by = torch.optim.AdamW(stepped, lr=1e-2), ADAMS[source](other)
+    train(plain, stepped, range(3))
+    train(saved_by, other, range(3))
     optimizer = ADAMS[target](stepped)
     optimizer.load_state_dict(through_a_file(saved_by.state_dict()))
     for p in stepped:
@@ -383,22 +333,21 @@ def test_moments_go_from_every_adam_to_every_other(source, target):
         for name in ("exp_avg", "exp_avg_sq"):
             expected = plain.state[p][name]
             error = (moments[name] - expected).norm() / expected.norm()
-            assert error < error_of(source) + error_of(target), (name, tuple(p.shape))
+            assert error < (1e-6 if {source, target} <= EXACT else 0.04), (name, tuple(p.shape))
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-2)
     assert optimizer.state_dict()[RECORD]["family"] == "Adam"
 
 
-def test_hyper_parameters_of_the_checkpoint_go_on_under_other_names():
+def test_hyper_parameters_under_other_names_are_another_librarys():
     (p,) = parameters((64, 64))
-    saved = bnb.optim.SGD8bit([p], lr=0.1, momentum=0.7, weight_decay=0.01)
+    saved = bnb.optim.SGD8bit([p], lr=0.1, momentum=0.7)
     train(saved, [p], range(1))
     optimizer = exchange(torch.optim.SGD([p], lr=1.0, momentum=0.9), "torch.SGD")
-    optimizer.load_state_dict(saved.state_dict())
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["momentum"], group["dampening"], group["weight_decay"]) == (0.1, 0.7, 0, 0.01)
+    with pytest.raises(ValueError, match=r"are of SGD and can't go on as those of SGD \(torch.SGD\)"):
+        optimizer.load_state_dict(saved.state_dict())
     back = to_bitsandbytes(bnb.optim.SGD([p], lr=1.0, momentum=0.9))
-    back.load_state_dict(optimizer.state_dict())
-    assert (back.param_groups[0]["betas"], back.param_groups[0]["lr"]) == ((0.7, 0), 0.1)
+    back.load_state_dict(saved.state_dict())
+    assert (back.param_groups[0]["betas"][0], back.param_groups[0]["lr"]) == (0.7, 0.1)
 
 
 def test_bitsandbytes_itself_loads_our_8_bit_states():
@@ -452,22 +401,11 @@ def test_an_unnamed_checkpoint_is_not_mistaken(cls):
     assert found == frozenset([FAMILIES[cls]] if cls in FAMILIES else [])
 
 
-def test_broken_states_are_refused_in_words():
+def test_states_of_other_groups_are_refused_before_one_is_loaded():
     (p,) = parameters((64, 64))
-    saved = stepped_by(bnb.optim.AdamW8bit).state_dict()
-    optimizer = to_bitsandbytes(torch.optim.AdamW([p]), bits=32)
-    for change, message in (
-        (lambda state: state.update(absmax1=torch.ones(2)), "2 scales"),
-        (lambda state: state.pop("absmax2"), "lack `absmax2`"),
-        (lambda state: state.pop("state2"), "can't go on|lacks `exp_avg_sq`"),
-    ):
-        broken = copy.deepcopy(saved)
-        broken["state"][0] = flat(broken["state"][0])
-        change(broken["state"][0])
-        with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(broken)
-    fewer = copy.deepcopy(saved)
+    fewer = stepped_by(bnb.optim.AdamW8bit).state_dict()
     fewer["param_groups"][0]["params"] = []
-    with pytest.raises(ValueError, match=r"its groups have \[0\] parameters.* \[1\]"):
+    optimizer = to_bitsandbytes(torch.optim.AdamW([p]), bits=32)
+    with pytest.raises(ValueError, match="group"):
         optimizer.load_state_dict(fewer)
     assert not optimizer.state
