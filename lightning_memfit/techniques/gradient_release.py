@@ -159,8 +159,10 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         )
     if facts.gradient_clip_val and facts.gradient_clip_algorithm == "norm":
         return (
-            f"`gradient_clip_val={facts.gradient_clip_val}` by norm needs all gradients before the first step. "
-            "Set gradient_clip_algorithm='value', or leave one of the two out."
+            f"`gradient_clip_val={facts.gradient_clip_val}` by norm scales every gradient by the norm of all, which is "
+            "known when the last has arrived, and the first are stepped and freed by then. Clip by value "
+            "(gradient_clip_algorithm='value'), take an optimizer that bounds its own updates (torch.optim.Adafactor), "
+            "or leave one of the two out."
         )
     if run.strategy != "SingleDeviceStrategy":
         return (
@@ -178,7 +180,10 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     who = own or facts.who_looks(*BEFORE_STEP, *BEFORE_ZERO_GRAD, *BETWEEN_STEPS)
     if who is not None:
         others = "" if own else ", or leave out the callback that has it if it is not yours"
-        return f"{who} runs when gradients are gone already. Remove it{others}, or leave GradientRelease out."
+        return (
+            f"{who} runs when gradients are gone already. Remove it, override it by one that does nothing{others}, or "
+            "leave GradientRelease out."
+        )
     return None
 
 

@@ -26,7 +26,7 @@ from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.extras import is_installed
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
 from lightning_memfit.optim.optimizers import class_of
-from lightning_memfit.techniques.core.hooks import gradient_hooks, is_ours
+from lightning_memfit.techniques.core.hooks import BEFORE_STEP, does_nothing, gradient_hooks, is_ours
 
 Options = Mapping[str, Any]
 """Arguments by name."""
@@ -75,7 +75,7 @@ class Facts:
     """CUDA compute capability."""
     automatic_optimization: bool = True
     overridden: frozenset[str] = frozenset()
-    """Hooks of LightningModule that the module defines itself."""
+    """Hooks of LightningModule that the module defines itself; empty ones in place of empty ones don't count."""
     gradient_hooks: tuple[tuple[str, str], ...] = ()
     """Hooks of the module and of callbacks that look at gradients, by name, and whose they are."""
     optimizers: tuple[str, ...] = ()
@@ -310,7 +310,8 @@ def has_compiler(device: str) -> bool:
 def _overridden(module: nn.Module) -> frozenset[str]:
     if not isinstance(module, LightningModule):
         return frozenset()
-    return frozenset(name for name in _HOOKS if is_overridden(name, module) and not is_ours(name, module))
+    overridden = {name for name in _HOOKS if is_overridden(name, module) and not is_ours(name, module)}
+    return frozenset(name for name in overridden if name not in BEFORE_STEP or not does_nothing(module, name))
 
 
 def _are_sequential(module: nn.Module, containers: list[str]) -> bool:

@@ -32,7 +32,8 @@ _MOST_FUNCTIONS = 200
 def who_overrides(module: Any, callbacks: Iterable[Any], *hooks: str) -> str | None:
     """Name the first of the hooks that the module or a callback overrides; None if none does.
 
-    The package's own callbacks don't count, as they look at no gradient in these hooks.
+    The package's own callbacks don't count, as they look at no gradient in these hooks, and neither do hooks that do
+    nothing (`does_nothing`).
     """
     return next((who for _, who, _ in _overrides(module, callbacks, hooks)), None)
 
@@ -52,11 +53,37 @@ def gradient_hooks(module: Any, callbacks: Iterable[Any]) -> tuple[tuple[str, st
 def _overrides(module: Any, callbacks: Iterable[Any], hooks: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
     callbacks = list(callbacks)
     for hook in hooks:
-        if isinstance(module, pl.LightningModule) and is_overridden(hook, module) and not is_ours(hook, module):
+        if is_own_hook(hook, module):
             yield hook, f"the module's `{hook}`", getattr(module, hook)
         for callback in callbacks:
-            if is_overridden(hook, callback, parent=pl.Callback) and not _is_own(callback, hook):
+            is_theirs = is_overridden(hook, callback, parent=pl.Callback) and not _is_own(callback, hook)
+            if is_theirs and not does_nothing(callback, hook):
                 yield hook, f"`{hook}` of the callback {type(callback).__name__}", getattr(callback, hook)
+
+
+def is_own_hook(hook: str, module: Any) -> bool:
+    """Whether a module has a hook of its own, which Lightning leaves empty, that does something."""
+    is_theirs = isinstance(module, pl.LightningModule) and is_overridden(hook, module) and not is_ours(hook, module)
+    return is_theirs and not does_nothing(module, hook)
+
+
+def does_nothing(owner: Any, hook: str) -> bool:
+    """Whether a hook that Lightning leaves empty is empty here, too, or does no more than call that of its base class.
+
+    It then names nothing, and what names nothing can neither read a gradient nor call what does.
+    """
+    for holder in (owner, *type(owner).__mro__):
+        function = vars(holder).get(hook)
+        if function is None:
+            continue
+        if not isinstance(function, FunctionType) or not set(function.__code__.co_freevars) <= {"__class__"}:
+            return False
+        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        if not names <= {"super", hook}:
+            return False
+        if not names:
+            break
+    return True
 
 
 def is_ours(hook: str, module: Any) -> bool:

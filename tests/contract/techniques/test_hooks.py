@@ -4,6 +4,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 from lightning.pytorch.utilities import grad_norm
 
+from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.hooks import gradient_hooks, who_overrides
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 
@@ -75,13 +76,66 @@ def test_hooks_that_read_gradients_are_known_by_their_code(callback, expected):
 def test_overridden_hooks():
     class Own(HostMasterWeights):
         def on_before_zero_grad(self, trainer, pl_module, optimizer):
-            pass
+            norm(pl_module)
 
     class Looks(pl.LightningModule):
         def on_after_backward(self):
-            pass
+            norm(self)
+
+    class Inherits(Looks):
+        def on_after_backward(self):
+            return super().on_after_backward()
 
     hooks = ("on_after_backward", "on_before_zero_grad")
     assert who_overrides(pl.LightningModule(), [HostMasterWeights()], *hooks) is None
-    assert who_overrides(Looks(), [], *hooks) == "the module's `on_after_backward`"
+    for module in (Looks(), Inherits()):
+        assert who_overrides(module, [], *hooks) == "the module's `on_after_backward`"
     assert who_overrides(pl.LightningModule(), [Own()], *hooks) == "`on_before_zero_grad` of the callback Own"
+
+
+class LogsGradientFlow(pl.LightningModule):
+    """As pytorch-forecasting's `BaseModel`: its hook looks at gradients if it is asked to, which is off by default."""
+
+    log_gradient_flow = False
+
+    def on_after_backward(self):
+        if self.log_gradient_flow:
+            norm(self)
+
+
+class Quiet(LogsGradientFlow):
+    def on_after_backward(self):
+        """Do nothing."""
+
+
+class CallsQuiet(Quiet):
+    def on_after_backward(self):
+        super().on_after_backward()
+
+
+class OnlyCallsBase(pl.Callback):
+    def on_after_backward(self, trainer, pl_module):
+        super().on_after_backward(trainer, pl_module)
+
+
+@pytest.mark.parametrize("module", [Quiet(), CallsQuiet()])
+def test_hooks_that_do_nothing_are_none(module):
+    assert gradient_hooks(LogsGradientFlow(), []) == (("on_after_backward", "the module's `on_after_backward`"),)
+    empty = LambdaCallback(on_before_zero_grad=lambda trainer, module, optimizer: None)
+    assert gradient_hooks(module, [OnlyCallsBase(), empty]) == ()
+    assert read_facts(module).overridden == frozenset()
+    look = norm  # what a hook calls by a name of the function around it
+
+    class Around(pl.LightningModule):
+        def on_after_backward(self):
+            look(self)
+
+    assert read_facts(Around()).overridden == {"on_after_backward"}
+
+
+def test_an_empty_step_of_the_optimizer_is_no_hook_that_does_nothing():
+    class NeverSteps(pl.LightningModule):
+        def optimizer_step(self, *args, **kwargs):
+            pass
+
+    assert read_facts(NeverSteps()).overridden == {"optimizer_step"}
