@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PUBLISHED := .venv-published
 
-.PHONY: quickstart test nightly nightly-sample test-versions faults fuzz lint types audit unit aio format gpu gpu-wheels docs release-check clean
+.PHONY: quickstart test nightly nightly-sample test-versions faults fuzz lint types audit unit published aio format gpu gpu-wheels docs release-check clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
@@ -45,9 +46,25 @@ unit: $(STAMP)
 
 # Full products of options, kills and full drives, fuzz, pages in a browser, examples, the whole zoo, and what
 # `tests/nightly` has.
-nightly: $(STAMP)
+nightly: $(STAMP) $(PUBLISHED)/.installed
 	$(WITH_OWN_NINJA) python -m pytest $(SIDE_BY_SIDE) -m "nightly and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
+
+# Modules that people published, with five techniques; a nightly test runs it, too. `python -m tests.published --write`
+# there writes the table.
+published: $(PUBLISHED)/.installed
+	OMP_NUM_THREADS=1 $(PUBLISHED)/bin/python -m tests.published
+
+# Their packages lie in an environment of their own, over that of $(VENV): torch and Lightning are the same. What the
+# index lacks is left out, and the verdicts say so.
+$(PUBLISHED)/.installed: $(STAMP) tests/published/requirements.txt
+	$(BIN)/python -m venv $(PUBLISHED)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> $$($(PUBLISHED)/bin/python -c "import site; print(site.getsitepackages()[0])")/project.pth
+	$(PUBLISHED)/bin/python -m pip install --quiet --no-deps --requirement tests/published/requirements.txt \
+		|| grep -v "^#" tests/published/requirements.txt | xargs -n 1 $(PUBLISHED)/bin/python -m pip install --quiet --no-deps \
+		|| echo "Some packages of tests/published/requirements.txt can't be installed."
+	touch $@
 
 # The first nightly test of each file that needs no time limit of its own: what CI runs.
 nightly-sample: $(STAMP)
@@ -106,4 +123,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-versions build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-versions $(PUBLISHED) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -51,7 +51,7 @@ def advice_of(search: Search, outcome: Outcome) -> Iterator[str]:
         yield f"the least is {label(least.setting)}, which {needs}."
         yield from _larger(search, outcome, least)
     if search.workload.kept_size is not None:
-        yield f"smaller micro-batches are not planned: {search.workload.kept_size}."
+        yield f"Smaller micro-batches are not planned: {search.workload.kept_size}."
     yield from _clipping(search)
     yield from _permissions(search)
     yield from _shorter(search, outcome)
@@ -148,7 +148,7 @@ def _permissions(search: Search) -> Iterator[str]:
         if found is not None:
             changes = ", ".join(search.solver.numerics.changes(found.setting))
             needs = f"{label(found.setting)}, which needs {format_bytes(found.needed_bytes)} and fits"
-            yield f"`--allow {spell_allow(allow)}` would let in {needs}. It changes {changes}."
+            yield f"`--allow {spell_allow(allow)}` (`allow` of `MemFit`) would let in {needs}. It changes {changes}."
             return
 
 

@@ -272,7 +272,7 @@ def test_batches_of_layers_that_take_statistics_over_them_stay_whole() -> None:
     assert len(statistics) == 2 * LAYERS
     for name in statistics:
         torch.testing.assert_close(found[name], wanted[name])
-    with pytest.raises(MisconfigurationException, match=r"smaller micro-batches are not planned: .*\(blocks.0.1, "):
+    with pytest.raises(MisconfigurationException, match=r"Smaller micro-batches are not planned: .*\(blocks.0.1, "):
         trainer(MemFit(allow=["exact"]), MemoryLimit("20MiB")).fit(Normalised(), loader())
 
 

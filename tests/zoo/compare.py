@@ -131,7 +131,7 @@ def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
 
-def _state(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+def state_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
     state = {f"weight {name}": p.detach() for name, p in module.named_parameters()}
     state |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
     for index, optimizer in enumerate(trainer.optimizers):
@@ -176,7 +176,7 @@ def _watched(module: pl.LightningModule, run: Run, fails: bool) -> pl.LightningM
 
 
 @contextmanager
-def _caught(texts: set[str]) -> Iterator[None]:
+def caught(texts: set[str]) -> Iterator[None]:
     """Collect warnings of Python and of Lightning's and our loggers."""
 
     class Handler(logging.Handler):
@@ -213,13 +213,13 @@ def train(case: Case, callback: MicroBatching | None, fails: bool = False) -> Ru
         callbacks=[_Watch(run), *([callback] if callback else [])], **quiet, **options
     )  # fmt: skip
     torch.manual_seed(1)
-    with _caught(run.warned):
+    with caught(run.warned):
         try:
             trainer.fit(module)
         except Exception as error:
             run.error = error
     run.steps = trainer.global_step
-    run.state = _state(trainer, module)
+    run.state = state_of(trainer, module)
     if run.error is not None and run.weights:
         run.weights = [*run.weights[: run.steps], _weights(module)]
     return run
@@ -261,7 +261,7 @@ def judge(case: Case, plain: Run, cut: Run, may_be_late: bool = False) -> Verdic
         may_be_late: Whether a refusal may come in the step in which memory ran out.
     """
     found = Verdicts("equal", "equal", cut.steps, cut.calls)
-    name, found.difference = _largest(plain.state, cut.state)
+    name, found.difference = largest_difference(plain.state, cut.state)
     if cut.error is not None:
         found.training, found.logs = _judge_error(plain, cut, cut.error, may_be_late), "none"
         found.message, found.difference = f"{type(cut.error).__name__}: {cut.error}", 0.0
@@ -277,7 +277,7 @@ def judge(case: Case, plain: Run, cut: Run, may_be_late: bool = False) -> Verdic
 
 
 def _judge_error(plain: Run, cut: Run, error: Exception, may_be_late: bool) -> str:
-    if cut.weights and not _largest(plain.weights[cut.steps], cut.weights[-1])[1] <= TOLERANCE:
+    if cut.weights and not largest_difference(plain.weights[cut.steps], cut.weights[-1])[1] <= TOLERANCE:
         return "WRONG"
     is_in_time = not cut.steps or (may_be_late and cut.steps == FAILING_STEP - 1)
     return "crashed" if not is_refusal(error) else "refused" if is_in_time else "refused later"
@@ -312,7 +312,7 @@ def _is_named(name: str, text: str) -> bool:
     return any(f"{quote}{stem}{quote}" in text for stem in stems for quote in "`'\"")
 
 
-def _largest(expected: dict[str, Tensor], found: dict[str, Tensor]) -> tuple[str, float]:
+def largest_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> tuple[str, float]:
     """The name and the size of the largest relative difference; infinite where one of them has no such tensor."""
     worst = ("", 0.0)
     for name in expected.keys() | found.keys():

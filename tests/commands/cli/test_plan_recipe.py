@@ -252,7 +252,7 @@ def test_layers_that_take_statistics_over_a_micro_batch_keep_its_size(
     assert large["setting"]["micro_batch_size"] == 8
     assert any("Micro-batches stay as large" in note for note in large["notes"]) == is_kept
     assert codes == ([0, 1] if is_kept else [0, 0])
-    assert any("smaller micro-batches are not planned" in line for line in small["advice"]) == is_kept
+    assert any("Smaller micro-batches are not planned" in line for line in small["advice"]) == is_kept
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -154,7 +154,9 @@ def test_permissions_are_named_with_what_fits_by_them(monkeypatch: pytest.Monkey
     """It was told from weights and states alone, and the rest was not worked out."""
     workload = made_workload(1000, allow=EXACT, limits=Limits(host_bytes=0), samples_per_step=1)
     [line] = [line for line in refused(workload, monkeypatch) if "--allow" in line]
-    found = re.match(r"`--allow ([\w,]+)` would let in .*, which needs .* and fits. It changes .+\.", line)
+    found = re.match(
+        r"`--allow ([\w,]+)` \(`allow` of `MemFit`\) would let in .*, which needs .* and fits. It changes .+\.", line
+    )
     assert found is not None
     allow = frozenset(found[1].split(","))
     assert planned(replace(workload, allow=allow), monkeypatch).fits

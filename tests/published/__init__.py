@@ -1,0 +1,1 @@
+"""Modules that people published, with the techniques of this package: `python -m tests.published`."""
