@@ -4,6 +4,7 @@ Module and callbacks are trained themselves: this is for a process that is throw
 """
 
 import contextlib
+import copy
 import logging
 import sys
 import warnings
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_memfit.memory import Category
@@ -360,7 +362,8 @@ def _progress_bar_unread() -> Iterator[None]:
 class _Repeated:
     """A loader that gives one batch until the steps are known; not a DataLoader, so Lightning leaves it alone.
 
-    A batch ends where the next one is asked for: then all hooks of the module and of callbacks have run.
+    A batch ends where the next one is asked for: then all hooks of the module and of callbacks have run. What a step
+    writes into it, as PyTorch Geometric's GraphGym does, is not in the next one.
     """
 
     def __init__(self, batch: Any, course: Course, trainer: Any) -> None:
@@ -371,7 +374,7 @@ class _Repeated:
     def __iter__(self) -> Iterator[Any]:
         self.course.recorder.track_trained(self.trainer.lightning_module)  # a hook may have unfrozen some
         while not self.course.end_batch():
-            yield self.batch
+            yield tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else _shell_of(leaf), self.batch)
         self.trainer.should_stop = True
 
     def __len__(self) -> int:
@@ -379,6 +382,14 @@ class _Repeated:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Repeated":
         return self  # who reads a batch before the run changes nothing
+
+
+def _shell_of(leaf: Any) -> Any:
+    """An object of its own with the same tensors, if it can be copied."""
+    try:
+        return copy.copy(leaf)
+    except Exception:  # objects raise what they like
+        return leaf
 
 
 _NUMBERED_HOOKS = ("on_train_batch_start", "on_train_batch_end")

@@ -434,6 +434,21 @@ def test_batches_of_any_class_are_input(make):
     assert peak(trace_cpu(module, make(**batch())).events) == peak(of_dict.events)
 
 
+class WritesIntoItsBatch(Classifier):
+    """As layers of graphs do, whose batch is an object with attributes."""
+
+    def training_step(self, batch, batch_idx):
+        batch.x = self.net[:2](batch.x)
+        batch.x = self.net[2:](batch.x)
+        batch.x = self.head(batch.x)
+        return F.cross_entropy(batch.x, batch.y)
+
+
+def test_what_a_step_writes_into_its_batch_is_not_in_the_next_one():
+    written = trace_cpu(WritesIntoItsBatch(), Opaque(**batch()))
+    assert peak(written.events) == pytest.approx(peak(trace_cpu(Classifier(), batch()).events), rel=0.05)
+
+
 class DrawsLots(Classifier):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
