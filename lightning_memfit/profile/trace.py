@@ -771,7 +771,8 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
         if integers.gave_addresses and isinstance(error, (TypeError, ctypes.ArgumentError)):
             words = f"{UnreadableError()}{_at(culprit)}"
             raise TraceError(f"The training step of {name} can't be traced: {words}.") from error
-        told = f"{type(error).__name__}: {str(error).rstrip('.')}{_at(culprit)}"
+        first_line = str(error).partition("\n")[0]
+        told = f"{type(error).__name__}: {first_line.rstrip('.')}{_at(culprit)}"
         if culprit.is_own and not assumptions and "Fake" not in str(error):
             message = f"The training step of {name} ends in an error of its own: {told}. {_OWN_ERROR}"
         else:
@@ -790,7 +791,8 @@ def _building(module: torch.nn.Module) -> Iterator[None]:
         # Our own modules refuse their arguments by a ValueError; what else torch and we raise may be of fake tensors.
         if not (culprit.is_own or type(error) is ValueError) or "Fake" in str(error):
             raise
-        told = f"{type(error).__name__}: {str(error).rstrip('.')}{_at(culprit)}"
+        first_line = str(error).partition("\n")[0]
+        told = f"{type(error).__name__}: {first_line.rstrip('.')}{_at(culprit)}"
         raise TraceError(f"{type(module).__name__} can't be built: {told}.", in_build=True) from error
 
 
