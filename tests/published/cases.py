@@ -392,6 +392,7 @@ def graph_gym() -> Built:
 NO_BLOCKS = {"ActivationCheckpointing": "refused: has no repeated blocks"}
 DECAY = {"Optimizer8bit": "refused: use AdamW or weight_decay=0"}
 NORMS = {"MicroBatching": "refused: BatchNorm layers"}
+BOTH_NORMS = NORMS | {"MemFit": "refused: BatchNorm layers"}
 NOTHING_FITS = {"MemFit": "refused: Nothing fits"}  # weights and states are most of the peak
 VALUES = {"MemoryPrediction": "no prediction: depends on values of tensors"}
 MANUAL = {"MicroBatching": "refused: manual optimization", "MemFit": "refused: manual optimization"}
@@ -409,13 +410,11 @@ CASES = (
     Case("gluonts", "PatchTSTLightningModule", gluonts_patch_tst, DECAY | NOTHING_FITS),
     Case("chemprop", "MPNN", chemprop_mpnn, SPLIT, precision="32-true"),
     Case("chemprop", "MPNN with split_batch", chemprop_mpnn_with_split_batch, precision="32-true", tolerance=1e-3),
-    Case("chemprop", "MPNN with BatchNorm", chemprop_mpnn_with_batch_norm, NORMS, precision="32-true"),
+    Case("chemprop", "MPNN with BatchNorm", chemprop_mpnn_with_batch_norm, BOTH_NORMS, precision="32-true"),
     Case("ts3l", "SCARFLightning", ts3l_scarf, NORMS | NO_BLOCKS),
     Case("ts3l", "DAELightning", ts3l_dae, NORMS | NO_BLOCKS | NOTHING_FITS),
     Case("neuralforecast", "NHITS", neuralforecast_nhits, CHOICE | VALUES),
-    Case(
-        "neuralforecast", "PatchTST", neuralforecast_patch_tst, NORMS | VALUES | {"MemFit": "refused: BatchNorm layers"}
-    ),
+    Case("neuralforecast", "PatchTST", neuralforecast_patch_tst, BOTH_NORMS | VALUES),
     Case("darts", "TransformerModel", darts_transformer),
     Case("darts", "TSMixerModel", darts_tsmixer),
     Case("darts", "NBEATSModel", darts_nbeats),
