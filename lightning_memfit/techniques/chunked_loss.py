@@ -1,19 +1,22 @@
 """`ChunkedLoss`: the loss of a Hugging Face language model, computed without ever holding all logits."""
 
+import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
+from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import own_attribute, wrap_method
@@ -21,17 +24,17 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.lazy_logits import HeadCall, is_freed, whole_in_functions
+from lightning_memfit.techniques.linear_cross_entropy import chunked_cross_entropy, linear_cross_entropy
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
 
 
 class ChunkedLoss(TechniqueCallback):
-    """Compute head and cross-entropy together in chunks, wherever one is taken of a language model's logits.
+    """Compute head and cross-entropy together in chunks, where a language model computes its loss of `labels`.
 
-    Logits are made whole where anything else reads them. Loss and gradients are exact up to the order of additions, but
-    a batch in which no token counts has the loss 0, where torch has NaN.
+    The logits of such a call are computed when they are read. Loss and gradients are exact up to the order of
+    additions, but a batch in which no token counts has the loss 0, where torch has NaN.
 
     Args:
         num_chunks: The sequence is cut into this many chunks, of which one has logits at a time.
@@ -46,7 +49,6 @@ class ChunkedLoss(TechniqueCallback):
             raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
         self.num_chunks = num_chunks
         self._heads: list[_ChunkedHead] = []
-        self._has_begun = False
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -69,36 +71,29 @@ class ChunkedLoss(TechniqueCallback):
                 self.on_restore(self._heads[-1].restore)
             self.announce(f"loss of {', '.join(type(model).__name__ for model in models)} computed in chunks")
 
-        self._has_begun = False
         self.on_restore(self._heads.clear)
         self.when_complete(pl_module, wrap_heads)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Say so if the first batch had no loss of logits at all."""
-        if self._heads and not self._has_begun and not any(head.num_losses for head in self._heads):
-            rank_zero_warn(
-                f"ChunkedLoss: no loss was computed in chunks, as {type(pl_module).__name__} is compiled or took "
-                "no cross-entropy of the logits of a Hugging Face model. Leave ChunkedLoss out if it never does."
-            )
-        self._has_begun = True
-
-    @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Refuse a module that makes logits for something else than a loss that can be had in chunks."""
-        for head in self._heads:
-            head.check_served()
+        """Refuse a module that computes its loss itself, before a weight changes.
+
+        Raises:
+            MisconfigurationException: If no model was given labels so far.
+        """
+        if self._heads and not any(head.num_losses for head in self._heads):
+            names = ", ".join(head.name for head in self._heads)
+            raise MisconfigurationException(
+                f"ChunkedLoss: {type(pl_module).__name__} takes no loss that {names} computes of `labels`. Pass "
+                "`labels`, or leave ChunkedLoss out and call `lightning_memfit.techniques.linear_cross_entropy."
+                "linear_cross_entropy` with the hidden states and the head's weight."
+            )
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Make logits whole that outlive the step; with manual optimization all may, so that reading them is an error.
-
-        A step that returns its logits, or stores them, may have them read when the weights are others.
-        """
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        """Let no logits be computed with later weights."""
         for head in self._heads:
-            head.end_calls(keep=pl_module.automatic_optimization)
+            head.num_updates += 1
 
 
 def find_causal_models(module: nn.Module) -> list[Any]:
@@ -126,36 +121,22 @@ def _by_head(models: Sequence[Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
-@dataclass
-class _Call:
-    """A running call of a model."""
-
-    model: Any
-    has_labels: bool
-    num_losses: int = 0
-
-
 class _ChunkedHead:
-    """A head whose output is lazy, and the models that call it."""
+    """A head that computes no logits while one of its models computes a loss."""
 
     def __init__(self, models: Sequence[Any], num_chunks: int) -> None:
         self.name = type(models[0]).__name__
         self.num_chunks = num_chunks
         self.head: nn.Module = models[0].get_output_embeddings()
-        self.calls: list[_Call] = []
-        self.made: list[weakref.ref[HeadCall]] = []
-        self.num_lazy = 0
+        self.calls: list[_Call | None] = []
+        """Running calls of the models, the innermost last; None for one without a loss."""
         self.num_losses = 0
-        self.is_compared = False
-        self.has_warned = False
-        self.last_reader = ""
+        self.num_updates = 0
+        """Steps of optimizers so far."""
         kind = type(self.head)
         kind = kind.__mro__[1] if is_parametrized(self.head) else kind  # torch gives it a class of its own
         self.is_plain = kind is Linear and own_attribute(self.head, "forward") is None
-        self._undo: list[Callable[[], object]] = [
-            whole_in_functions(),
-            wrap_method(self.head, "forward", self._run_head),
-        ]
+        self._undo: list[Callable[[], object]] = [wrap_method(self.head, "forward", self._run_head)]
         for model in models:
             before = _Before(self, inspect.signature(type(model).forward))
             self._undo.append(model.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -166,86 +147,48 @@ class _ChunkedHead:
         while self._undo:
             self._undo.pop()()
 
-    # --- around the model -------------------------------------------------------------------------------------------
+    def begin_call(self, has_loss: bool) -> None:
+        """Note that a model is called."""
+        self.calls.append(_Call(self) if has_loss else None)
 
-    def end_call(self, model: nn.Module, output: Any) -> None:
-        """Refuse a model that took another loss of its logits than one in chunks."""
-        if not self.calls:
-            return
-        call = self.calls.pop()
-        if output is None or not call.has_labels or call.num_losses or not (model.training and torch.is_grad_enabled()):
-            return
-        loss = getattr(output, "loss", None)
-        loss = output[0] if loss is None and isinstance(output, tuple) else loss
-        if isinstance(loss, Tensor) and loss.requires_grad:
+    def end_call(self, model: nn.Module, output: Any) -> Any:
+        """Leave the call; return the output in place of the model's, or None to leave that.
+
+        Raises:
+            ValueError: If the model took another loss of its logits than one in chunks.
+        """
+        call = self.calls.pop() if self.calls else None
+        if call is None:
+            return None
+        call.stack.close()
+        if output is None:  # it has failed
+            return None
+        if not call.num_losses and (model.training or call.made):
             reason = "is compiled, or does not compute its loss as a cross-entropy of its head's output"
-            raise ValueError(
-                self._refusal(reason, "Compile its blocks alone, or leave ChunkedLoss out for this model.")
-            )
-
-    # --- around the head --------------------------------------------------------------------------------------------
+            raise ValueError(self.refusal(reason, "Compile its blocks alone, or leave ChunkedLoss out for this model."))
+        self.num_losses += call.num_losses if torch.is_grad_enabled() else 0
+        if isinstance(output, tuple):
+            return tuple(_Unread(call, value).read() if call.is_stand_in(value) else value for value in output)
+        unread = {name: value for name, value in output.items() if call.is_stand_in(value)}
+        for name, value in unread.items():
+            output[name] = _Unread(call, value)
+        if unread:
+            output.__class__ = _with_unread(type(output))
+        return None
 
     def _run_head(self, inner: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return lazy logits where they may be for a loss."""
-        has_labels = any(call.has_labels for call in self.calls)
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or has_labels):
-            return inner(hidden, *args, **kwargs)
-        if not isinstance(hidden, Tensor) or hidden.ndim == 0 or hasattr(hidden, "full_tensor") or not hidden.numel():
+        """Return a tensor that stands for the logits where a loss is computed."""
+        call = next((one for one in reversed(self.calls) if one is not None), None)
+        if call is None or call.made or torch.compiler.is_compiling() or not isinstance(hidden, Tensor):
             return inner(hidden, *args, **kwargs)
         linear = self.head if self.is_plain and isinstance(self.head, Linear) else None
-        # Read once, as a plain call would: spectral norm and the like change with each.
-        weights: tuple[Tensor | None, Tensor | None] = (None, None)
+        weights: tuple[Any, Any] = (None, None)
         if linear is not None:
-            weight = linear.weight
-            if _is_known(weight):
-                weights = weight, linear.bias
-            else:
-                linear = None
-        learns = torch.is_grad_enabled() and self.head.training
-        if learns:
+            weights = linear.weight, linear.bias  # read once: spectral norm and the like change with each
+            linear = linear if _is_known(weights[0]) else None
+        if torch.is_grad_enabled():
             self._check_head(linear)
-        parameters = [p for p in weights if p is not None] if linear is not None else list(self.head.parameters())
-        seen = [(module._parameters, dict(module._parameters)) for module in self.head.modules()]
-        buffers = [(buffer, buffer._version) for buffer in self.head.buffers() if learns and not buffer.is_inference()]
-
-        def run(rows: Tensor) -> Tensor:
-            with _holding(seen):
-                logits: Tensor = inner(rows, *args, **kwargs)
-            if any(buffer._version != version for buffer, version in buffers):
-                raise ValueError(
-                    self._refusal(
-                        f"has a head ({type(self.head).__name__}) that changes its buffers each time it runs, and "
-                        "that would run once per chunk"
-                    )
-                )
-            return logits
-
-        call = HeadCall(
-            run,
-            hidden,
-            linear,
-            weights,
-            parameters,
-            self.num_chunks,
-            self._on_whole,
-            self._on_loss,
-        )
-        self.num_lazy += learns
-        self.made = [made for made in self.made if made() is not None]
-        self.made.append(weakref.ref(call))
-        return call.lazy()
-
-    def end_calls(self, keep: bool) -> None:
-        """Compute no logits of the head's calls up to here any more; first make those that are kept whole."""
-        calls = [call for call in (made() for made in self.made) if call is not None]
-        was_kept = [call.end(keep) for call in calls]
-        self.made.clear()
-        if any(was_kept) and not self.has_warned:
-            self.has_warned = True
-            rank_zero_warn(
-                f"ChunkedLoss: logits of {self.name} are kept beyond the step, so that they exist whole. Numbers are "
-                "right, but memory is not saved: keep, or return, what is computed of them."
-            )
+        return call.begin(hidden, lambda rows: inner(rows, *args, **kwargs), weights if linear is not None else None)
 
     def _check_head(self, linear: nn.Linear | None) -> None:
         """Refuse a head whose output in chunks is not its output.
@@ -255,84 +198,231 @@ class _ChunkedHead:
         """
         head = self.head
         if head._backward_hooks or head._backward_pre_hooks:
-            raise ValueError(self._refusal("has a head with hooks on its gradients, which never exist"))
+            raise ValueError(self.refusal("has a head with hooks on its gradients, which never exist"))
         if linear is not None:
             return
         for part in head.modules():
             if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
                 raise ValueError(
-                    self._refusal(
+                    self.refusal(
                         f"has a head with dropout ({part.p}), which would differ in chunks",
                         "Adapt all but the head, set the dropout to 0, or leave ChunkedLoss out.",
                     )
                 )
         if any(hasattr(parameter, "full_tensor") for parameter in head.parameters()):
-            raise ValueError(self._refusal(f"has a {type(head).__name__} for a head, divided among ranks"))
+            raise ValueError(self.refusal(f"has a {type(head).__name__} for a head, divided among ranks"))
 
-    def _on_whole(self, call: HeadCall, reader: str) -> None:
-        """Called before logits are made whole."""
-        if not (call.with_gradients and self.head.training):
-            return
-        self.last_reader = reader
-        if any(running.has_labels for running in self.calls):
-            raise ValueError(
-                self._refusal(
-                    f"applies `{reader}` to its logits before the loss, which can't be done in chunks", _way_out(reader)
-                )
-            )
-        if not self.has_warned:
-            self.has_warned = True
-            rank_zero_warn(
-                f"ChunkedLoss: `{reader}` reads the logits of {self.name} while training, so that they exist whole. "
-                "Numbers are right, but memory is not saved: read them in `validation_step` alone."
-            )
-
-    def _on_loss(self, call: HeadCall, difference: Callable[[], str | None]) -> None:
-        """Called when a loss was computed; compare the first with plain torch, on a few tokens."""
-        self.num_losses += call.with_gradients and self.head.training
-        for running in self.calls:
-            running.num_losses += 1
-        if self.is_compared or not call.with_gradients or not _has_values(call.hidden):
-            return
-        found = difference()
-        if found:
-            raise ValueError(
-                self._refusal(f"has a head ({type(self.head).__name__}) whose output in chunks is another: {found}")
-            )
-        self.is_compared = found is not None
-
-    def check_served(self) -> None:
-        """Refuse to train if all logits were made, and no loss in chunks.
-
-        Raises:
-            MisconfigurationException: If so.
-        """
-        if self.num_lazy and not self.num_losses and self.last_reader:
-            raise MisconfigurationException(
-                self._refusal(
-                    f"is not trained on a cross-entropy of its logits that can be had in chunks "
-                    f"(`{self.last_reader}` read them whole)",
-                    _way_out(self.last_reader),
-                )
-            )
-
-    def _refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
+    def refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
+        """A sentence that names the model."""
         return f"ChunkedLoss: {self.name} {reason}. {fix}"
 
 
-def _way_out(reader: str) -> str:
-    """What to do about what makes logits whole."""
-    leave = "leave ChunkedLoss out for this model."
-    name = reader.removeprefix("aten.")
-    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
-        return f"Write it out of place (`logits = logits + bias`, not `logits += bias`), or {leave}"
-    if name in _SCALES:
-        return f"Apply a factor of each token to the head's input instead, or {leave}"
-    return f"L{leave[1:]}"
+class _Call(TorchFunctionMode):
+    """From a model's head to its loss: what the model does to its logits is noted, and done to a chunk at a time.
+
+    The head's output is stood for by a zero that is expanded to the shape of the logits, and takes no memory.
+    """
+
+    def __init__(self, head: _ChunkedHead) -> None:
+        super().__init__()
+        self.head = head
+        self.stack = ExitStack()
+        self.num_losses = 0
+        self.made: list[tuple[Tensor, int]] = []
+        """Tensors that stand for logits, and how many steps led to them."""
+        self.steps: list[Callable[[Tensor], Tensor]] = []
+        """What was done to them, as functions of `(tokens, classes)`."""
+        self.parameters: list[Tensor] = []
+
+    def is_stand_in(self, value: Any) -> bool:
+        """Whether a value stands for logits."""
+        return any(value is one for one, _ in self.made)
+
+    def begin(self, hidden: Tensor, run: Callable[[Tensor], Tensor], weights: tuple[Any, Any] | None) -> Tensor:
+        """Return what stands for the head's output of `hidden`, `(..., width)`.
+
+        Args:
+            hidden: The head's input.
+            run: The head.
+            weights: Its weight and bias if it is a plain linear layer.
+        """
+        self.hidden = hidden if hidden.ndim == 3 else hidden.reshape(1, -1, hidden.shape[-1])
+        self.run, self.weights = run, weights
+        self.with_gradients = torch.is_grad_enabled()
+        device = hidden.device.type
+        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if weights is not None:
+            is_cast = self.autocast is not None and hidden.dtype is not torch.float64
+            classes, dtype = weights[0].shape[0], self.autocast if is_cast else hidden.dtype
+        else:
+            self.parameters = [p for p in self.head.head.parameters() if p.requires_grad]
+            with torch.no_grad():
+                sample = run(hidden.reshape(-1, hidden.shape[-1])[:1])
+            classes, dtype = sample.shape[-1], sample.dtype
+        self.stack.enter_context(self)
+        return self._stand_in((*hidden.shape[:-1], classes), dtype)
+
+    def _stand_in(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self.made.append((self.hidden.new_zeros((), dtype=dtype).expand(*shape), len(self.steps)))
+        return self.made[-1][0]
+
+    def logits_of(self, rows: Tensor, num_steps: int) -> Tensor:
+        """Logits of `(tokens, width)`, after so many of the steps."""
+        logits = self.run(rows)
+        for step in self.steps[:num_steps]:
+            logits = step(logits)
+        return logits
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = next((i for i, value in enumerate(args) if self.is_stand_in(value)), None)
+        if place is None and not any(self.is_stand_in(leaf) for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if func is F.cross_entropy:
+            return self._cross_entropy(*args, **kwargs)
+        if place is not None and (func in _ASKS or name in _ASKING):
+            return func(*args, **kwargs)
+        if place == 0 and name in _RESHAPING:
+            found = func(*args, **kwargs)
+            if found.shape[-1:] == args[0].shape[-1:] and found.numel() == args[0].numel():
+                return self._stand_in(found.shape, found.dtype)
+        elif place is not None and name in _PER_TOKEN:
+            return self._per_token(func, place, args, kwargs)
+        raise ValueError(
+            self.head.refusal(f"applies `{name}` to its logits before the loss, which can't be done in chunks")
+        )
+
+    def _per_token(self, func: Any, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Note what is done to each token's logits alone: a cast, a scale, a soft cap, a bias of the classes."""
+        logits = args[place]
+        others = [leaf for leaf in tree_leaves((args[:place], args[place + 1 :], kwargs)) if isinstance(leaf, Tensor)]
+        if any(math.prod(other.shape[:-1]) != 1 for other in others):
+            raise ValueError(self.head.refusal("changes its logits by other values for each token"))
+        self.parameters += [other for other in others if other.requires_grad]
+
+        def step(rows: Tensor) -> Tensor:
+            wide = rows.reshape(*[1] * (logits.ndim - 2), -1, rows.shape[-1])
+            found: Tensor = func(*args[:place], wide, *args[place + 1 :], **kwargs)
+            return found.reshape(-1, found.shape[-1])
+
+        with torch.no_grad():
+            sample = step(logits.new_zeros(1, logits.shape[-1]))
+        is_cast = func in _CASTS and sample.dtype in (torch.float32, torch.float64)
+        if not is_cast:  # the loss is computed in float32 at least
+            self.steps.append(step)
+        return self._stand_in((*logits.shape[:-1], sample.shape[-1]), sample.dtype)
+
+    def _cross_entropy(
+        self,
+        input: Any,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """`F.cross_entropy` in chunks; 0 where no token counts, and not NaN."""
+        hidden, num_classes = self.hidden, input.shape[-1]
+        fits = input.ndim == 2 and target.ndim == 1 and target.numel() == math.prod(hidden.shape[:2])
+        if not fits or weight is not None or reduction not in ("mean", "sum") or size_average is not None or reduce:
+            asked = "weight=..." if weight is not None else f"reduction={reduction!r}, shape {tuple(target.shape)}"
+            raise ValueError(self.head.refusal(f"applies `cross_entropy({asked})` to its logits"))
+        is_wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+        if target.device.type == "cpu" and _has_values(target) and is_wrong.any():  # accelerators find it as they go
+            raise IndexError(
+                f"ChunkedLoss: the labels (`target` of the loss) hold {int(target[is_wrong][0])}, but the logits have "
+                f"{num_classes} classes, 0 to {num_classes - 1} (and {ignore_index} for tokens that don't count). "
+                "Correct the labels, or enlarge the vocabulary with `resize_token_embeddings`."
+            )
+        self.num_losses += 1
+        if self.weights is not None:
+            self.weights = weight, bias = _gathered(self.weights[0]), _gathered(self.weights[1])
+            self.run = lambda rows: F.linear(rows, weight, bias)
+            self.parameters += [p for p in (weight, bias) if p is not None and p.requires_grad]
+        labels = target.to(hidden.device, torch.long).view(hidden.shape[:2])
+        options = ignore_index, self.head.num_chunks, label_smoothing
+        if self.weights is not None and not self.steps:
+            weight, bias = self.weights
+            total = linear_cross_entropy(hidden, weight, labels, bias, *options)
+        else:
+            learning = list({id(p): p for p in self.parameters}.values())
+            run = partial(self.logits_of, num_steps=len(self.steps))
+            total = chunked_cross_entropy(run, hidden, learning, labels, *options)
+        if reduction == "mean":
+            total = total / (labels != ignore_index).sum().clamp(min=1)
+        is_autocast = torch.is_autocast_enabled(hidden.device.type)
+        return total.to(torch.promote_types(input.dtype, torch.float32) if is_autocast else input.dtype)
 
 
-_IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__")
-_SCALES = ("mul", "div", "true_divide", "multiply", "divide", "__mul__", "__rmul__", "__truediv__")
+_ASKS = {
+    vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda")
+}
+_ASKING = {"size", "dim", "numel", "is_floating_point", "__len__", "get_device", "stride"}
+_RESHAPING = {"view", "reshape", "flatten", "contiguous"}
+_CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.type_as}
+_PER_TOKEN = {
+    *("float", "to", "double", "type_as", "tanh", "log_softmax"),
+    *("add", "sub", "mul", "div", "true_divide", "multiply", "divide"),
+    *("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__"),
+}
+"""Functions that treat every token alike, if their other operands do."""
+
+
+class _Unread:
+    """Logits in the output of a model, which are computed as the model would have if they are read."""
+
+    def __init__(self, call: _Call, stand_in: Tensor) -> None:
+        self.call, self.shape, self.dtype = call, stand_in.shape, stand_in.dtype
+        self.num_steps = next(number for one, number in call.made if one is stand_in)
+        self.time = call.head.num_updates
+
+    def read(self) -> Tensor:
+        """Compute them.
+
+        Raises:
+            RuntimeError: If an optimizer has stepped since.
+        """
+        if self.call.head.num_updates != self.time:
+            raise RuntimeError(
+                "ChunkedLoss: logits are read after the optimizer's step, whose weights would give others. Read "
+                "them (`output.logits`) in the step, or leave ChunkedLoss out."
+            )
+        hidden, dtype = self.call.hidden, self.call.autocast
+        cast = torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype is not None)
+        with cast, torch.set_grad_enabled(self.call.with_gradients):
+            logits = self.call.logits_of(hidden.reshape(-1, hidden.shape[-1]), self.num_steps)
+        return logits.view(self.shape).to(self.dtype)
+
+
+@functools.cache
+def _with_unread(kind: Any) -> Any:
+    """A class of a model's output that computes logits when they are read."""
+
+    def read(output: Any, name: str, value: Any) -> Any:
+        if isinstance(value, _Unread):
+            output[name] = value = value.read()
+        return value
+
+    class Output(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            return read(self, name, super().__getattribute__(name))
+
+        @override
+        def __getitem__(self, key: Any) -> Any:
+            key = list(self.keys())[key] if isinstance(key, int) else key
+            return read(self, key, super().__getitem__(key))
+
+    Output.__name__, Output.__qualname__, Output.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Output
+
+
+def _gathered(parameter: Any) -> Any:
+    """A parameter of the head, whole where a strategy has divided it since."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 class _Idle:
@@ -348,8 +438,8 @@ class _After:
     def __init__(self, head: _ChunkedHead) -> None:
         self.head = head
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.head.end_call(model, output)
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self.head.end_call(model, output)
 
     @override
     def __reduce__(self) -> Any:
@@ -371,7 +461,7 @@ class _Before:
         given = self.signature.bind_partial(model, *args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
         labels = given.get("labels")
-        self.head.calls.append(_Call(model, labels is not None))
+        self.head.begin_call(labels is not None)
         items = kwargs.get("num_items_in_batch")
         if not isinstance(labels, Tensor) or items is None:
             return None
@@ -383,23 +473,6 @@ def _at_least_one(num_items: Any, labels: Tensor) -> Any:
     if not isinstance(num_items, Tensor):
         return 1 if num_items == 0 and not bool((labels != -100).any()) else num_items
     return num_items + ((num_items == 0) & ~(labels != -100).any().to(num_items.device)).to(num_items.dtype)
-
-
-@contextmanager
-def _holding(seen: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
-    """Put parameters in place as a call saw them, as `torch.func.functional_call` may have put others for it alone."""
-    changed = []
-    for owner, parameters in seen:
-        for name, parameter in parameters.items():
-            now = owner.get(name)
-            if now is not parameter and not (parameter is None or hasattr(now, "full_tensor") or is_freed(parameter)):
-                changed.append((owner, name, now))
-                owner[name] = parameter
-    try:
-        yield
-    finally:
-        for owner, name, now in changed:
-            owner[name] = now
 
 
 def _is_known(weight: Tensor) -> bool:

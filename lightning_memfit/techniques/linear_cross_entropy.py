@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 
@@ -94,49 +93,6 @@ def chunked_cross_entropy(
         logits_of, target, ignore_index, length, label_smoothing, torch.is_grad_enabled(), hidden, *parameters
     )
     return result
-
-
-def token_cross_entropy(
-    logits_of: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    target: Tensor,
-    ignore_index: int = -100,
-    num_chunks: int = 8,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """As `chunked_cross_entropy`, with the loss of each token, of which anything may be made.
-
-    As the gradients depend on that, a chunk's logits are computed again in the backward pass.
-
-    Args:
-        logits_of: The head. Each token's logits must depend on that token alone, and draw no random numbers.
-        hidden: `(batch, length, width)`.
-        target: `(batch, length)`, integers.
-        ignore_index: Tokens with this target have the loss 0.
-        num_chunks: See `linear_cross_entropy`.
-        label_smoothing: As in `F.cross_entropy`.
-
-    Returns:
-        `(batch, length)` in float32; in float64 if the logits are.
-
-    Raises:
-        ValueError: If `num_chunks` is less than 1.
-    """
-
-    def losses_of(inputs: Tensor, labels: Tensor) -> Tensor:
-        logits = logits_of(inputs)
-        logits = logits.to(_at_least_float32(logits.dtype))
-        return F.cross_entropy(
-            logits, labels, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-        )
-
-    length, parts = _chunk_length(hidden, num_chunks), []
-    for start in range(0, hidden.shape[1], length):
-        columns = slice(start, start + length)
-        inputs, labels = hidden[:, columns].reshape(-1, hidden.shape[2]), target[:, columns].reshape(-1)
-        losses = checkpoint(losses_of, inputs, labels, use_reentrant=False, preserve_rng_state=False)
-        parts.append(losses.view(hidden.shape[0], -1))
-    return torch.cat(parts, dim=1)
 
 
 def saved_here() -> AbstractContextManager[Any]:
