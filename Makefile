@@ -5,10 +5,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PUBLISHED := .venv-published
+QUICK := $(VENV)/.quickstart
 
 .PHONY: quickstart test nightly nightly-sample test-versions faults fuzz lint types audit unit published aio format gpu gpu-wheels docs release-check clean
 
-quickstart: $(STAMP)
+quickstart: $(QUICK)
 	$(BIN)/python -m cli fit --config recipes/quickstart.yaml
 
 # What takes one core or waits for a network goes side by side.
@@ -114,11 +115,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch first and alone, so that the constraints decide which build is taken before anything else asks for one.
-$(STAMP): pyproject.toml constraints.txt
+# What the package itself needs. torch first and alone, so that the constraints decide which build is taken before
+# anything else asks for one.
+$(QUICK): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable .
+	touch $(QUICK)
+
+$(STAMP): $(QUICK)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,all,docs]"
 	touch $(STAMP)
 

@@ -1,6 +1,6 @@
 """Run the quickstart and keep its report: `python -m benchmarks.quickstart.run`, two minutes on two idle cores.
 
-Writes `benchmarks/results/quickstart_cpu.json`; `python -m benchmarks.quickstart.table` puts it into the README.
+Writes `benchmarks/results/quickstart_cpu.json`, whose figures the README shows.
 """
 
 import json
@@ -23,20 +23,16 @@ trainer:
 """
 
 
-def main() -> int:
+def main() -> None:
     facts = {"hardware": hardware(""), "versions": versions(), "commit": commit()}
     with tempfile.TemporaryDirectory() as folder:
         report, overlay = Path(folder) / "report.json", Path(folder) / "keep.yaml"
         overlay.write_text(KEEP.format(path=report), encoding="utf-8")
-        code = subprocess.call([sys.executable, *FIT.split()[1:], "--config", str(overlay)], cwd=ROOT)
-        if code:
-            return code
+        subprocess.run([sys.executable, *FIT.split()[1:], "--config", str(overlay)], cwd=ROOT, check=True)
         figures = json.loads(report.read_text(encoding="utf-8"))
     document = {"command": "python -m benchmarks.quickstart.run", "runs": FIT, **facts, "report": figures}
     RESULTS.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    print(RESULTS)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,7 +23,8 @@ class Working:
         """All of it in one line."""
         parts = [f"tracing {self.traced} (trace {self.traces})"] if self.traced else []
         parts += [f"{self.left} combinations left"] if self.left else []
-        return ", ".join([*parts, f"best so far: {self.best}" if self.best else "nothing fits so far"])
+        found = "nothing fits so far" if self.traces > 1 else "no setting checked yet"
+        return ", ".join([*parts, f"best so far: {self.best}" if self.best else found])
 
 
 class Progress(Protocol):

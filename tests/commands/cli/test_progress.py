@@ -60,7 +60,7 @@ def test_a_search_says_what_it_traces_and_finds() -> None:
     found = Search(MadeTraceStore(made_workload(1000)), lambda working: said.append(working.words()))  # type: ignore[arg-type]
     best = found.run().best
     assert best is not None
-    assert "nothing fits so far" in said[0]
+    assert "no setting checked yet" in said[0]
     assert f"{best.time.total:.3g} s per step" in said[-1]
     found.store.on_trace("the whole")
     assert "tracing the whole (trace 1)" in said[-1]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memfit.memory import MemoryBreakdown, format_bytes
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -201,15 +203,19 @@ def test_readme_states_how_the_flagship_ran() -> None:
     assert reserved["measured_gib"] == reserved["predicted_gib"]
 
 
-def test_readme_shows_the_recorded_quickstart() -> None:
-    from benchmarks.marks import insert
-    from benchmarks.quickstart.run import RESULTS
-    from benchmarks.quickstart.table import MARK, PAGE, render
+def test_readme_shows_what_the_results_give() -> None:
+    from benchmarks.readme import pages
 
-    page = PAGE.read_text()
-    assert insert(page, MARK, render(json.loads(RESULTS.read_text()))) == page, (
-        "run `python -m benchmarks.quickstart.table`"
-    )
+    for path, text in pages().items():
+        assert path.read_text() == text, f"{path.name}: run `python -m benchmarks.readme`"
+
+
+def test_readme_shows_the_recorded_quickstart() -> None:
+    report = json.loads((ROOT / "benchmarks/results/quickstart_cpu.json").read_text())["report"]
+    peaks = [MemoryBreakdown.from_dict(report[name]).total() for name in ("predicted", "measured")]
+    shown = (ROOT / "README.md").read_text().partition("<!-- begin: quickstart -->")[2]
+    figures = [format_bytes(peak) for peak in peaks] + [f"{report['first_loss']:.4f} -> {report['last_loss']:.4f}"]
+    assert [figure for figure in figures if figure not in shown] == []
 
 
 def test_the_estimate_shown_is_the_recorded_one() -> None:
