@@ -173,7 +173,8 @@ class _ChunkedHead:
         for name, value in unread.items():
             output[name] = _Unread(call, value)
         if unread:
-            output.__class__ = _with_unread(type(output))
+            kind: Any = type(output)
+            output.__class__ = _with_unread(kind)
         return None
 
     def _run_head(self, inner: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,8 +253,9 @@ class _Call(TorchFunctionMode):
         device = hidden.device.type
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if weights is not None:
-            is_cast = self.autocast is not None and hidden.dtype is not torch.float64
-            classes, dtype = weights[0].shape[0], self.autocast if is_cast else hidden.dtype
+            classes, dtype = weights[0].shape[0], hidden.dtype
+            if self.autocast is not None and dtype is not torch.float64:
+                dtype = self.autocast
         else:
             self.parameters = [p for p in self.head.head.parameters() if p.requires_grad]
             with torch.no_grad():
@@ -340,14 +342,14 @@ class _Call(TorchFunctionMode):
             )
         self.num_losses += 1
         if self.weights is not None:
-            self.weights = weight, bias = _gathered(self.weights[0]), _gathered(self.weights[1])
-            self.run = lambda rows: F.linear(rows, weight, bias)
-            self.parameters += [p for p in (weight, bias) if p is not None and p.requires_grad]
+            self.weights = head, bias = _gathered(self.weights[0]), _gathered(self.weights[1])
+            self.run = lambda rows: F.linear(rows, head, bias)
+            self.parameters += [p for p in (head, bias) if p is not None and p.requires_grad]
         labels = target.to(hidden.device, torch.long).view(hidden.shape[:2])
         options = ignore_index, self.head.num_chunks, label_smoothing
         if self.weights is not None and not self.steps:
-            weight, bias = self.weights
-            total = linear_cross_entropy(hidden, weight, labels, bias, *options)
+            head, bias = self.weights
+            total = linear_cross_entropy(hidden, head, labels, bias, *options)
         else:
             learning = list({id(p): p for p in self.parameters}.values())
             run = partial(self.logits_of, num_steps=len(self.steps))
@@ -408,6 +410,7 @@ def _with_unread(kind: Any) -> Any:
         return value
 
     class Output(kind):  # type: ignore[misc]
+        @override
         def __getattribute__(self, name: str) -> Any:
             return read(self, name, super().__getattribute__(name))
 
