@@ -363,7 +363,7 @@ class _Repeated:
     """A loader that gives one batch until the steps are known; not a DataLoader, so Lightning leaves it alone.
 
     A batch ends where the next one is asked for: then all hooks of the module and of callbacks have run. What a step
-    writes into it, as PyTorch Geometric's GraphGym does, is not in the next one.
+    writes into an object is not in the next one.
     """
 
     def __init__(self, batch: Any, course: Course, trainer: Any) -> None:
@@ -374,7 +374,7 @@ class _Repeated:
     def __iter__(self) -> Iterator[Any]:
         self.course.recorder.track_trained(self.trainer.lightning_module)  # a hook may have unfrozen some
         while not self.course.end_batch():
-            yield tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else _shell_of(leaf), self.batch)
+            yield tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf), self.batch)
         self.trainer.should_stop = True
 
     def __len__(self) -> int:
@@ -382,14 +382,6 @@ class _Repeated:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Repeated":
         return self  # who reads a batch before the run changes nothing
-
-
-def _shell_of(leaf: Any) -> Any:
-    """An object of its own with the same tensors, if it can be copied."""
-    try:
-        return copy.copy(leaf)
-    except Exception:  # objects raise what they like
-        return leaf
 
 
 _NUMBERED_HOOKS = ("on_train_batch_start", "on_train_batch_end")

@@ -341,11 +341,10 @@ class Comparison:
         if layers:
             return f"{head}. {normalised(layers)}{later}"
         return (
-            f"{head}, however they are weighted. Samples affect each other (contrastive losses, statistics of "
-            "the batch, mixing, a random choice among them), the loss has several means that count different things, "
-            "the module needs the longest sample of its batch, or the batch is cut in the wrong place. Define "
-            "`split_batch(batch, sizes)` if the cut is wrong, return a mean over samples if there are several, "
-            f"{_ACCEPT}{later}"
+            f"{head}, however they are weighted. Samples affect each other (contrastive losses, statistics of the "
+            "batch, mixing, a random choice among them), the loss has several means that count different things, the "
+            "module needs the longest sample of its batch, or the batch is cut in the wrong place. Define `split_batch("
+            f"batch, sizes)` if the cut is wrong, return a mean over samples if there are several, {_ACCEPT}{later}"
         )
 
 

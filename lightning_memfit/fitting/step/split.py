@@ -448,8 +448,7 @@ def _kind(value: Any) -> Any:
 
 def _shapes(batch: Any) -> str:
     """Return the names and shapes of a batch's tensors, for errors."""
-    named = [([f"item {i}" if isinstance(i, int) else str(i) for i in path], leaf) for path, leaf in _tensors(batch)]
-    found = [f"{'.'.join(names) or 'the tensor'} {tuple(leaf.shape)}" for names, leaf in named]
+    found = [f"{'.'.join(map(str, path)) or 'the tensor'} {tuple(leaf.shape)}" for path, leaf in _tensors(batch)]
     return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else f"a `{type(batch).__name__}`"
 
 
