@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     )
     check_folder("--folder", runner.folder)
     try:
-        results = runner.run(rows, arguments.repeat, show_progress)
+        results = runner.run(rows, arguments.repeat, progress_of(len(rows)))
     except KeyboardInterrupt:
         print(f"memfit: interrupted; finished rows are kept in {runner.folder}", file=sys.stderr)
         return INTERRUPTED
@@ -131,11 +131,23 @@ def check_device(device: str) -> None:
             )
 
 
-def show_progress(result: Result, measured_now: bool) -> None:
-    """Print one line per row on stderr."""
-    verb = f"{result.seconds:.0f} s" if measured_now else "kept"
-    why = f": {result.error.message}" if result.error is not None and result.status == "failed" else ""
-    print(f"{result.row}: {result.status.replace('_', ' ')} ({verb}){why}", file=sys.stderr, flush=True)
+def progress_of(num_rows: int) -> Callable[[Result, bool], None]:
+    """Return a function that prints one line per row on stderr, with the number of rows left and their likely time."""
+    measured: list[float] = []
+    left = num_rows
+
+    def show(result: Result, measured_now: bool) -> None:
+        nonlocal left
+        left -= 1
+        if measured_now:
+            measured.append(result.seconds)
+        verb = f"{result.seconds:.0f} s" if measured_now else "kept"
+        why = f": {result.error.message}" if result.error is not None and result.status == "failed" else ""
+        time = f", about {left * sum(measured) / len(measured) / 60:.1f} min" if measured and left else ""
+        status = f"{result.row}: {result.status.replace('_', ' ')} ({verb}){why}"
+        print(f"{status}; {left} of {num_rows} left{time}", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _command(arguments: argparse.Namespace, row: str) -> str:

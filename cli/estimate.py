@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   memfit estimate --config gpt2xl --device "RTX 3060"
-  memfit estimate --config mine.yaml --trainer.precision=bf16-true --json
+  memfit estimate --config mine.yaml --with optimizer_8bit --json
   memfit estimate --model gpt2-xl --micro-batch-size 4 --precision bf16-mixed --device 24GiB
 
 exit codes: 0 it fits, 1 it does not, 2 cannot tell (or a mistake, which is explained)

@@ -32,6 +32,7 @@ examples:
   memfit plan --config gpt2xl --device "RTX 3060" --out plan.yaml
   memfit fit --config gpt2xl --config plan.yaml
   memfit plan --config mine.yaml --device 24GiB --allow exact,bf16 --json
+  memfit plan --config mine.yaml --with chunked_loss --device 24GiB
   memfit plan --config mine.yaml --device 24GiB --tolerance 0%         (the fastest, whatever it changes)
   memfit plan --config mine.yaml --device "2x RTX 3090" --host-memory 64GiB
   memfit plan --config mine.yaml --device 8GiB --disk 500GiB --disk-writes-per-day 1TiB

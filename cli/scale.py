@@ -16,7 +16,7 @@ from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 from lightning_memfit.memory.kind import CPU, MODELLED
 
 from .arguments import check_folder
-from .bench import FOLDER, INTERRUPTED, check_device, read_recipe, show_progress, worker_command
+from .bench import FOLDER, INTERRUPTED, check_device, progress_of, read_recipe, worker_command
 
 if TYPE_CHECKING:
     from lightning_memfit.bench.record import Result
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
         check_device(arguments.device)
         check_folder("--folder", folder)
         try:
-            results = runner.run(points, arguments.repeat, show_progress)
+            results = runner.run(points, arguments.repeat, progress_of(len(points)))
         except KeyboardInterrupt:
             print(f"memfit: interrupted; finished points are kept in {folder}", file=sys.stderr)
             return INTERRUPTED

@@ -50,6 +50,14 @@ def test_a_run_ends_with_what_uses_its_checkpoint(capsys, model, data, command):
     assert main(words) == 0
 
 
+def test_random_weights_are_not_evaluated_without_a_word(capsys):
+    trainer = {"accelerator": "cpu", "devices": 1, "limit_val_batches": 1, "enable_progress_bar": False}
+    recipe = {"model": f"{_DEMOS}.BoringModel", "data": f"{_DEMOS}.BoringDataModule", "trainer": trainer}
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["validate", "--config", "recipe.yaml"]) == 0
+    assert "no `--ckpt_path`: the weights are those that the model starts with" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("trainer", "added"),
     [
