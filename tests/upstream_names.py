@@ -149,7 +149,6 @@ NAMES: dict[str, str] = {
     "_global_grad_norm": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_grouped_mm": "torch.ops.aten",
     "_guards": "torch",
-    "_hp_mapping": "deepspeed.utils.mixed_precision_linkage",
     "_indices": "torch.Tensor",
     "_init_config_if_needed": "lightning.pytorch.strategies.DeepSpeedStrategy",
     "_init_deepspeed_distributed": "lightning.pytorch.strategies.DeepSpeedStrategy",

@@ -33,6 +33,7 @@ from benchmarks.techniques_sweep.adapters import Adapters, ByHand
 from benchmarks.techniques_sweep.isolated import each
 from benchmarks.techniques_sweep.runs import Trained, of_losses, train, was_refused
 from lightning_memfit.techniques.core.facts import Facts, read_facts
+from lightning_memfit.techniques.core.precision import trainer_options
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import KINDS, TOLERANCES
@@ -146,9 +147,10 @@ def examine(seed: int) -> dict[str, Any]:
     except (ValueError, ModuleNotFoundError) as error:
         found.error = error
     else:
-        options = {**drawn.trainer, "precision": drawn.setting.precision}
+        options = trainer_options([*drawn.others(), *callbacks, watch], drawn.setting.precision)
+        callbacks = options.pop("callbacks")
         loader = modules.loader(drawn.name)
-        found, _ = train(modules.build(drawn.name), loader, [*drawn.others(), *callbacks, watch], **options)
+        found, _ = train(modules.build(drawn.name), loader, callbacks, **drawn.trainer, **options)
     row |= _verdict(drawn, said, found, watch)
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
