@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from lightning_memfit.techniques.data_loading import DataLoading as DataLoading
     from lightning_memfit.techniques.gradient_release import GradientRelease as GradientRelease
     from lightning_memfit.techniques.host_master_weights import HostMasterWeights as HostMasterWeights
+    from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from lightning_memfit.techniques.lora import Lora as Lora
     from lightning_memfit.techniques.mixed_precision import HalfPrecision as HalfPrecision
     from lightning_memfit.techniques.optimizer import ReplaceOptimizer as ReplaceOptimizer
@@ -125,6 +126,7 @@ _PUBLIC = {
     "estimate_step": "lightning_memfit.estimate.estimate",
     "find_device": "lightning_memfit.device.catalogue",
     "format_bytes": "lightning_memfit.memory",
+    "linear_cross_entropy": "lightning_memfit.techniques.linear_cross_entropy",
     "measure_step": "lightning_memfit.profile.build",
     "merged_state_dict": "lightning_memfit.adapters.checkpoint",
     "parse_bytes": "lightning_memfit.memory",

@@ -85,8 +85,8 @@ class ChunkedLoss(TechniqueCallback):
             names = ", ".join(head.name for head in self._heads)
             raise MisconfigurationException(
                 f"ChunkedLoss: {type(pl_module).__name__} takes no loss that {names} computes of `labels`. Pass "
-                "`labels`, or leave ChunkedLoss out and call `lightning_memfit.techniques.linear_cross_entropy."
-                "linear_cross_entropy` with the hidden states and the head's weight."
+                "`labels`, or leave ChunkedLoss out and call `lightning_memfit.linear_cross_entropy` with the hidden "
+                "states and the head's weight."
             )
 
     @override
