@@ -93,10 +93,9 @@ def explain(
     summary = f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}"
     if kept:
         summary += f", kept for backward {kept_until} {format_bytes(kept)}"
-    lines = [f"{summary}. The largest tensors:"]
+    lines = [] if advise is None else [advise()]  # first, for who shows no more than the beginning
+    lines.append(f"{summary}. The largest tensors:")
     lines += [f"  {format_bytes(size)}  {text}" for size, text in _largest(found)]
-    if advise is not None:
-        lines.append(advise())
     return "\n".join(lines)
 
 

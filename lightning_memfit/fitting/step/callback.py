@@ -90,7 +90,7 @@ class MicroBatching(KeepsRandomNumbers):
         split_batch: Function from a batch and a list of sizes to its parts. By default the module's method
             `split_batch`, else everything with the batch size as first dimension is split.
         num_samples: Function from a batch to its number of samples. By default the module's method `num_samples`.
-        advise: Function that returns what would make it fit, for the error's last line if not even one sample fits.
+        advise: Function that returns what would make it fit, for the error if not even one sample fits.
 
     Attributes:
         micro_batch_size_in_use: The size in use; None before training.

@@ -403,6 +403,11 @@ class FitSession:
         found, why = search.result, "so far"
         if found.num_steps:
             why = "by what the first steps took"
+        elif found.predicted_bytes is not None and found.predicted_bytes > self._limit_bytes:
+            return (
+                f"MicroBatching: not even one sample fits {format_bytes(self._limit_bytes)}, by its prediction of "
+                f"{format_bytes(found.predicted_bytes)}; training begins with one, and saves memory where it can."
+            )
         elif found.predicted_bytes is not None:
             why = f"by its prediction of {format_bytes(found.predicted_bytes)}"
         return (

@@ -49,7 +49,7 @@ class Shortage:
         ladder: Makes one sample need less memory.
         consensus: Communication between the ranks.
         on_change: Called with the new micro-batch size and the reason.
-        advise: Returns the last lines of the error when nothing helps.
+        advise: Returns what would help, for the error when nothing is left.
     """
 
     def __init__(

@@ -194,8 +194,8 @@ def test_plain_mistakes_are_not_said_to_be_untraceable(run, command):
 def test_a_limit_in_which_no_sample_fits_is_one_message(run, tmp_path):
     code, told = run(trainer={"callbacks": [callback(LIMIT, limit="60KiB"), callback(BATCHING)]})
     assert code == 2
-    assert "memfit: error: " in told.splitlines()[-1]
-    assert "Not even a micro-batch of one sample fits" in told.splitlines()[-1]
+    assert "memfit: error: A micro-batch of one sample does not fit" in told
+    assert "`MicroBatching(last_resort='offload')`" in told
     assert "Traceback" not in told
     assert left(tmp_path) == []
 
