@@ -274,9 +274,7 @@ class OwnLoss(Labelled):
 def test_a_module_that_computes_its_own_loss_is_told_what_to_call_before_a_weight_changes():
     module = OwnLoss()
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(
-        MisconfigurationException, match=r"OwnLoss .*GPT2LMHeadModel.*`lightning_memfit\.linear_"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"OwnLoss .*GPT2LMHeadModel.*`lightning_memfit\.linear_"):
         fit([ChunkedLoss()], lambda: module)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
