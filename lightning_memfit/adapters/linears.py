@@ -104,12 +104,13 @@ def _unfit(module: nn.Module, places: list[str]) -> str | None:
         return "its weight is computed from other parameters (weight_norm, spectral_norm)"
     if "forward" in vars(layer):
         return "its `forward` was replaced before (if by a technique, list that one later)"
-    if weight.numel() == 0:
-        return f"its weight of shape {tuple(weight.shape)} is empty"
+    shape = getattr(weight, "ds_shape", weight.shape)  # of all ranks together under ZeRO-3
+    if not shape.numel():
+        return f"its weight of shape {tuple(shape)} is empty"
     if is_quantized(layer):
         return None
-    if weight.ndim != 2 or not weight.is_floating_point():
-        return f"its weight is {weight.ndim}-dimensional, of {weight.dtype}"
+    if len(shape) != 2 or not weight.is_floating_point():
+        return f"its weight is {len(shape)}-dimensional, of {weight.dtype}"
     if is_traceable_wrapper_subclass(weight) or weight.layout is not torch.strided:
         return f"its weight is a {type(weight.data).__name__} of layout {weight.layout}, no plain tensor"
     others = [name for name, tensor in _registered(module) if tensor is weight and name != f"{places[0]}.weight"]

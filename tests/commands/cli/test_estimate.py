@@ -56,7 +56,7 @@ def split(*arguments):
         (["--config", "a", "--model", "X"], ["--config", "a"], ["--config", "a", "--model", "X"]),
         (["-c=a", "--model.x=1", "--device", "T4"], ["-c=a", "--device", "T4"], ["-c=a", "--model.x=1"]),
         (["--micro_batch_size=2", "--model", "gpt2"], ["--micro-batch-size=2", "--model", "gpt2"], []),
-        (["--a.b", "16", "--json", "-c", "a"], ["--json", "-c", "a"], ["--a.b", "16", "-c", "a"]),
+        (["--data.b", "16", "--json", "-c", "a"], ["--json", "-c", "a"], ["--data.b", "16", "-c", "a"]),
         (["-c", "a", "--trainer.max_steps=-1"], ["-c", "a"], ["-c", "a", "--trainer.max_steps=-1"]),
     ],
 )  # fmt: skip

@@ -135,7 +135,7 @@ def test_a_step_of_any_curve_is_traced_where_it_matters(name: str, monkeypatch: 
 @pytest.mark.parametrize("name", ["values choose, attention", "through C"])
 def test_a_step_that_cannot_be_traced_is_found_in_eight_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = searched(name, monkeypatch)
-    assert 0.97 <= row["memfit"]["fraction"] <= 1
+    assert 0.75 <= row["memfit"]["fraction"] <= 1  # of sizes with as many micro-batches the one that divides best
     assert row["memfit"]["steps"] <= 8
 
 

@@ -133,8 +133,10 @@ def test_splitting_twice_is_splitting_once_into_the_smaller_sizes(case: tuple[An
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
-def test_sizes_add_up_and_only_the_last_is_smaller(num_samples: int, micro_batch_size: int) -> None:
+def test_sizes_add_up_and_no_sample_is_left_alone(num_samples: int, micro_batch_size: int) -> None:
     sizes = sizes_of(num_samples, micro_batch_size)
     assert sum(sizes) == num_samples
-    assert set(sizes[:-1]) <= {micro_batch_size}
-    assert 1 <= sizes[-1] <= micro_batch_size
+    assert len(sizes) == -(-num_samples // micro_batch_size)
+    assert set(sizes[:-2]) <= {micro_batch_size}
+    assert 1 <= min(sizes) <= max(sizes) <= micro_batch_size
+    assert 1 not in sizes or micro_batch_size < 3 or num_samples == 1
