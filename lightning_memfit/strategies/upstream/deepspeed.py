@@ -645,6 +645,8 @@ def load_run(engine: Any, path: Path, strict: bool, is_on_disk: bool) -> tuple[d
         _load_to_disk(engine, saved)
     elif is_divided_alike:
         engine.load_checkpoint(str(path), load_lr_scheduler_states=False, load_module_strict=strict)
+        if not is_partitioned:  # the folder may have weights by other names, as adapters have them: masters are right
+            engine.optimizer.update_lp_params()
     else:
         _load_converted(engine, saved)
     _load_rest(engine, saved)
