@@ -40,9 +40,22 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from here on, but never again what the test files and their imports have made."""
+    """Collect garbage from here on, but never again what the test files and their imports have made.
+
+    Ranks are forked from a server that begins here, before any test has run.
+    """
     gc.freeze()
     gc.enable()
+    from tests.helpers.ranks import start_server  # imports torch, which reads the variables above
+
+    start_server()
+
+
+def pytest_sessionfinish() -> None:
+    """End the server, which has this process's streams."""
+    from tests.helpers.ranks import stop_server
+
+    stop_server()
 
 
 LAYERS = {"rules": 0.1, "contract": 0.5, "numerics": 0.5, "ranks": 10.0, "commands": 1.0, "truth": 0.5, "nightly": 1.0}
@@ -87,3 +100,13 @@ def imports_are_not_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_groups_end() -> Iterator[None]:
+    """Lightning leaves the process group of a run in the process, and the next file would train in it."""
+    yield
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

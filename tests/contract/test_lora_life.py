@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from datetime import timedelta
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import DDPStrategy
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,6 +38,7 @@ from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights
 from tests.contract.checkpointing.models import t5
 from tests.contract.runs import assert_same_weights, loader, trainer
+from tests.helpers.ranks import run_ranks
 
 LORA = {"lora": [Lora(4)], "4bit": [QuantizedWeights(4), Lora(4)]}
 
@@ -693,18 +696,13 @@ def test_a_run_without_lora_refuses_adapters_and_their_record_says_what_they_are
     assert inspect.signature(Lora).parameters.keys() >= {"rank", "alpha"}
 
 
+def on_two_ranks():
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60))
+    return fitted(fresh("4bit"), devices=2, strategy=strategy)[0].state_dict()
+
+
 def test_two_processes(tmp_path):
-    class Save(pl.Callback):
-        def on_train_end(self, trainer, pl_module):
-            torch.save(pl_module.state_dict(), tmp_path / f"{trainer.global_rank}.pt")
-
-    from datetime import timedelta
-
-    from lightning.pytorch.strategies import DDPStrategy
-
-    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
-    fitted([*fresh("4bit"), Save()], devices=2, strategy=strategy)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = (one.result for one in run_ranks(on_two_ranks, 2, tmp_path))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

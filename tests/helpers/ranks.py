@@ -13,9 +13,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import cloudpickle
+import pytest
 import torch
 
 num_ranks = 1
@@ -42,27 +45,108 @@ class Ended:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, folder: Path, *args: Any, seconds: float = 120.0
+    function: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    *args: Any,
+    seconds: float = 120.0,
+    patches: dict[str, Any] | None = None,
 ) -> list[Ended]:
     """Call `function(*args)` on every rank; processes that have not ended after some time are killed.
 
-    The processes are forked and independent of each other, as those of a launcher on several machines are. The time in
-    which a rank has waited for a core doesn't count. What is killed says so in its output, and where it was.
+    The processes are independent of each other, as those of a launcher on several machines are. They are forked from a
+    server that began before any test ran: what tests leave in their process, as a process group or threads, is not in
+    them, and neither is what a test has patched. What is killed says so in its output, and where it was.
+
+    Args:
+        function: May be a lambda or a function of the test; it and its arguments are pickled by value.
+        seconds: The time in which a rank has waited for a core doesn't count.
+        patches: What to set in the ranks' processes, by dotted name.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    call = cloudpickle.dumps((function, args, patches or {}))
+    server = _server()
+    try:
+        server.send((call, world_size, str(folder.resolve()), seconds, dict(os.environ), os.getcwd(), sys.path))
+        ends = server.recv()
+    except BaseException:
+        stop_server()  # of a test that ran out of time, too: its ranks end here
+        raise
+    return [_ended(folder, rank, *end) for rank, end in enumerate(ends)]
+
+
+_running: tuple[int, int, Connection] | None = None
+"""This process, that of its server, and the way to it."""
+
+
+def start_server() -> None:
+    """Fork the process that forks ranks. Ranks have what was imported before."""
+    global _running
+    ours, theirs = multiprocessing.Pipe()
+    process = os.fork()
+    if process == 0:
+        ours.close()
+        try:
+            _serve(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    _running = os.getpid(), process, ours
+
+
+def stop_server() -> None:
+    """End the server and every rank that it has forked."""
+    global _running
+    if _running and _running[0] == os.getpid():
+        _running[2].close()
+        with suppress(ProcessLookupError):
+            os.killpg(_running[1], signal.SIGKILL)
+        os.waitpid(_running[1], 0)
+    _running = None
+
+
+def _server() -> Connection:
+    if not _running or _running[0] != os.getpid():  # this process may have been forked from one that has a server
+        start_server()
+    assert _running
+    return _running[2]
+
+
+def _serve(requests: Connection) -> None:
+    """In the server: start ranks until the process that asked for it is gone."""
+    os.setsid()
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    while os.getppid() == parent:
+        if not requests.poll(1.0):
+            continue
+        try:
+            call, world_size, folder, seconds, environment, current, sys.path[:] = requests.recv()
+        except EOFError:
+            return
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(current)
+        requests.send(_run_all(call, world_size, Path(folder), seconds, parent))
+
+
+def _run_all(call: bytes, world_size: int, folder: Path, seconds: float, parent: int) -> list[tuple[int, float]]:
+    """Exit status and seconds of every rank."""
     _import_what_ranks_did()
     port = free_port()
     context = multiprocessing.get_context("fork")
     begin = time.monotonic()
     processes = [
-        context.Process(target=_run, args=(function, rank, world_size, port, folder, args))
-        for rank in range(world_size)
+        context.Process(target=_run, args=(call, rank, world_size, port, folder)) for rank in range(world_size)
     ]
     for process in processes:
         process.start()
     ends: dict[int, float] = {}
     while len(ends) < world_size and time.monotonic() - begin - max(map(_waited, processes)) < seconds:
         time.sleep(0.05)
+        if os.getppid() != parent:
+            os.killpg(0, signal.SIGKILL)
         for rank, process in enumerate(processes):
             if rank not in ends and not process.is_alive():
                 ends[rank] = time.monotonic() - begin
@@ -70,23 +154,23 @@ def run_ranks(
     for rank in late:
         with (folder / f"output-{rank}.txt").open("a") as output:
             output.write(f"\nrank {rank} had not ended after {time.monotonic() - begin:.0f} s and is killed here:\n")
-        os.kill(processes[rank].pid, signal.SIGUSR2)
+        os.kill(cast(int, processes[rank].pid), signal.SIGUSR2)
     time.sleep(0.5 if late else 0)
     for rank in late:
-        os.kill(processes[rank].pid, signal.SIGKILL)
+        os.kill(cast(int, processes[rank].pid), signal.SIGKILL)
     for process in processes:
         process.join()
     for names in folder.glob("imported-*.txt"):
         _imported_by_ranks.update(names.read_text().split())
         names.unlink()
-    return [_ended(folder, rank, process.exitcode, ends.get(rank, seconds)) for rank, process in enumerate(processes)]
+    return [(cast(int, process.exitcode), ends.get(rank, seconds)) for rank, process in enumerate(processes)]
 
 
 _imported_by_ranks: set[str] = set()
 
 
 def _import_what_ranks_did() -> None:
-    """Import what earlier ranks imported of libraries that this process has: later ones are forked with it.
+    """Import what earlier ranks imported of libraries: later ones are forked with it.
 
     An engine of DeepSpeed takes a second for it, in every rank.
     """
@@ -117,13 +201,13 @@ def free_port() -> int:
             return port
 
 
-def _ended(folder: Path, rank: int, code: int | None, seconds: float) -> Ended:
+def _ended(folder: Path, rank: int, code: int, seconds: float) -> Ended:
     outcome = folder / f"outcome-{rank}.pt"
     result, error = torch.load(outcome, weights_only=False) if outcome.exists() else (None, "")
     return Ended(code, seconds, (folder / f"output-{rank}.txt").read_text(), result, error)
 
 
-def _run(function: Callable[..., Any], rank: int, world_size: int, port: int, folder: Path, args: Any) -> None:
+def _run(call: bytes, rank: int, world_size: int, port: int, folder: Path) -> None:
     """In the process of a rank: call the function and leave what it returned or raised in a file."""
     output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(output, 1)
@@ -139,6 +223,9 @@ def _run(function: Callable[..., Any], rank: int, world_size: int, port: int, fo
     outcome = folder / f"outcome-{rank}.pt"
     known = set(sys.modules)
     try:
+        function, args, patches = cloudpickle.loads(call)
+        for name, value in patches.items():
+            pytest.MonkeyPatch().setattr(name, value)
         torch.save((function(*args), ""), outcome)
     except BaseException as error:
         torch.save((None, f"{type(error).__name__}: {error}"), outcome)

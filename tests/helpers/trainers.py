@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_memfit.techniques.core.precision import split_precision
+from tests.helpers.ranks import run_ranks
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -18,11 +18,11 @@ QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", 
 def quiet_trainer(*callbacks: pl.Callback, devices: int = 1, **options: Any) -> pl.Trainer:
     """A quiet CPU trainer of two epochs, or of `max_steps`.
 
-    Two processes are forked and talk over gloo with a short timeout.
+    The ranks of two devices talk over gloo with a short timeout.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if devices > 1:
-        strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
+        strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60))
         options = {"strategy": strategy, "use_distributed_sampler": False} | options
     callbacks, plugins = split_precision(callbacks)
     if plugins:  # which take the place of the name
@@ -42,24 +42,26 @@ def fit(
     return trainer
 
 
-class KeepWeights(pl.Callback):
-    """Save the weights of every rank, which live in other processes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        weights = [p.detach().clone() for p in pl_module.parameters()]
-        seen = getattr(pl_module, "seen", [])
-        torch.save((weights, seen), self.folder / f"{trainer.world_size}-{trainer.global_rank}.pt")
-
-
 def fit_on_two_ranks(
     module: pl.LightningModule, folder: Path, *callbacks: pl.Callback, **options: Any
 ) -> list[tuple[list[Tensor], list[int]]]:
-    """Train on two ranks and return each rank's weights and the samples it saw."""
-    fit(module, *callbacks, KeepWeights(folder), devices=2, **options)
-    return [torch.load(folder / f"2-{rank}.pt") for rank in range(2)]
+    """Train on two ranks and return each rank's weights and the samples it saw.
+
+    Raises:
+        RuntimeError: A rank failed; the text is what it raised and printed.
+    """
+    ended = run_ranks(_trained, 2, folder, module, callbacks, options)
+    for one in ended:
+        if one.code:
+            raise RuntimeError(one.error + one.output)
+    return [one.result for one in ended]
+
+
+def _trained(
+    module: pl.LightningModule, callbacks: tuple[pl.Callback, ...], options: dict[str, Any]
+) -> tuple[list[Tensor], list[int]]:
+    fit(module, *callbacks, devices=2, **options)
+    return [p.detach().clone() for p in module.parameters()], getattr(module, "seen", [])
 
 
 def difference(module: pl.LightningModule | list[Tensor], other: pl.LightningModule | list[Tensor]) -> float:

@@ -335,11 +335,17 @@ class SeesNoRung(pl.Callback):
         assert not absent_bytes(trainer.optimizers[0])
 
 
+class Impatient(pl.Callback):
+    """As the fixture, in the process of a rank."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        backoff.STEPS_BEFORE_GROWTH = 2
+
+
 @pytest.mark.nightly
-@pytest.mark.usefixtures("impatient")
 def test_all_ranks_give_rungs_up_together(tmp_path: Path) -> None:
     module = Failing(lambda module: module.trainer.global_step == 1 and RUNGS[3](module), rank=1, num_batches=9)
-    callbacks = (MemoryLimit("1GiB"), ladder(), SeesNoRung())
+    callbacks = (Impatient(), MemoryLimit("1GiB"), ladder(), SeesNoRung())
     one, other = fit_on_two_ranks(module, tmp_path, *callbacks, max_epochs=1)
     assert difference(one[0], other[0]) == 0
 

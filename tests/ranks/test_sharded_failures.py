@@ -113,15 +113,15 @@ def test_three_ranks_end_when_one_does(action: Any, tmp_path: Path) -> None:
         assert one.seconds < 40
 
 
+NO_UNITS = {"lightning_memfit.fitting.recovery.lockstep.sharded_units": lambda module: []}
+"""As with torch 2.11, which can't forget a pass that was broken off."""
+
+
 @pytest.mark.parametrize(
     ("action", "message"), [(break_down, "no such column"), (run_out_of_memory, "Memory ran out on this rank")]
 )
-def test_where_ranks_can_not_stop_together_all_end(
-    action: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with torch 2.11, which can't forget a pass that was broken off."""
-    monkeypatch.setattr("lightning_memfit.fitting.recovery.lockstep.sharded_units", lambda module: [])
-    first, second = run_ranks(lambda: fail("forward", LATE, action), 2, tmp_path, seconds=60)
+def test_where_ranks_can_not_stop_together_all_end(action: Any, message: str, tmp_path: Path) -> None:
+    first, second = run_ranks(lambda: fail("forward", LATE, action), 2, tmp_path, seconds=60, patches=NO_UNITS)
     assert message in second.error
     assert "Rank 1 failed" in first.error
     assert message in first.error
@@ -150,11 +150,10 @@ def take_a_steep_step() -> int:
 
 @pytest.mark.nightly
 def test_no_rank_waits_for_one_whose_gradients_alone_are_not_finite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Comparing samples together with samples apart, the others went on to samples that it left out."""
-    monkeypatch.setattr("lightning_memfit.fitting.recovery.lockstep.sharded_units", lambda module: [])
-    first, second = run_ranks(take_a_steep_step, 2, tmp_path, seconds=30)
+    first, second = run_ranks(take_a_steep_step, 2, tmp_path, seconds=30, patches=NO_UNITS)
     assert [first.code, second.code] == [0, 0], first.output[-3000:] + second.output[-3000:]
     assert first.result == second.result > 4
 

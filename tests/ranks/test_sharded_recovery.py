@@ -156,12 +156,12 @@ def test_a_discarded_validation_step_leaves_no_trace_on_any_rank(tmp_path: Path)
 
 @pytest.mark.nightly_cases("2", "3")
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_random_moments(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_moments(world_size: int, tmp_path: Path) -> None:
     """Any moment of a run of six steps with validation, of which there are some 230; optimizer steps are copied."""
-    monkeypatch.setattr("lightning_memfit.fitting.step.callback.find_device_memory", lambda trainer: Full())
+    full = {"lightning_memfit.fitting.step.callback.find_device_memory": lambda trainer: Full()}
     moments = random.Random(world_size).sample(range(1, 200), MOMENTS)
     runs = {str(moment): ("", (moment,)) for moment in moments}
-    ended = run_ranks(lambda: disturbed(runs, 1, VALIDATED), world_size, tmp_path, seconds=300)
+    ended = run_ranks(lambda: disturbed(runs, 1, VALIDATED), world_size, tmp_path, seconds=300, patches=full)
     late = [name for name in runs if ended[1].result and not ended[1].result[name][0]]
     assert not late  # each of them came
     assert_nothing_changed(runs, ended, 1)

@@ -5,11 +5,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 import torch
 from torch import distributed
 
-from lightning_memfit.reliability import rank_watch
 from lightning_memfit.reliability.rank_watch import RankWatch
 from tests.helpers.ranks import run_ranks
 
@@ -36,9 +34,9 @@ def wait_for_one_that_goes_on() -> None:
         distributed.all_reduce(torch.zeros(1))
 
 
-def test_a_rank_that_waits_for_another_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_watch, "GRACE_SECONDS", 1.0)
-    first, _ = run_ranks(wait_for_one_that_goes_on, 2, tmp_path, seconds=10)
+def test_a_rank_that_waits_for_another_is_ended(tmp_path: Path) -> None:
+    patches = {"lightning_memfit.reliability.rank_watch.GRACE_SECONDS": 1.0}
+    first, _ = run_ranks(wait_for_one_that_goes_on, 2, tmp_path, seconds=10, patches=patches)
     assert first.code == 1
     assert first.seconds < 8
     assert "Rank 1 failed: ValueError: no such column\nRank 0 was still waiting" in first.output
@@ -66,10 +64,10 @@ def leave_in_turn() -> bool:
     return True
 
 
-def test_a_rank_that_has_left_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_watch, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(rank_watch, "POLL_SECONDS", 0.1)
-    assert all(one.result for one in run_ranks(leave_in_turn, 3, tmp_path))
+def test_a_rank_that_has_left_may_end(tmp_path: Path) -> None:
+    watch = "lightning_memfit.reliability.rank_watch"
+    patches = {f"{watch}.GRACE_SECONDS": 0.0, f"{watch}.POLL_SECONDS": 0.1}
+    assert all(one.result for one in run_ranks(leave_in_turn, 3, tmp_path, patches=patches))
 
 
 def fail_first() -> str:
