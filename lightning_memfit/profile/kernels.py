@@ -87,7 +87,7 @@ class Kernel:
     orders: tuple[tuple[int, ...], ...] = ()
     """Dimensions of each result in memory, outermost first, where fake results lie otherwise; else empty."""
     is_known: bool = True
-    """False if the operator could not be run; `peaks` is then an estimate, or empty."""
+    """False if the operator could not be run."""
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -97,11 +97,11 @@ class KernelMemory:
     """What the operators of one trace take beyond their results.
 
     Attributes:
-        unknown: Operators that could not be run, by name, with a bound in bytes where there is one.
+        unknown: Names of operators that could not be run, as keys.
     """
 
     def __init__(self) -> None:
-        self.unknown: dict[str, int | None] = {}
+        self.unknown: dict[str, None] = {}
         self.profiled = False
         """Whether operators were left out as a profiler ran."""
         self._settings = repr((describe_processor("cpu"), _switches()))
@@ -124,19 +124,16 @@ class KernelMemory:
             key = (func, _is_fake(result), torch.is_grad_enabled(), _key(args), _key(kwargs.items()))
             found = self._calls.get(key, _MISSING)
         except (TypeError, RuntimeError):  # not hashable, or a layout without strides
-            return self._note(func, Kernel(is_known=False))
+            found = _UNKNOWN
         if found is _MISSING:
             if profiler_runs():  # there can only be one, and it is the user's
                 self.profiled = True
-                return _estimated(func, args, result)
+                return None
             found = self._calls[key] = self._learn(func, args, kwargs, result)
-        return found if found is None or found.is_known else self._note(func, found)
-
-    def _note(self, func: Any, kernel: Kernel) -> Kernel:
-        """Remember that an operator's memory is not known."""
-        name = f"{func.namespace}::{func._opname}"
-        self.unknown[name] = max(self.unknown.get(name) or 0, max(kernel.peaks, default=0)) or None
-        return kernel
+        if found is None or found.is_known:
+            return found
+        self.unknown[f"{func.namespace}::{func._opname}"] = None
+        return None
 
     def remarks(self) -> list[str]:
         """What is not known, in a clause."""
@@ -144,15 +141,13 @@ class KernelMemory:
             return ["scratch memory of kernels was not learned, as a profiler was running, and may be missing"]
         if not self.unknown:
             return []
-        named = [
-            f"`{name}`{f' (estimated at {bound:,} bytes)' if bound else ''}" for name, bound in self.unknown.items()
-        ]
+        named = [f"`{name}`" for name in self.unknown]
         more = f" and {len(named) - _NUM_NAMED} more operators" if len(named) > _NUM_NAMED else ""
         return [f"scratch memory of {', '.join(named[:_NUM_NAMED])}{more} is not known"]
 
     def _learn(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
         if not _may_run(func, args, kwargs):
-            return _estimated(func, args, result)
+            return _UNKNOWN
         call = _Call.of(func, args, kwargs, result)
         flops = _flops(func, args, kwargs, result)
         size_bytes = call.num_bytes + sum(tensor.nbytes for tensor in _strided(result))
@@ -160,11 +155,8 @@ class KernelMemory:
         if not is_small and self._is_free(call, result):
             return None
         if flops <= _MOST_FLOPS and size_bytes <= _MOST_BYTES:
-            kernel = self._remembered(call, result, functools.partial(_run, call))
-        else:
-            few = functools.partial(_of_few_samples, call, flops, size_bytes)
-            kernel = self._remembered(call, result, few)
-        return kernel if kernel is None or kernel.is_known else _estimated(func, args, result)
+            return self._remembered(call, result, functools.partial(_run, call))
+        return self._remembered(call, result, functools.partial(_of_few_samples, call, flops, size_bytes))
 
     def _is_free(self, call: "_Call", result: Any) -> bool:
         """Whether an operator on tensors of such types and layouts takes nothing, by two small sizes."""
@@ -185,6 +177,8 @@ class KernelMemory:
 
 
 _MISSING: Any = object()
+
+_UNKNOWN = Kernel(is_known=False)
 
 _FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like",
               "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "arange",
@@ -302,12 +296,6 @@ def keep_learned() -> None:
     }
     if len(content) > len(before):
         write_file(_kept(), lambda file: file.write(json.dumps(sealed(content)).encode()))
-
-
-def forget_learned() -> None:
-    """Forget everything that this process knows, but nothing that is on disk."""
-    for values in (_known, _learned, _files_read):
-        values.clear()
 
 
 def _take_learned(learned: dict[str, Kernel | None]) -> None:
@@ -596,7 +584,7 @@ def _beyond_result(run: Kernel | None, result: Any) -> Kernel | None:
         result: What the trace took the operator to return.
     """
     if run is None:
-        return Kernel(is_known=False)
+        return _UNKNOWN
     peaks = tuple(max(0, size) for size in run.peaks)
     peaks = (*peaks[: _NUM_PEAKS - 1], max(peaks[_NUM_PEAKS - 1 :])) if len(peaks) >= _NUM_PEAKS else peaks
     extra = run.extra if any(run.extra) else ()
@@ -652,9 +640,6 @@ def laid_out(tensor: torch.Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-# --- operators that can't be run --------------------------------------------------------------------------------------
-
-
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """FLOPs of an operator; without a formula, an upper bound: a product with the longest rows of its operands."""
     formula = flop_formula(func._overloadpacket)
@@ -663,41 +648,3 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     elements = max((tensor.numel() for tensor in _strided(result)), default=0)
     rows = (tensor.size(-1) for tensor in tensors_among(args) if tensor.dim() > 1)
     return float(elements * max(rows, default=1))
-
-
-def _estimated(func: Any, args: Any, result: Any) -> Kernel:
-    """Scratch memory of a convolution by formula, for one that can't be run; not known for any other operator."""
-    if func not in _BATCHED:
-        return Kernel(is_known=False)
-    return Kernel((estimated_scratch_bytes(func, args, result),), is_known=False)
-
-
-def estimated_scratch_bytes(operator: Any, args: Any, result: Any) -> int:
-    """Scratch memory of a convolution by formula, for one that is too large to run or can't be observed.
-
-    The formula is that of oneDNN on a processor with AVX-512 (torch 2.13): it convolves in a layout of its own.
-    Forward copies input and weight into it, gives them back, and copies the output out of it; backward holds copies in
-    the shapes of input and output, and in half precision accumulates the weight's gradient in fp32. Pointwise
-    convolutions in fp32 need no copies.
-
-    Args:
-        operator: `aten.convolution` or `aten.convolution_backward`.
-        args: Its arguments.
-        result: What it returned.
-    """
-    output: torch.Tensor
-    data: torch.Tensor
-    weight: torch.Tensor
-    forward = operator is aten.convolution.default
-    if forward:
-        (data, weight), output = args[:2], result
-    else:
-        output, data, weight = args[:3]
-    half = weight.element_size() < 4
-    if math.prod(weight.shape[2:]) == 1 and not half:
-        return 0
-    if forward:
-        return max(data.nbytes + weight.nbytes, output.nbytes)
-    if half:
-        return data.nbytes + output.nbytes + 4 * weight.numel()
-    return max(data.nbytes + output.nbytes, weight.nbytes)
