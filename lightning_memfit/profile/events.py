@@ -141,18 +141,7 @@ def canonical(trace: EventList) -> EventList:
 
 def without_small(trace: EventList, up_to_bytes: int) -> EventList:
     """The events of storages larger than `up_to_bytes`, renumbered; phases are left out."""
-    large = trace.sizes > up_to_bytes
-    numbers = np.cumsum(large)
-    kept = large[trace.storages]
-    return replace(
-        trace,
-        events=np.sign(trace.events[kept]) * numbers[trace.storages[kept]],
-        event_blocks=trace.event_blocks[kept],
-        sizes=trace.sizes[large],
-        categories=trace.categories[large],
-        sites=trace.sites[large],
-        phases=(),
-    )
+    return replace(_without(trace, trace.sizes <= up_to_bytes), phases=())
 
 
 def leave_out(trace: EventList, spans: Sequence[tuple[int, int]]) -> EventList:
@@ -171,39 +160,35 @@ def leave_out(trace: EventList, spans: Sequence[tuple[int, int]]) -> EventList:
     made_in, freed_in = np.full(len(trace.sizes), -2), np.full(len(trace.sizes), -3)
     made_in[storages[allocates]] = span_of[allocates]
     freed_in[storages[~allocates]] = span_of[~allocates]
-    passes = (made_in == freed_in) & (made_in >= 0)
-    kept = ~passes[storages]
-    numbers, places = np.cumsum(~passes), np.concatenate(([0], np.cumsum(kept)))
-    in_spans = {at for first, stop in spans for at in range(first, stop)}
-    return replace(
-        trace,
-        events=np.sign(trace.events[kept]) * numbers[storages[kept]],
-        event_blocks=trace.event_blocks[kept],
-        sizes=trace.sizes[~passes],
-        categories=trace.categories[~passes],
-        sites=trace.sites[~passes],
-        phases=tuple((int(places[at]), name) for at, name in trace.phases if at not in in_spans),
-        between=places[trace.between[kept[trace.between]]],
-    )
+    phases = tuple((at, name) for at, name in trace.phases if at == len(trace) or span_of[at] < 0)
+    return _without(replace(trace, phases=phases), (made_in == freed_in) & (made_in >= 0))
 
 
 def without_setup(trace: EventList) -> EventList:
     """The trace without what comes and goes before its first phase, and without empty storages that are made there."""
-    first = trace.phases[0][0] if trace.phases else len(trace)
-    trace = leave_out(trace, [(0, first)])
-    first = trace.phases[0][0] if trace.phases else len(trace)
+    trace = leave_out(trace, [(0, _end_of_setup(trace))])
+    first = _end_of_setup(trace)
     made = trace.storages[:first][trace.events[:first] > 0]
     empty = np.zeros(len(trace.sizes), dtype=bool)
     empty[made] = trace.sizes[made] == 0
-    kept = ~empty[trace.storages]
-    numbers, places = np.cumsum(~empty), np.concatenate(([0], np.cumsum(kept)))
+    return _without(trace, empty)
+
+
+def _end_of_setup(trace: EventList) -> int:
+    return trace.phases[0][0] if trace.phases else len(trace)
+
+
+def _without(trace: EventList, is_gone: npt.NDArray[np.bool_]) -> EventList:
+    """The trace without some storages, renumbered."""
+    kept, stays = ~is_gone[trace.storages], ~is_gone
+    numbers, places = np.cumsum(stays), np.concatenate(([0], np.cumsum(kept)))
     return replace(
         trace,
         events=np.sign(trace.events[kept]) * numbers[trace.storages[kept]],
         event_blocks=trace.event_blocks[kept],
-        sizes=trace.sizes[~empty],
-        categories=trace.categories[~empty],
-        sites=trace.sites[~empty],
+        sizes=trace.sizes[stays],
+        categories=trace.categories[stays],
+        sites=trace.sites[stays],
         phases=tuple((int(places[at]), name) for at, name in trace.phases),
         between=places[trace.between[kept[trace.between]]],
     )
@@ -264,64 +249,43 @@ def _scratch_counts(trace: EventList) -> Integers:
 
 def _with_one_scratch(trace: EventList, places: set[int]) -> EventList:
     """The trace with exactly one storage of scratch memory at each of some places, counted in other events."""
-    scratch, place = _is_scratch(trace), 0
+    scratch = _is_scratch(trace)
     before = np.cumsum(~scratch)
     largest: dict[int, int] = {}  # storage of the largest by place
+    is_gone = np.zeros(len(trace.sizes), dtype=bool)
     for index in np.flatnonzero(scratch & (trace.events > 0)).tolist():
         at, storage = int(before[index]), int(trace.storages[index])
-        if at in places and (at not in largest or trace.sizes[storage] > trace.sizes[largest[at]]):
-            largest[at] = storage
-    order: list[tuple[int, int]] = []  # old storage, or -1, and sign
-    blocks: list[int] = []
-    moved: list[int] = []
-    for index, (event, block) in enumerate(zip(trace.events.tolist(), trace.event_blocks.tolist(), strict=True)):
-        moved.append(len(order))
-        if scratch[index]:
-            if place in places and abs(event) - 1 != largest[place]:
-                continue
-        else:
-            if place in places and place not in largest:
-                order += [(-1, 1), (-1, -1)]
-                blocks += [block, block]
-            place += 1
-        order.append((abs(event) - 1, 1 if event > 0 else -1))
-        blocks.append(block)
-    moved.append(len(order))
-    if place in places and place not in largest:
-        order += [(-1, 1), (-1, -1)]
-        blocks += [OUTSIDE, OUTSIDE]
-    return _renumbered(trace, order, blocks, moved)
+        if at in places:
+            is_gone[storage] = True
+            if at not in largest or trace.sizes[storage] > trace.sizes[largest[at]]:
+                largest[at] = storage
+    is_gone[list(largest.values())] = False
+    trace = _without(trace, is_gone)
+    others = np.append(np.flatnonzero(~_is_scratch(trace)), len(trace))
+    return _with_empty_scratch(trace, others[sorted(places - largest.keys())])
 
 
-def _renumbered(trace: EventList, order: list[tuple[int, int]], blocks: list[int], moved: list[int]) -> EventList:
-    """A trace of some of its events and of new storages without bytes.
+def _with_empty_scratch(trace: EventList, at: Integers) -> EventList:
+    """The trace with one more storage without bytes before some of its events, at which it is freed as well."""
+    new, twice = len(trace.sizes) + 1 + np.arange(len(at)), np.repeat(at, 2)
+    events = np.insert(trace.events, twice, np.stack((new, -new), axis=1).ravel())
+    order = events[events > 0] - 1  # storages as they are allocated
+    numbers = np.argsort(order)
+    site = next((i for i, name in enumerate(trace.site_names) if name.endswith(SCRATCH_SITE)), len(trace.site_names))
 
-    Args:
-        trace: Whose storages are meant.
-        order: Old number of each event's storage, -1 for a new one, and 1 for an allocation, -1 for a free.
-        blocks: Block of each event.
-        moved: New index of each old event, and of the end.
-    """
-    numbers: dict[int, int] = {}
-    kept: list[int] = []
-    events: list[int] = []
-    for storage, sign in order:
-        if sign > 0:
-            numbers[storage] = len(kept)
-            kept.append(storage)
-        events.append(sign * (numbers[storage] + 1))
-    old = np.array(kept, dtype=np.int64)
-    site = next((at for at, name in enumerate(trace.site_names) if name.endswith(SCRATCH_SITE)), len(trace.site_names))
+    def moved(places: Integers) -> Integers:
+        return places + 2 * np.searchsorted(at, places)
+
     return replace(
         trace,
-        events=np.array(events, dtype=np.int64),
-        event_blocks=np.array(blocks, dtype=np.int64),
-        sizes=np.where(old < 0, 0, trace.sizes[old]),
-        categories=np.where(old < 0, CATEGORIES.index(Category.TEMPORARY), trace.categories[old]),
-        sites=np.where(old < 0, site, trace.sites[old]),
-        site_names=(*trace.site_names, SCRATCH_SITE) if site == len(trace.site_names) else trace.site_names,
-        phases=tuple((moved[at], name) for at, name in trace.phases),
-        between=np.array([moved[at] for at in trace.between.tolist()], dtype=np.int64),
+        events=np.sign(events) * (numbers[np.abs(events) - 1] + 1),
+        event_blocks=np.insert(trace.event_blocks, twice, np.append(trace.event_blocks, OUTSIDE)[twice]),
+        sizes=np.append(trace.sizes, np.zeros_like(at))[order],
+        categories=np.append(trace.categories, np.full_like(at, CATEGORIES.index(Category.TEMPORARY)))[order],
+        sites=np.append(trace.sites, np.full_like(at, site))[order],
+        site_names=trace.site_names if site < len(trace.site_names) else (*trace.site_names, SCRATCH_SITE),
+        phases=tuple((int(moved(np.array(first))), name) for first, name in trace.phases),
+        between=moved(trace.between),
     )
 
 
