@@ -13,10 +13,9 @@ import pickle
 import platform
 import re
 import sys
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from typing_extensions import override
@@ -123,43 +122,17 @@ class _Description(pickle.Pickler):
         self._seen: dict[int, tuple[int, Any]] = {}  # with the objects, whose ids must not be given to others meanwhile
         self._storages: dict[int, int] = {}
         self._modules: set[str] = set()
-        self._names: set[str] = set()
         self._num_items = 0
 
     def code(self) -> object:
         """What the code of all that was described is, and what it may read besides."""
         packages = {path for name in self._modules if (path := _package_file(name)) is not None}
         installed = [_stamps(path) for path in sorted(packages) if owner_of(path) != "user"]
-        users = {name: module for name, module in list(sys.modules.items()) if _is_users(module)}
-        sources = {str(module.__file__) for module in users.values()}
+        sources = {str(module.__file__) for module in list(sys.modules.values()) if _is_users(module)}
         names = {name for path in sources for name in variables_in(_source(path))}
-        read = self._names_read(users.values())
-        plain = [
-            (
-                name,
-                [
-                    (key, repr(value))
-                    for key, value in sorted(vars(module).items())
-                    if key in read and _is_setting(key, value)
-                ],
-            )
-            for name, module in sorted(users.items())
-        ]
-        started_with = sys.argv if "__main__" in users else []
+        started_with = sys.argv if _is_users(sys.modules["__main__"]) else []
         variables = [(name, os.environ.get(name)) for name in sorted(names)]
-        return installed, sorted(map(_source_hash, sources)), variables, plain, started_with
-
-    def _names_read(self, modules: Collection[ModuleType]) -> set[str]:
-        """What functions name that were described, and those of the user's that they name in turn."""
-        found: set[str] = set()
-        waiting = set(self._names)
-        while waiting:
-            found |= waiting
-            named = [vars(module).get(name) for module in modules for name in waiting]
-            waiting = {
-                name for one in named if isinstance(one, FunctionType) for name in _names_in(one.__code__)
-            } - found
-        return found
+        return installed, sorted(map(_source_hash, sources)), variables, started_with
 
     @override
     def persistent_id(self, value: Any) -> object:
@@ -223,7 +196,6 @@ class _Description(pickle.Pickler):
 
     def _of_function(self, function: FunctionType) -> object:
         self._modules.add(str(function.__module__))
-        self._names |= _names_in(function.__code__)
         held = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
         place = function.__qualname__, function.__code__.co_firstlineno
         return function.__module__, place, held, function.__defaults__, function.__kwdefaults__, vars(function)
@@ -252,11 +224,6 @@ def _describe_text(text: str) -> object:
 def _function_of(value: object) -> object:
     """The function of a static or class method or of a property; any other value as it is."""
     return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def _is_setting(name: str, value: object) -> bool:

@@ -245,16 +245,6 @@ def test_what_a_class_was_made_with_counts(make):
     assert key(make(False)) == key(make(False)) != key(make(True)) != None  # noqa: E711
 
 
-def test_plain_globals_count_that_code_names(load):
-    helper = "WIDE, started = False, 0.5\ndef factor(): return inner()\ndef inner(): return 2 if WIDE else 1"
-    module = load(helper=helper)()
-    before = key(module)
-    sys.modules["users_net_helper"].started = 0.75
-    assert key(module) == before
-    sys.modules["users_net_helper"].WIDE = True
-    assert key(module) not in (before, None)
-
-
 def test_a_variable_counts_where_a_source_asks_for_it(load, monkeypatch):
     name = "_".join(("USERS", "WIDE"))  # which this source doesn't name
     plain = load()()
