@@ -15,6 +15,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_memfit.memory.conversion import parameter_table
+from lightning_memfit.memory.kind import CPU, DeviceType
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
 from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks, kind_of
 from lightning_memfit.profile.course import TraceLimits
@@ -28,7 +29,7 @@ from lightning_memfit.profile.process import RefusedError
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.step import EndedError, OptimizerFactory, StartError, StepOptions, Workload, run_step
+from lightning_memfit.profile.step import OptimizerFactory, StartError, StepOptions, Workload, run_step
 from lightning_memfit.profile.trace import (
     Emulation,
     Trace,
@@ -112,7 +113,7 @@ def _with_others(
 def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | None) -> ModelProfile:
     """See `profile_module`."""
     workload, check = request.workload, request.check_assumptions
-    module, batch, name = workload.module, workload.batch, workload.name
+    module, batch = workload.module, workload.batch
     key = None
     if cache is not None:
         ranks = None if workload.ranks is None else workload.ranks.settings()
@@ -136,7 +137,7 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
     with files_read(here=False) as read:
         first = make_trace(request)
         sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events)
-    profile = _profile(name, first, sizes, batch, workload.options, request.emulation, time.perf_counter() - started)
+    profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)
     profile = profile.after(workload.length.batches or 0)
     if cache is not None and key is not None and not read:  # no key knows what files hold that only a trace reads
         cache.save(key, profile)
@@ -219,27 +220,20 @@ def _growth_slope(smaller: Trace, larger: Trace) -> float:
     return float(larger.growth.bytes_per_batch - smaller.growth.bytes_per_batch)
 
 
-def _profile(
-    name: str,
-    first: Trace,
-    sizes: _Sizes,
-    batch: Any,
-    options: StepOptions,
-    emulation: Emulation,
-    seconds: float,
-) -> ModelProfile:
+def _profile(first: Trace, sizes: _Sizes, workload: Workload, device: DeviceType, seconds: float) -> ModelProfile:
+    growth, options = first.growth, workload.options
     return ModelProfile(
-        name=name,
+        name=workload.name,
         events=sizes.events,
-        micro_batch_size=batch_size(batch),
+        micro_batch_size=batch_size(workload.batch),
         parameters=first.parameters,
         slopes=sizes.slopes,
         larger=sizes.larger,
         precision=options.precision,
         accumulate_grad_batches=options.accumulate_grad_batches,
-        device=emulation.device,
+        device=device,
         optimizer=first.optimizer,
-        sequence_length=sequence_length(batch),
+        sequence_length=sequence_length(workload.batch),
         num_blocks=first.num_blocks,
         traced_blocks=first.traced_blocks,
         block_class=first.block_class,
@@ -251,7 +245,7 @@ def _profile(
         traffic_slopes=sizes.traffic_slopes,
         attention_kernels=first.attention_kernels,
         traced_batches=first.batches,
-        growth=None if first.growth is None else replace(first.growth, bytes_per_sample=sizes.growth_slope),
+        growth=None if growth is None else replace(growth, bytes_per_sample=sizes.growth_slope),
         remarks=first.remarks,
         host=first.host.to_dict(),
         assumptions=(*first.assumptions, *first.taken),
@@ -367,7 +361,7 @@ def _measured_elsewhere(workload: Workload) -> ModelProfile:
     try:
         way_out = ", or measure a smaller configuration."
         return isolated(workload, partial(_measured, workload), "measured", way_out, with_values=True)
-    except (RefusedError, EndedError) as error:
+    except RefusedError as error:
         raise TraceError(f"The training step of {workload.name} can't be measured: {error}.") from error
 
 
@@ -375,29 +369,20 @@ def _measured_elsewhere(workload: Workload) -> ModelProfile:
 def _measured(workload: Workload) -> ModelProfile:
     """Train a module itself: this is for a process that is thrown away."""
     started = time.perf_counter()
-    batch, options = workload.batch, workload.options
     recorder = EventRecorder(python_kernels=True)
     course = run_step(recorder, workload)
-    total, per_block = recorder.flops()
-    return ModelProfile(
-        name=workload.name,
+    flops, per_block = recorder.flops()
+    found = Trace(
         events=course.essential(recorder.result()),
-        micro_batch_size=batch_size(batch),
         parameters=parameter_table(workload.module),
         calls_itself=recorder.calls_itself,
-        precision=options.precision,
-        accumulate_grad_batches=options.accumulate_grad_batches,
-        device="cpu",
         optimizer=" + ".join(recorder.optimizers),
-        sequence_length=sequence_length(batch),
-        flops=total,
+        flops=flops,
         block_flops=per_block,
-        only_this_size="it was measured, not traced",
-        measured=True,
-        traced_batches=course.batches,
+        host=recorder.host_memory(0),
+        batches=course.batches,
         growth=course.growth,
         remarks=(*course.remarks, *recorder.remarks()),
-        host=recorder.host_memory(0).to_dict(),
-        versions=package_versions(),
-        seconds=time.perf_counter() - started,
     )
+    sizes = _Sizes(found.events, reason="it was measured, not traced")
+    return replace(_profile(found, sizes, workload, CPU, time.perf_counter() - started), measured=True)

@@ -866,6 +866,7 @@ def _run_here(function: Callable[[], T], with_values: bool) -> T:
 
     Raises:
         NoProcessError: If that can't be copied.
+        LostError: If it ends the program.
         Exception: What the function raised.
     """
     buffer = io.BytesIO()
@@ -876,7 +877,10 @@ def _run_here(function: Callable[[], T], with_values: bool) -> T:
         raise NoProcessError(f"this system has no forks, and what is traced can't be copied: {error}") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return copy()
+        try:
+            return copy()
+        except SystemExit as error:
+            raise LostError(f"it ended the program ({error.code!r})") from error
 
 
 class _SharingPickler(pickle.Pickler):

@@ -129,7 +129,7 @@ def run_step(recorder: EventRecorder, workload: Workload) -> Course:
                 _run_lightning(course, workload)
             else:
                 recorder.track_module(workload.module)
-                with recorder, recorder.following_resizes(), counted_random_states(recorder), _going_on():
+                with recorder, recorder.following_resizes(), counted_random_states(recorder):
                     _run_loop(course, workload.module, workload.batch, workload.make_optimizer, options)
             course.conclude()
     finally:
@@ -226,7 +226,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
     of_rank = given.pop("plugins", [])
     # A Trainer asks every installed package for callbacks, whose files take longer to read than a small step to trace.
     with _quiet(), replaced(registry, "entry_points", lambda *_, **__: ()):
-        trainer = _trainer_class()(
+        trainer = pl.Trainer(
             accelerator="cpu",
             **given,
             precision=None if plugins else options.precision,
@@ -238,17 +238,19 @@ def _run_lightning(course: Course, workload: Workload) -> None:
             gradient_clip_algorithm=options.gradient_clip_algorithm,
             logger=DummyLogger(),
             callbacks=[
-                _has_datamodule(datamodule),
                 *(one for one in workload.callbacks if one not in plugins),
                 _phase_callback(course, options),
             ],
             **SILENT_TRAINER,
         )
+        if datamodule is not None:  # which a module may ask, and whose hooks would read data
+            for name in ("prepare_data", "setup", "teardown", "on_exception"):
+                object.__setattr__(datamodule, name, do_nothing)
+            trainer.datamodule = datamodule
         with (
             recorder,
             recorder.following_resizes(),
             counted_random_states(recorder),
-            _going_on(),
             without_barriers(),
             _progress_bar_unread(),
         ):
@@ -259,22 +261,6 @@ def _run_lightning(course: Course, workload: Workload) -> None:
                     raise StartError(str(error)) from error
                 raise
     recorder.phase("end")
-
-
-def _trainer_class() -> Any:
-    """Trainers that read what is logged for a progress bar only for who asks (`_progress_bar_unread`)."""
-    import lightning.pytorch as pl
-    from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-
-    class TracedTrainer(pl.Trainer):
-        @property
-        @override
-        def progress_bar_metrics(self) -> dict[str, float]:
-            values = super().progress_bar_metrics
-            values.update(convert_tensors_to_scalars(values))
-            return values
-
-    return TracedTrainer
 
 
 class StartError(RuntimeError):
@@ -293,57 +279,14 @@ def _has_start_hooks(module: Any) -> bool:
 _MANY_EPOCHS = 1000
 
 
-class EndedError(RuntimeError):
-    """A step ends the program.
-
-    Args:
-        code: What it would return.
-    """
-
-    def __init__(self, code: Any) -> None:
-        super().__init__(f"it ends the program with {code!r}")
-
-
-@contextmanager
-def _going_on() -> Iterator[None]:
-    """Raise an error instead where a step ends the program."""
-    try:
-        yield
-    except SystemExit as error:
-        raise EndedError(error.code) from error
-
-
 def attached_datamodule(module: Any) -> Any:
     """The data module of the trainer that a module belongs to; None without either."""
     return getattr(getattr(module, "_trainer", None), "datamodule", None)
 
 
-def _has_datamodule(datamodule: Any) -> Any:
-    """A callback that lets a traced or measured module ask a data module, none of whose hooks is called.
-
-    The trainer has it only after Lightning would prepare and set it up, and no longer when it would tear it down.
-    """
-    import lightning.pytorch as pl
-
-    class HasDataModule(pl.Callback):
-        @override
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            trainer.datamodule = datamodule
-
-        @override
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.datamodule = None
-
-        @override
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            trainer.datamodule = None
-
-    return HasDataModule()
-
-
 @contextmanager
 def _progress_bar_unread() -> Iterator[None]:
-    """Leave what is logged for a progress bar as tensors until somebody asks the Trainer for it.
+    """Leave what is logged for a progress bar as tensors.
 
     Lightning reads these values after every batch, whether or not there is a bar. Where they are unknown, a value had
     to be assumed, and the whole step to be traced with several, for nothing that the step does.
