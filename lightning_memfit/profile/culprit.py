@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 _Function = TypeVar("_Function", bound=Any)
 
@@ -125,39 +125,6 @@ def is_read_by_user() -> bool:
     """Whether the value that is read at the moment is one that the user's own code asks for."""
     frame = next(filter(_asks_itself, _frames_of_step()), None)
     return frame is not None and owner_of_frame(frame) == "user"
-
-
-class RunningLoop(NamedTuple):
-    """A `while` loop that runs at the moment."""
-
-    frame: int
-    """The `id` of its frame: to hold the frame itself would keep its tensors."""
-    line: int
-    """Where it begins."""
-    at: int
-    """Which of its lines runs."""
-
-
-def running_while() -> RunningLoop | None:
-    """The innermost `while` loop of the step's code that runs at the moment, as far as its source can be had."""
-    for frame in filter(_asks_itself, _frames_of_step()):
-        for begin, end in _while_loops_in(frame.f_code):
-            if begin <= frame.f_lineno <= end:
-                return RunningLoop(id(frame), begin, frame.f_lineno)
-    return None
-
-
-@functools.lru_cache(1024)
-def _while_loops_in(code: CodeType) -> list[tuple[int, int]]:
-    """First and last lines of the `while` loops of a function, inner ones first."""
-    try:
-        lines, first = inspect.getsourcelines(code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):
-        return []
-    shift = max(first, 1) - 1
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
-    return [(loop.lineno + shift, (loop.end_lineno or loop.lineno) + shift) for loop in reversed(loops)]
 
 
 @dataclass(frozen=True)

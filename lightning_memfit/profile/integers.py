@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
-from lightning_memfit.profile.culprit import RunningLoop, calling_line, is_read_by_user, running_frames, running_while
+from lightning_memfit.profile.culprit import calling_line, is_read_by_user, running_frames
 from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
 
@@ -46,6 +46,8 @@ _COMPARISONS = {
     aten.gt.Scalar: operator.gt,
     aten.ge.Scalar: operator.ge,
 }
+_MAX_INTEGERS = 1 << 22
+"""Larger integer tensors lose their values."""
 _MAX_FLOATS = 1 << 20
 """Floats computed from integers alone (`lengths.float().mean()`) or constant are carried up to this many."""
 _FILLED = {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
@@ -83,8 +85,6 @@ class AssumedValues:
     routing: Routing = "even"
     all_distinct: bool = True
     """Whether elements that are counted by their values all differ; else they are all alike."""
-    loop_turns: int | None = None
-    """After how often a `while` loop gets other answers than this, until it ends; None is never."""
     draw: float = 0.5
     """What every single number is that `torch.rand` draws, from 0 to less than 1."""
 
@@ -93,13 +93,6 @@ class AssumedValues:
         if dtype.is_floating_point:
             return self.floating
         return self.boolean if dtype is torch.bool else self.integer
-
-    def ending(self, dtype: torch.dtype, turn: int) -> float | bool | int:
-        """Another value, which may end a loop that goes on with the assumed one."""
-        if dtype is torch.bool:
-            return self.boolean == bool(turn % 2)
-        values: tuple[float, ...] = _ENDINGS if dtype.is_floating_point else tuple(map(round, _ENDINGS))
-        return values[turn % len(values)]
 
     def places(self, rows: int, count: int, choices: int) -> torch.Tensor:
         """Assumed places of the `count` largest of `choices` values in each row, all different in a row."""
@@ -112,11 +105,8 @@ class AssumedValues:
         return order if self.routing == "first" else choices - 1 - order
 
 
-_ENDINGS = (1e6, -1e6, 1e-6, 1.0)
-"""Values on either side of the thresholds that loops compare with."""
-
-_MOST_TURNS = 500
-"""Values that may be assumed on one line of a `while` loop. More than one loop can turn, as it may run in another."""
+_MOST_READS = 1000
+"""How often a line may read unknown values: a loop that goes on while it gets the same answer never ends."""
 
 
 _SAME = (aten.equal.default, aten.allclose.default)
@@ -191,24 +181,18 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
 
     Args:
         fake_mode: Mode of the fakes.
-        max_elements: Larger integer tensors lose their values.
         assumed: What `.item()` answers for unknown values.
     """
 
-    def __init__(
-        self, fake_mode: FakeTensorMode, assumed: "AssumedValues | None" = None, max_elements: int = 1 << 22
-    ) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, assumed: AssumedValues | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = fake_mode
-        self.max_elements = max_elements
         self.assumed = assumed or AssumedValues()
         self.assumptions: list[str] = []
         self.taken: list[str] = []
         """Assumptions to which there is no second choice."""
-        self._loop: RunningLoop | None = None
-        """The loop in which the last value was assumed."""
-        self._loop_reads: Counter[int] = Counter()
-        """How often each of its lines has got one."""
+        self._reads: Counter[str] = Counter()
+        """How often each line of the user's has got an assumed value or a drawn one."""
         self.conditions: list[str] = []
         """Branches of the user's on values of the batch, in words."""
         self.took_distinct = False
@@ -317,12 +301,11 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
 
     def _item(self, func: Any, tensor: torch.Tensor) -> Any:
         value = self.value_of(tensor)
-        is_draw = not self._basis_of([tensor]).isdisjoint({_DRAWN_NUMBER, _COMPARED_DRAW})
-        if is_draw and running_while() is not None:  # it may go on until another number is drawn
-            value = None
         if value is not None and self._decide([tensor]):
             with _disable_current_modes():
                 known = value.item()
+            if not self._basis_of([tensor]).isdisjoint({_DRAWN_NUMBER, _COMPARED_DRAW}):
+                self._count_read(tensor.dtype, known)  # a loop may go on until another number is drawn
             # Of values of the batch: other batches may go on otherwise.
             if tensor.dtype is torch.bool and _OF_BATCH in self._basis_of([tensor]) and is_read_by_user():
                 figures = "figures are those of batches in which it is so"
@@ -334,32 +317,31 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             return self._assume(tensor.dtype, f"an unknown {_name(tensor.dtype)} value was")
 
     def _assume(self, dtype: torch.dtype, read: str) -> float | bool | int:
-        """The assumed value, which is noted; in a loop that has turned as often as it shall, one that may end it.
-
-        What an optimizer only scales its steps by is not noted, as memory doesn't depend on it.
+        """The assumed value, which is noted, unless an optimizer scales its steps by it: memory doesn't depend on that.
 
         Raises:
             EndlessError: If a loop goes on and on.
         """
+        answer = self.assumed.of(dtype)
         if any(frame.f_code.co_filename.endswith(_ONLY_SCALING) for frame in running_frames()):
-            return self.assumed.of(dtype)
-        answer, turns, loop = self.assumed.of(dtype), self.assumed.loop_turns, running_while()
-        if loop is not None:
-            if self._loop is None or self._loop[:2] != loop[:2]:
-                self._loop_reads.clear()
-            self._loop = loop
-            self._loop_reads[loop.at] += 1
-            turn = self._loop_reads[loop.at]
-            if turn > _MOST_TURNS:
-                raise EndlessError(
-                    f"a loop goes on for ever while an unknown {_name(dtype)} value is read as {answer}"
-                    f"{calling_line()}, and how often it turns only real data can tell"
-                )
-            if turns is not None and turn > turns:
-                self.assumptions.append(f"a loop was taken to turn {turns} times{calling_line()}")
-                answer = self.assumed.ending(dtype, turn - turns - 1)
-        self.assumptions.append(f"{read} read as {answer}{calling_line()}")
+            return answer
+        self.assumptions.append(f"{read} read as {answer}{self._count_read(dtype, answer)}")
         return answer
+
+    def _count_read(self, dtype: torch.dtype, answer: float | bool | int) -> str:
+        """Count that a value was read, and return where.
+
+        Raises:
+            EndlessError: If that line has read too many.
+        """
+        line = calling_line()
+        self._reads[line] += 1
+        if line and self._reads[line] > _MOST_READS:
+            raise EndlessError(
+                f"a loop goes on for ever while an unknown {_name(dtype)} value is read as {answer}{line}, and how "
+                "often it turns only real data can tell"
+            )
+        return line
 
     # --- what operators make ----------------------------------------------------------------------------------------
 
@@ -443,7 +425,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
                 return None
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() <= (self.max_elements if tensor.dtype in _INTEGER_TYPES else _MAX_FLOATS)
+        return tensor.numel() <= (_MAX_INTEGERS if tensor.dtype in _INTEGER_TYPES else _MAX_FLOATS)
 
     def _are_too_large(self, result: Any) -> bool:
         """Whether the values of all results are more than are carried."""
@@ -480,7 +462,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
     def _taken_finite(self, func: Any, args: Any) -> torch.Tensor | None:
         """Answer of `isnan`, `isinf` and the operators that make up `isfinite`, for the finite values of training."""
         tensor = args[0]
-        if tensor.numel() > self.max_elements or not tensor.is_floating_point():
+        if tensor.numel() > _MAX_INTEGERS or not tensor.is_floating_point():
             return None
         if func is aten.eq.Tensor and args[1] is not tensor:
             return None
@@ -509,7 +491,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         scores, dim = given["self"], given["dim"]
         which = _LARGEST[func]
         places = result if which is None else result[which]
-        if not scores.numel() or places.numel() > self.max_elements:
+        if not scores.numel() or places.numel() > _MAX_INTEGERS:
             return
         count = given.get("k", 1)
         shape = list(scores.shape) if scores.dim() and dim is not None else [scores.numel()]

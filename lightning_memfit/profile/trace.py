@@ -97,9 +97,6 @@ _CHOICES = (
 )
 """Values on either side of the thresholds that programs compare with."""
 
-_LOOP_TURNS = 3
-"""Turns of a loop that goes on while it gets the assumed value: in the second, what the first has made is alive."""
-
 _SCALAR_BYTES = 512
 """A smaller tensor takes one block of the CUDA allocator, whatever its size."""
 
@@ -235,16 +232,9 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
     """
     found: list[Trace] = []
     failure: TraceError | None = None
-    turns: int | None = None
     for assumed in _CHOICES:
         try:
-            try:
-                result = trace(replace(assumed, loop_turns=turns))
-            except TraceError as error:
-                if turns is not None or error.cause != "endless":
-                    raise
-                turns = _LOOP_TURNS  # instead of for ever
-                result = trace(replace(assumed, loop_turns=turns))
+            result = trace(assumed)
         except TraceError as error:
             if error.cause or not error.assumptions:
                 raise
@@ -273,8 +263,14 @@ def over_draws(found: "Trace", trace: Callable[[AssumedValues], "Trace"]) -> "Tr
     """
     if not found.draws:
         return found
-    others = [trace(replace(found.assumed, draw=draw)) for draw in (0.0, 1 - 2**-24)]  # the highest that float32 has
-    worst = max((found, *others), key=lambda one: int(one.events.live_bytes().max()))
+    traced = [found]
+    for draw in (0.0, 1 - 2**-24):  # the highest that float32 has
+        try:
+            traced.append(trace(replace(found.assumed, draw=draw)))
+        except TraceError as error:
+            if error.cause != "endless":  # it draws until another number comes
+                raise
+    worst = max(traced, key=lambda one: int(one.events.live_bytes().max()))
     return replace(worst, remarks=(*worst.remarks, "the step draws random numbers: the figures are those of the worst"))
 
 

@@ -233,9 +233,10 @@ def test_values_go_with_their_tensor(integers):
     assert len(integers._values) == 0
 
 
-def test_large_tensors_lose_their_values():
+def test_large_tensors_lose_their_values(monkeypatch):
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    integers = RealIntegers(fake_mode, max_elements=4)
+    monkeypatch.setattr("lightning_memfit.profile.integers._MAX_INTEGERS", 4)
+    integers = RealIntegers(fake_mode)
     with fake_mode, integers:
         assert integers.value_of(torch.arange(4)) is not None
         assert integers.value_of(torch.arange(5)) is None
@@ -252,10 +253,8 @@ def test_a_tensor_made_of_fakes_is_no_literal(integers):
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: torch.rand_like(FEATURES[0, 0])])
-def test_drawn_numbers_are_known_to_lie_between_0_and_1(integers, draw, monkeypatch):
+def test_drawn_numbers_are_known_to_lie_between_0_and_1(integers, draw):
     """Models that leave layers out with some probability draw and compare where that is 0, too."""
-    # Outside of a traced step, loops of whoever runs the tests would count.
-    monkeypatch.setattr("lightning_memfit.profile.integers.running_while", lambda: None)
     drawn = draw()
     assert not drawn < 0.0
     assert not drawn <= -0.5
