@@ -1,10 +1,10 @@
 """Repeated blocks: shorten a module to five of them for a trace, then unroll the events to as many as it has.
 
-`plan_fold` finds the blocks that a trace may leave out, and `unroll` extends the trace. Work passes through the blocks
-in sweeps: upwards in forward and in the optimizer, downwards in backward. The events between a sweep's first of one
-block and its first of the next are that block's period; it may hold the end of its neighbour's work. Where the periods
-of neighbouring middle blocks are the same, relative to their block, the middle one can be repeated: the result is the
-trace of the whole module, event for event.
+`fold_blocks` removes the blocks that a trace may leave out, and `unroll` extends the trace. Work passes through the
+blocks in sweeps: upwards in forward and in the optimizer, downwards in backward. The events between a sweep's first of
+one block and its first of the next are that block's period; it may hold the end of its neighbour's work. Where the
+periods of neighbouring middle blocks are the same, relative to their block, the middle one can be repeated: the result
+is the trace of the whole module, event for event.
 
 While a module is set up, techniques change one block after another, as where weights are quantized. What comes and goes
 within one block's period then may belong to no block; it is repeated with the period, which begins with it.
@@ -273,52 +273,6 @@ class Fold:
     block_class: str
     """Class name of a block; empty where there is no repetition."""
 
-    @property
-    def is_shortened(self) -> bool:
-        """Whether the trace must be unrolled."""
-        return self.num_blocks > len(self.blocks)
-
-
-@dataclass(frozen=True)
-class FoldPlan:
-    """Which repeated blocks of a module a trace may leave out."""
-
-    container: str
-    """Path of the module that holds them."""
-    kept: tuple[str, ...]
-    """Paths of the blocks that are traced, in order."""
-    left_out: tuple[str, ...]
-    """Paths of the blocks that are not traced."""
-    block_class: str
-
-    def modules_left_out(self, module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-        """The blocks of the module that need not be copied."""
-        return tuple(module.get_submodule(path) for path in self.left_out)
-
-    def apply(self, module: torch.nn.Module) -> Fold:
-        """Remove the blocks to leave out, and leave nothing of them that could be called; in place.
-
-        Args:
-            module: One that is thrown away.
-        """
-        kept = tuple(module.get_submodule(path) for path in self.kept)
-        for block in self.modules_left_out(module):
-            for child in list(block.modules()):
-                vars(child).clear()
-                torch.nn.Module.__init__(child)
-        if self.left_out:
-            container = module.get_submodule(self.container)
-            container._modules.clear()
-            for index, block in enumerate(kept):
-                container.add_module(str(index), block)
-        return Fold(kept, len(self.kept) + len(self.left_out), self.block_class)
-
-
-def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
-    """Plan and apply at once, in place, on a clone that has built itself."""
-    plan = plan_fold(module, shorten)
-    return plan.apply(module) if plan else Fold((), 0, "")
-
 
 def fold_groups(module: torch.nn.Module, groups: list[BlockGroup], shorten: bool = True) -> Fold:
     """Every block of some groups of a clone; fewer of them where the module has no other group than the one given."""
@@ -329,28 +283,41 @@ def fold_groups(module: torch.nn.Module, groups: list[BlockGroup], shorten: bool
     return Fold(blocks, len(blocks), groups[0].class_name if groups else "")
 
 
-def plan_fold(module: torch.nn.Module, shorten: bool = True) -> FoldPlan | None:
-    """Find the largest group of repeated blocks, and keep the first four and the last of it; None if there is no group.
+def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
+    """Find the largest group of repeated blocks, and keep the first four and the last of it.
 
     A group is shortened only where its inner blocks agree in class, parameters and settings and no code above them
-    counts its blocks, so that tracing some of them tells about all.
+    counts its blocks, so that tracing some of them tells about all. Nothing of the others is left that could be called.
 
     Args:
-        module: Not changed.
+        module: One that is thrown away: it is changed in place.
         shorten: False to keep every block.
     """
     groups = find_blocks(module)
     if not groups:
-        return None
+        return Fold((), 0, "")
     group = max(groups, key=lambda candidate: candidate.num_parameters)
     container = module.get_submodule(group.container)
     alike = len({_signature(block, index) for index, block in enumerate(group.modules) if index}) == 1
     counted = any(_numbers_things(type(above)) for above in _modules_above(module, group.container))
     long = len(group.names) >= _MIN_BLOCKS and len(container._modules) == len(group.names)
+    blocks = group.modules
     if not (shorten and long and alike and not counted):
-        return FoldPlan(group.container, group.names, (), group.class_name)
-    first, left_out, last = group.names[: TRACED_BLOCKS - 1], group.names[TRACED_BLOCKS - 1 : -1], group.names[-1]
-    return FoldPlan(group.container, (*first, last), left_out, group.class_name)
+        return Fold(blocks, len(blocks), group.class_name)
+    for block in blocks[TRACED_BLOCKS - 1 : -1]:
+        for child in list(block.modules()):
+            _left_out.append(vars(child).copy())
+            vars(child).clear()
+            torch.nn.Module.__init__(child)
+    kept = (*blocks[: TRACED_BLOCKS - 1], blocks[-1])
+    container._modules.clear()
+    for index, block in enumerate(kept):
+        container.add_module(str(index), block)
+    return Fold(kept, len(blocks), group.class_name)
+
+
+_left_out: list[dict[str, object]] = []
+"""What blocks held: memory of a device is not this process's to free."""
 
 
 def _signature(block: torch.nn.Module, index: int) -> _Signature:

@@ -66,7 +66,7 @@ from lightning_memfit.profile.quiet import loggers_at
 from lightning_memfit.profile.ranks import Ranks, process_group_of
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.repeat import Fold, fold_blocks, fold_groups, plan_fold, unroll
+from lightning_memfit.profile.repeat import Fold, fold_blocks, fold_groups, unroll
 from lightning_memfit.profile.step import (
     AUTOCAST_DTYPES,
     TRUE_DTYPES,
@@ -540,7 +540,7 @@ def _attempt(request: TraceRequest, begun: Callable[[], Trace] | None = None) ->
 @runs_steps
 def _trace(request: TraceRequest) -> Trace:
     """Trace a module itself, whose tensors become fakes: this is for a process that is thrown away."""
-    workload, emulation, find_groups = request.workload, request.emulation, request.find_groups
+    workload, emulation = request.workload, request.emulation
     module, options, ranks = workload.module, workload.options, workload.ranks
     fake_mode = TracingFakeMode()
     integers = RealIntegers(fake_mode, request.assumed or AssumedValues())
@@ -549,21 +549,17 @@ def _trace(request: TraceRequest) -> Trace:
         true_dtype = TRUE_DTYPES.get(options.precision)
         builds_itself = workload.make_optimizer is None and _builds_itself(module)
         table = parameter_table(module, true_dtype)
-        plan = None if builds_itself or find_groups else plan_fold(module, request.shorten)
-        left_out = [*(plan.modules_left_out(module) if plan else ()), getattr(module, "_trainer", None)]
+        fold = Fold((), 0, "") if builds_itself else _folded(module, request)
+        trainer = getattr(module, "_trainer", None)
         turn_fake(workload.batch, fake_mode, integers.remember_batch)
-        turn_fake(module, fake_mode, integers.remember_counter, true_dtype, left_out)
-        turn_fake(workload.callbacks, fake_mode, integers.remember_counter, None, left_out)
+        turn_fake(module, fake_mode, integers.remember_counter, true_dtype, [trainer])
+        turn_fake(workload.callbacks, fake_mode, integers.remember_counter, None, [trainer])
         with contextlib.ExitStack() as stack:
             dispatch = _enter_modes(stack, fake_mode, integers, emulation, options)
             if builds_itself:
                 with default_dtype(true_dtype), _building(module):
                     module.configure_model()  # type: ignore[operator]
-                table = parameter_table(module)
-            if find_groups is not None:
-                fold = fold_groups(module, find_groups(module), request.shorten)
-            else:
-                fold = plan.apply(module) if plan else fold_blocks(module, request.shorten)
+                table, fold = parameter_table(module), _folded(module, request)
             cuda = DeviceKind.of(emulation.device).emulated_dispatch
             recorder = EventRecorder(
                 fold.blocks,
@@ -576,6 +572,12 @@ def _trace(request: TraceRequest) -> Trace:
     if ranks is not None:
         ran = _once_divided(ran, builds_itself)
     return _with_every_block(ran, fold, recorder, course)
+
+
+def _folded(module: torch.nn.Module, request: TraceRequest) -> Fold:
+    if request.find_groups is not None:
+        return fold_groups(module, request.find_groups(module), request.shorten)
+    return fold_blocks(module, request.shorten)
 
 
 def _what_ran(
