@@ -1,22 +1,19 @@
 """Memory that CPU kernels take while they run, which dispatch modes don't see: learned by running each operator once.
 
 No formula holds for all: what a kernel takes depends on the processor, on oneDNN's choice and on torch's version. An
-operator that a trace meets is run on made-up tensors outside all modes, and what the allocator reports is remembered,
-in the process and on disk.
+operator that a trace meets is run on made-up tensors outside all modes, and what the allocator reports is remembered
+in the process.
 
 Most operators take nothing but their results. That is learned from two small calls, to which those of most shapes come
 down; only the others are run at the sizes of the trace, or, if that would take long, on few samples.
 """
 
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memfit.memory.allocations import allocation_events, profiler_runs
-from lightning_memfit.memory.cache_files import default_cache_folder, read_entry, sealed, write_file
 from lightning_memfit.memory.float32_products import precisions_on_host
 from lightning_memfit.memory.flops import flop_formula
 from lightning_memfit.memory.ledger import held_tensors, tensors_among
@@ -107,7 +103,6 @@ class KernelMemory:
         self._settings = repr((describe_processor("cpu"), _switches()))
         self._calls: dict[Any, Kernel | None] = {}
         """By operator and arguments."""
-        _read_kept()
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
         """What an operator takes; None if nothing but its results, scalars left out.
@@ -169,10 +164,9 @@ class KernelMemory:
 
     def _remembered(self, call: "_Call", result: Any, run: Callable[[], Kernel | None]) -> Kernel | None:
         """What a call takes, run if that isn't known yet."""
-        text = f"{self._settings} {call}"
-        key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        key = f"{self._settings} {call}"
         if key not in _known:
-            _known[key] = _learned[key] = _beyond_result(run(), result)
+            _known[key] = _beyond_result(run(), result)
         return _known[key]
 
 
@@ -254,56 +248,10 @@ def _may_run(func: Any, args: Any, kwargs: Any) -> bool:
 
 # --- what is remembered -----------------------------------------------------------------------------------------------
 
-_FORMAT = 6
-"""Number of the rules by which kernels are learned; with another one, everything is learned anew."""
-
 _known: dict[str, Kernel | None] = {}
-"""What calls take, by a digest of the call and of what decides which kernels run."""
+"""What calls take, by the call in words with what decides which kernels run. What traces learn is brought home."""
 
-_learned: dict[str, Kernel | None] = {}
-"""The part of it that was learned in this process and those that it made."""
-
-_files_read: set[Path] = set()
-
-
-def _kept() -> Path:
-    return default_cache_folder() / "kernels" / f"{_FORMAT}-{torch.__version__}.json"
-
-
-def _read_kept() -> None:
-    """Read what other processes have learned, once."""
-    path = _kept()
-    if path in _files_read:
-        return
-    _files_read.add(path)
-    for key, value in (read_entry(path) or {}).items():
-        _known.setdefault(key, None if value is None else Kernel(*_as_tuples(value)))
-
-
-def _as_tuples(values: list[Any]) -> tuple[Any, ...]:
-    return tuple(_as_tuples(value) if isinstance(value, list) else value for value in values)
-
-
-def keep_learned() -> None:
-    """Add what was learned to what is on disk. Of processes that write at the same time one may lose its part."""
-    if not _learned:
-        return
-    before = read_entry(_kept()) or {}
-    content = before | {
-        key: None if kernel is None else [kernel.peaks, kernel.extra, kernel.dtypes, kernel.orders]
-        for key, kernel in _learned.items()
-        if kernel is None or kernel.is_known
-    }
-    if len(content) > len(before):
-        write_file(_kept(), lambda file: file.write(json.dumps(sealed(content)).encode()))
-
-
-def _take_learned(learned: dict[str, Kernel | None]) -> None:
-    _known.update(learned)
-    _learned.update(learned)
-
-
-bring_home(lambda: _learned, _take_learned)
+bring_home(lambda: _known, _known.update)
 
 
 def _switches() -> tuple[object, ...]:

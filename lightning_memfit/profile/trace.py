@@ -51,7 +51,6 @@ from lightning_memfit.profile.integers import (
     Routing,
     UnknownSizeError,
 )
-from lightning_memfit.profile.kernels import keep_learned
 from lightning_memfit.profile.patches import (
     UnknownKernelError,
     UnreadableError,
@@ -142,7 +141,7 @@ def isolated(
     with_values: bool = False,
     begun: Callable[[], T] | None = None,
 ) -> T:
-    """Run a function on a workload in a process that is thrown away; what is learned there of kernels is kept.
+    """Run a function on a workload in a process that is thrown away.
 
     Args:
         workload: What is trained.
@@ -196,11 +195,8 @@ def somewhere(name: str, *shared: object, with_values: bool = False) -> Iterator
 
 
 def _with_gradients(function: Callable[[], T]) -> T:
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            return function()
-    finally:
-        keep_learned()
+    with torch.inference_mode(False), torch.enable_grad():
+        return function()
 
 
 def not_known(name: str, limit: BaseException, way_out: str) -> TraceError:
