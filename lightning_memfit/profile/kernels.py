@@ -117,7 +117,7 @@ class KernelMemory:
             return None
         try:
             key = (func, _is_fake(result), torch.is_grad_enabled(), _key(args), _key(kwargs.items()))
-            found = self._calls.get(key, _MISSING)
+            found: Kernel | None = self._calls.get(key, _MISSING)
         except (TypeError, RuntimeError):  # not hashable, or a layout without strides
             found = _UNKNOWN
         if found is _MISSING:

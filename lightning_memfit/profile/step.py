@@ -226,7 +226,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
     of_rank = given.pop("plugins", [])
     # A Trainer asks every installed package for callbacks, whose files take longer to read than a small step to trace.
     with _quiet(), replaced(registry, "entry_points", lambda *_, **__: ()):
-        trainer = pl.Trainer(
+        trainer: Any = pl.Trainer(
             accelerator="cpu",
             **given,
             precision=None if plugins else options.precision,
