@@ -187,7 +187,6 @@ NAMES: dict[str, str] = {
     "_World": "torch.distributed.distributed_c10d",
     "_world": "torch.distributed.distributed_c10d",
     "_profiler_enabled": "torch._C._autograd",
-    "_pytree": "torch.utils",
     "_reassign_or_swap_out_partitioned_parameters": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_propagate_tensor_meta_non_cached": "torch.distributed.tensor._sharding_prop.ShardingPropagator",
     "_record_memory_history": "torch.cuda.memory",

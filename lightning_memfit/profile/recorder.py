@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memfit.memory import Category, MemoryBreakdown, Tier
@@ -631,7 +632,7 @@ def _bytes_of(values: Any) -> int:
 
 
 def _requiring_grad(values: Any) -> Iterator[torch.Tensor]:
-    for value in torch.utils._pytree.tree_leaves(values):
+    for value in tree_leaves(values):
         if isinstance(value, torch.Tensor) and value.requires_grad:
             yield value
 
