@@ -81,7 +81,7 @@ def zero_sizes(zero: dict[str, Any], model: ModelSizes, world_size: int) -> dict
 
 @dataclass(frozen=True)
 class AioSettings:
-    """The part of DeepSpeed's `aio` section that sizes depend on. `nvme.tuning` finds the fastest for a folder."""
+    """The part of DeepSpeed's `aio` section that sizes depend on, with its defaults: others are no faster."""
 
     block_size: int = MIB
     """Bytes of one request. Tensors below it are never swapped."""

@@ -2,12 +2,11 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.device.probe import probe_device
-from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget
+from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
     InfinitySizes,
@@ -26,11 +25,9 @@ from lightning_memfit.estimate.deepspeed_sizes import (
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
 from lightning_memfit.memory.kind import DeviceKind
-from lightning_memfit.nvme.folder import RunFolder, new_run_id
-from lightning_memfit.nvme.preflight import Needs, PreflightReport, preflight
-from lightning_memfit.nvme.traffic import step_traffic
-from lightning_memfit.nvme.tuning import tuned_aio
-from lightning_memfit.nvme.watermark import DiskWatermark
+from lightning_memfit.nvme.folder import RunFolder, folder_bytes, new_run_id
+from lightning_memfit.nvme.preflight import preflight, require
+from lightning_memfit.nvme.watermark import check_reserve
 from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.upstream.deepspeed import (
     copy_parameters_from_swap_buffers,
@@ -41,8 +38,6 @@ from lightning_memfit.strategies.upstream.deepspeed import (
 from lightning_memfit.strategies.zero import ZeroStrategy
 from lightning_memfit.strategies.zero_config import with_raw_options
 
-T = TypeVar("T")
-
 _PATH_VARIABLE = "MEMFIT_NVME_PATH"
 _STEPS_WELL = ("torch.optim.", "deepspeed.ops.")
 
@@ -52,8 +47,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
 
     Before weights are loaded, a preflight checks the drive and all memory, and refuses what would fail, with the fix.
     Every run has its own folder below `nvme_path`, which is removed when the process ends. Free space is watched during
-    training, because a full disk would corrupt the weights silently. Sizes of all buffers follow from the model, and
-    settings of asynchronous I/O from a measurement of the drive; `config` may set others.
+    training, because a full disk would corrupt the weights silently. Sizes of all buffers follow from the model.
 
     Args:
         nvme_path: Folder on a local NVMe drive. It must exist. By default the folder in MEMFIT_NVME_PATH, so that a
@@ -63,11 +57,9 @@ class ZeroInfinityStrategy(ZeroStrategy):
         pipeline: Read the next and write the last sub-group while one is stepped; this takes three times the buffers.
         params_in_host: Elements of parameters that stay in host memory, for fewer reads.
         disk_reserve: Space that must stay free on the drive.
-        endurance_tbw: Terabytes that the drive is rated to be written, to report how long that lasts.
         **options: Further arguments of `ZeroStrategy`.
 
     Attributes:
-        report: What the preflight found, on the first rank of each machine; None before.
         folder: The run's folder; None before.
 
     Raises:
@@ -85,7 +77,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
         pipeline: bool = False,
         params_in_host: int = 0,
         disk_reserve: int | str = "1GiB",
-        endurance_tbw: float | None = None,
         **options: Any,
     ) -> None:
         if not (offload_optimizer or offload_parameters):
@@ -102,12 +93,10 @@ class ZeroInfinityStrategy(ZeroStrategy):
         self.pipeline = pipeline
         self.params_in_host = params_in_host
         self.reserve_bytes = parse_bytes(disk_reserve, "disk_reserve")
-        self.endurance_tbw = endurance_tbw
-        self.report: PreflightReport | None = None
         self.folder: RunFolder | None = None
         self._offloads = (offload_optimizer, offload_parameters)
-        self._watermark: DiskWatermark | None = None
-        self._aio = AioSettings()
+        given, fields = self._raw.get("aio", {}), ("block_size", "queue_depth", "intra_op_parallelism")
+        self._aio = AioSettings(**{name: given[name] for name in fields if name in given})
         self.remote_device = "nvme" if offload_parameters else None
 
     @override
@@ -142,35 +131,25 @@ class ZeroInfinityStrategy(ZeroStrategy):
         if self.folder is not None:
             return
         self._init_config_if_needed()
-        first, run_id = self.local_rank == 0, self.broadcast(new_run_id())
-        self.report = self._on_all_ranks(lambda: self._preflight(shape) if first else None)
-        self._on_all_ranks(lambda: self._tune() if first else None)
-        self._on_all_ranks(lambda: None if first else self._tune())  # reads what the first rank has measured
-        made = self._on_all_ranks(lambda: RunFolder.create(self.nvme_path, run_id) if first else None)
-        joined = self._on_all_ranks(lambda: None if first else RunFolder.join(self.nvme_path, run_id))
-        self.folder = made or joined
-        assert self.folder is not None
+        run_id = self.broadcast(new_run_id())
+        if self.local_rank == 0:
+            self._preflight(shape)
+            self.folder = RunFolder.create(self.nvme_path, run_id)
+        self.barrier()  # where the first one fails, `rank_watch` ends the others
+        self.folder = self.folder or RunFolder.join(self.nvme_path, run_id)
         weakref.finalize(self, self.folder.close)
-        self._watermark = DiskWatermark(self.folder.path, self.reserve_bytes).start()
         self._configure(self._sizes(shape))
 
-    def _preflight(self, shape: ModelShape) -> PreflightReport:
+    def _preflight(self, shape: ModelShape) -> None:
         assert self.lightning_module is not None
-        sizes = self._sizes(shape)
-        share = sum(sizes.sub_groups) * self.num_processes
-        micro_batches = self.lightning_module.trainer.accumulate_grad_batches
-        traffic = step_traffic(share * self._offloads[0], share * self._offloads[1], sizes.itemsize, 2, micro_batches)
+        accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
+        memory = deepspeed_memory(self._described(shape, self._sizes(shape), accumulates))
         device = self.root_device
         free = probe_device(device.index).available_bytes if DeviceKind.of(device).has_own_memory else None
-        run = self._described(shape, sizes, micro_batches > 1)
-        needs = Needs(run, traffic, self.num_processes, free, self.reserve_bytes, self.endurance_tbw)
-        report = preflight(self.nvme_path, needs)
-        report.require()
-        on_tiers = ", ".join(f"{format_bytes(report.states.total(tier))} {tier}" for tier in Tier)
-        seconds = "" if report.seconds_per_step is None else f"; a step takes {report.seconds_per_step:.1f} s or more"
-        peak = format_bytes(report.host_peak_bytes or 0)
-        rank_zero_info(f"{type(self).__name__}: each rank needs {on_tiers}, {peak} of host memory at most{seconds}.")
-        return report
+        require(self.nvme_path, preflight(self.nvme_path, memory, self.num_processes, free, self.reserve_bytes))
+        on_tiers = ", ".join(f"{format_bytes(memory.around_passes.total(tier))} {tier}" for tier in Tier)
+        peak = format_bytes(memory.host_peak_bytes)
+        rank_zero_info(f"{type(self).__name__}: each rank needs {on_tiers}, {peak} of host memory at most.")
 
     def _described(self, shape: ModelShape, sizes: InfinitySizes, accumulates: bool) -> DeepSpeedRun:
         numels = [p.numel for p in shape.parameters if not p.shared_with]
@@ -188,12 +167,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
             on_cpu=self._on_cpu,
             is_fp16=self.precision_plugin.precision.startswith("16"),
         )
-
-    def _tune(self) -> None:
-        given = self._raw.get("aio", {})
-        fields = ("block_size", "queue_depth", "intra_op_parallelism")
-        chosen = {name: given[name] for name in fields if name in given}
-        self._aio = AioSettings(**chosen) if given else tuned_aio(self.nvme_path).settings
 
     def _sizes(self, shape: ModelShape, groups: list[list[int]] | None = None) -> InfinitySizes:
         trained = [p.numel for p in shape.parameters if p.trainable and not p.shared_with]
@@ -221,24 +194,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
             zero["offload_optimizer"] |= {"pipeline_read": True, "pipeline_write": True}
         config = self.config | {"zero_optimization": zero | sections, "aio": made["aio"]}
         self.config = with_raw_options(config, self._raw, {})
-
-    def _on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run on every rank; an error on one is an error on all, so that no rank waits for one that has stopped."""
-        error: Exception | None = None
-        results: list[T] = []
-        try:
-            results.append(work())
-        except Exception as caught:
-            error = caught
-        messages: list[str | None] = [None] * self.world_size
-        if self.world_size > 1:
-            torch.distributed.all_gather_object(messages, None if error is None else str(error))
-        if error is not None:
-            raise error
-        other = next((message for message in messages if message), None)
-        if other is not None:
-            raise RuntimeError(f"Another rank can't go on: {other}")
-        return results[0]
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -277,24 +232,19 @@ class ZeroInfinityStrategy(ZeroStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, then stop if the drive is about to be full."""
         result = super().optimizer_step(*args, **kwargs)
-        if self._watermark is not None:
-            self._watermark.check()
+        if self.folder is not None:
+            check_reserve(self.folder.path, self.reserve_bytes)
         return result
 
     @property
     def swapped_bytes(self) -> int:
         """Bytes that the run currently keeps on this machine's drive, for monitors."""
-        return 0 if self.folder is None else self.folder.used_bytes
+        return 0 if self.folder is None else folder_bytes(self.folder.path)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Leave nothing on the drive."""
         super().on_exception(exception)
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._watermark is not None:
-            self._watermark.stop()
         if self.folder is not None:
             self.folder.close()
 
@@ -303,8 +253,8 @@ class ZeroInfinityStrategy(ZeroStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, unless the states on disk are in doubt."""
-        if self._watermark is not None:
-            self._watermark.check()
+        if self.folder is not None:
+            check_reserve(self.folder.path, self.reserve_bytes)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

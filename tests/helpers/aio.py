@@ -1,16 +1,19 @@
 """Tests that need DeepSpeed's asynchronous I/O compiled, which takes minutes, or what compiles it."""
 
+from pathlib import Path
+
 import pytest
 
 from lightning_memfit.device.health import build_tools
-from lightning_memfit.nvme.extensions import extensions_folder
 
 AIO_REASON = "async_io is not compiled: `make aio`, which takes minutes"
 
 
 def aio_is_compiled() -> bool:
     """Whether it is there."""
-    return (extensions_folder() / "async_io" / "async_io.so").is_file()
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory("async_io", False), "async_io.so").is_file()
 
 
 needs_aio = pytest.mark.skipif(not aio_is_compiled(), reason=AIO_REASON)

