@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
+from lightning_memfit.device.host import HostState, probe_host
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.memory import GIB, MIB, format_bytes
 
@@ -43,79 +44,62 @@ def hinders(findings: list[Finding]) -> bool:
     return any(finding.level == "problem" for finding in findings)
 
 
-def check_driver(driver: str | None, num_cards: int) -> Finding:
-    """Check the NVIDIA driver: a card without a driver is a problem, a machine without a card is not.
+def finding(name: str, is_ok: bool, found: str, fix: str, level: Level = "problem") -> Finding:
+    """A finding that is `ok` and has no fix, or the one that is described."""
+    return Finding(name, "ok", found) if is_ok else Finding(name, level, found, fix)
+
+
+_NO_GPU = "none needed for the CPU"
+_IN_CONTAINER = "in a container start it with `--gpus all`"
+
+
+def check_gpu(
+    driver: str | None, num_cards: int, nvml: str | None, build: str | None, available: bool
+) -> list[Finding]:
+    """Check driver, NVML and CUDA. A card without a driver is a problem, a machine without a card is not.
 
     Args:
         driver: Version of the NVIDIA kernel driver.
         num_cards: NVIDIA display controllers on the PCI bus.
+        nvml: Error message of NVML's initialisation; None if it worked.
+        build: CUDA version torch was built for; None for a CPU build.
+        available: `torch.cuda.is_available()`.
     """
-    if driver is not None:
-        return Finding("driver", "ok", f"NVIDIA {driver}")
-    if num_cards:
-        return Finding(
-            "driver",
-            "problem",
-            f"{num_cards} NVIDIA card(s), no driver",
-            "install the NVIDIA driver (Ubuntu: `ubuntu-drivers install`), then reboot; in a container start it with "
-            "`--gpus all`",
-        )
-    return Finding("driver", "note", "no NVIDIA card", "none needed for the CPU")
-
-
-def check_nvml(error: str | None, driver: str | None) -> Finding:
-    """Check NVML, which reports memory use by process.
-
-    Args:
-        error: Error message of its initialisation; None if it worked.
-        driver: Version of the kernel driver.
-    """
-    if error is None:
-        return Finding("NVML", "ok", "answers")
     if driver is None:
-        return Finding("NVML", "note", "no driver to talk to", "none needed for the CPU")
-    level: Level = "problem"
+        install = f"install the NVIDIA driver (Ubuntu: `ubuntu-drivers install`), then reboot; {_IN_CONTAINER}"
+        no_driver = Finding("driver", "problem", f"{num_cards} NVIDIA card(s), no driver", install)
+        return [
+            no_driver if num_cards else Finding("driver", "note", "no NVIDIA card", _NO_GPU),
+            finding("NVML", nvml is None, (nvml and "no driver to talk to") or "answers", _NO_GPU, "note"),
+            finding("CUDA", available, f"torch built for {build or 'the CPU'}", _NO_GPU, "note"),
+        ]
+    level, fix = _mend_of_nvml(nvml or "")
+    return [
+        Finding("driver", "ok", f"NVIDIA {driver}"),
+        finding("NVML", nvml is None, nvml or "answers", fix, level),
+        finding(
+            "CUDA",
+            available,
+            f"torch built for CUDA {build} under driver {driver}" if build else "a GPU is here, torch is a CPU build",
+            f"update the driver to one for this CUDA, check CUDA_VISIBLE_DEVICES, and {_IN_CONTAINER}"
+            if build
+            else "reinstall torch from the CUDA index: pip install torch --index-url "
+            "https://download.pytorch.org/whl/cu128",
+        ),
+    ]
+
+
+def _mend_of_nvml(error: str) -> tuple[Level, str]:
     if "mismatch" in error.lower():
-        fix = "reboot, or reload the kernel module: library and driver differ"
-    elif error.startswith("ModuleNotFoundError"):
-        fix = "pip install nvidia-ml-py"
-    elif "LibraryNotFound" in error:  # CUDA works without it
-        level = "note"
-        fix = (
+        return "problem", "reboot, or reload the kernel module: library and driver differ"
+    if error.startswith("ModuleNotFoundError"):
+        return "problem", "pip install nvidia-ml-py"
+    if "LibraryNotFound" in error:  # CUDA works without it
+        return "note", (
             "its library, libnvidia-ml.so, tells how much memory each process uses: in a container set "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility, elsewhere install the driver's user-space tools"
         )
-    else:
-        fix = "see what `nvidia-smi` says, which asks NVML, too"
-    return Finding("NVML", level, error, fix)
-
-
-def check_cuda(build: str | None, available: bool, driver: str | None) -> Finding:
-    """Check that torch is built for the card that is here, and sees it.
-
-    Args:
-        build: CUDA version torch was built for; None for a CPU build.
-        available: `torch.cuda.is_available()`.
-        driver: Version of the kernel driver.
-    """
-    if available:
-        return Finding("CUDA", "ok", f"runtime {build}, a device is usable")
-    if driver is None:
-        return Finding("CUDA", "note", f"torch built for {build or 'the CPU'}, no GPU", "none needed for the CPU")
-    if build is None:
-        return Finding(
-            "CUDA",
-            "problem",
-            "a GPU is here, but torch is a CPU build",
-            "reinstall torch from the CUDA index: pip install torch --index-url https://download.pytorch.org/whl/cu128",
-        )
-    return Finding(
-        "CUDA",
-        "problem",
-        f"torch for CUDA {build} sees no device under driver {driver}",
-        "update the driver to one for this CUDA, check CUDA_VISIBLE_DEVICES, and in a container start it with "
-        "`--gpus all`",
-    )
+    return "problem", "see what `nvidia-smi` says, which asks NVML, too"
 
 
 def check_bitsandbytes(error: str | None, backend: str, cuda: bool) -> Finding:
@@ -128,48 +112,17 @@ def check_bitsandbytes(error: str | None, backend: str, cuda: bool) -> Finding:
     """
     if error is not None:
         return Finding("bitsandbytes", "problem", error, "pip install 'bitsandbytes>=0.50,<0.51'")
-    if backend and (not cuda or "cuda" in backend):
-        return Finding("bitsandbytes", "ok", backend)
-    wanted = "CUDA" if cuda else "CPU"
-    return Finding(
-        "bitsandbytes",
-        "problem",
-        f"no native library for {wanted} (found {backend or 'none'})",
+    is_ok = bool(backend) and (not cuda or "cuda" in backend)
+    fix = (
         "reinstall it for this platform, or set BNB_CUDA_VERSION to a version it ships; `python -m bitsandbytes` says "
-        "which",
+        "which"
     )
-
-
-def check_tool(name: str, path: str | None, needed_for: str, fix: str) -> Finding:
-    """Check for a program or library that only some features need.
-
-    Args:
-        name: Name of the tool.
-        path: Where it is; None if it is missing.
-        needed_for: Features that need it.
-        fix: How to get it.
-    """
-    if path:
-        return Finding(name, "ok", path)
-    return Finding(name, "note", f"not found; needed for {needed_for}", fix)
-
-
-def check_version(name: str, installed: str | None, wanted: str, accepted: bool) -> Finding:
-    """Check that the version of a library is in the range that this package was tested with.
-
-    Args:
-        name: Name of the distribution.
-        installed: Its version; None if it is missing.
-        wanted: The range.
-        accepted: Whether the version is in the range.
-    """
-    if installed is not None and accepted:
-        return Finding(name, "ok", installed)
-    return Finding(name, "problem", installed or "not installed", f"pip install '{name}{wanted}'")
+    wanted = "CUDA" if cuda else "the CPU"
+    return finding("bitsandbytes", is_ok, backend if is_ok else f"no library for {wanted} ({backend or 'none'})", fix)
 
 
 def check_versions(installed: Mapping[str, str | None], requirements: list[str]) -> list[Finding]:
-    """Check every required distribution.
+    """Check that the version of every required distribution is in the range that this package was tested with.
 
     Args:
         installed: Version by distribution; None if it is missing.
@@ -181,9 +134,10 @@ def check_versions(installed: Mapping[str, str | None], requirements: list[str])
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version = installed.get(requirement.name)
-        accepted = version is not None and requirement.specifier.contains(version, prereleases=True)
-        findings.append(check_version(requirement.name, version, str(requirement.specifier), accepted))
+        found = installed.get(requirement.name)
+        accepted = found is not None and requirement.specifier.contains(found, prereleases=True)
+        fix = f"pip install '{requirement.name}{requirement.specifier}'"
+        findings.append(finding(requirement.name, accepted, found or "not installed", fix))
     return findings
 
 
@@ -204,66 +158,43 @@ MIN_LOCKED_BYTES = 64 * MIB
 """Two buffers of a gigabyte are common, but with less than this not even asynchronous I/O's queues can be set up."""
 
 
-def check_host_memory(total_bytes: int, available_bytes: int, cgroup_bytes: int | None) -> Finding:
-    """Check the RAM that this process may use.
+def check_memory(host: HostState, total_bytes: int, shared: tuple[int, int] | None) -> list[Finding]:
+    """Check the RAM that this process may use, its limit of locked memory and the shared memory of loader workers.
 
     Args:
+        host: What is free.
         total_bytes: RAM of the machine.
-        available_bytes: RAM that can be taken without swapping, cgroup limits considered.
-        cgroup_bytes: Limit of the control group; None without one.
+        shared: Size and free bytes of /dev/shm; None if it doesn't exist.
     """
-    found = f"{format_bytes(available_bytes)} free of {format_bytes(total_bytes)}"
-    if cgroup_bytes is not None and cgroup_bytes < total_bytes:
-        found += f", limited to {format_bytes(cgroup_bytes)} by the control group"
-    if available_bytes >= MIN_HOST_BYTES:
-        return Finding("host memory", "ok", found)
-    fix = "end other programs, or raise the container's limit (docker run --memory, Kubernetes resources.limits.memory)"
-    return Finding("host memory", "problem", found, fix)
-
-
-def check_locked_memory(limit_bytes: int | None) -> Finding:
-    """Check the limit of locked memory (`ulimit -l`), which binds asynchronous disk I/O and mlock.
-
-    CUDA's pinned memory is not bound by it.
-
-    Args:
-        limit_bytes: The limit; None if there is none.
-    """
-    if limit_bytes is None:
-        return Finding("locked memory", "ok", "unlimited")
-    found = f"limited to {format_bytes(limit_bytes)}"
-    if limit_bytes >= MIN_LOCKED_BYTES:
-        return Finding("locked memory", "ok", found)
-    fix = "to offload to disk: `ulimit -l unlimited`, memlock in /etc/security/limits.conf, docker --ulimit memlock=-1"
-    return Finding("locked memory", "note", found, fix)
-
-
-def check_shared_memory(total_bytes: int | None, free_bytes: int) -> Finding:
-    """Check the shared memory that loader workers need.
-
-    Args:
-        total_bytes: Size of /dev/shm; None if it doesn't exist.
-        free_bytes: Free bytes of it.
-    """
-    if total_bytes is None:
-        return Finding(
-            "/dev/shm", "note", "not there", "none needed with `num_workers: 0`; otherwise mount a tmpfs there"
-        )
-    found = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
-    if free_bytes >= MIN_SHARED_BYTES:
-        return Finding("/dev/shm", "ok", found)
-    fix = "start the container with --shm-size=8g or --ipc=host, or set `num_workers: 0`"
-    return Finding("/dev/shm", "problem", found, fix)
-
-
-def check_disk_space(folder: str, free_bytes: int) -> Finding:
-    """Check that there is room for checkpoints and offloaded states."""
-    found = f"{format_bytes(free_bytes)} free at {folder}"
-    if free_bytes >= MIN_DISK_BYTES:
-        return Finding("disk space", "ok", found)
-    return Finding(
-        "disk space", "problem", found, "free some, or name another folder with --folder: checkpoints need room"
-    )
+    found = f"{format_bytes(host.available_bytes)} free of {format_bytes(total_bytes)}"
+    if host.total_bytes < total_bytes:
+        found += f", limited to {format_bytes(host.total_bytes)} by the control group"
+    locked = host.memlock_limit_bytes
+    size, free = shared or (0, 0)
+    return [
+        finding(
+            "host memory",
+            host.available_bytes >= MIN_HOST_BYTES,
+            found,
+            "end other programs, or raise the container's limit (docker run --memory, Kubernetes "
+            "resources.limits.memory)",
+        ),
+        finding(
+            "locked memory",  # which binds asynchronous disk I/O and mlock, but not CUDA's pinned memory
+            locked is None or locked >= MIN_LOCKED_BYTES,
+            "unlimited" if locked is None else f"limited to {format_bytes(locked)}",
+            "to offload to disk: `ulimit -l unlimited`, memlock in /etc/security/limits.conf, docker --ulimit "
+            "memlock=-1",
+            "note",
+        ),
+        finding(
+            "/dev/shm",
+            free >= MIN_SHARED_BYTES,
+            f"{format_bytes(free)} free of {format_bytes(size)}" if shared else "not there",
+            "start the container with --shm-size=8g or --ipc=host, or set `num_workers: 0`",
+            "problem" if shared else "note",
+        ),
+    ]
 
 
 def check_direct_io(folder: str, error: str | None) -> Finding:
@@ -273,20 +204,11 @@ def check_direct_io(folder: str, error: str | None) -> Finding:
         folder: Where it was tried.
         error: The system's error message; None if it worked.
     """
-    if error is None:
-        return Finding("O_DIRECT", "ok", f"works in {folder}")
+    found = f"works in {folder}" if error is None else f"{error} in {folder}"
     fix = (
         "to offload name a folder on a local ext4 or xfs drive with --folder; network and overlay file systems lack it"
     )
-    return Finding("O_DIRECT", "note", f"{error} in {folder}", fix)
-
-
-def check_disk_speed(write_bytes_per_s: float, read_bytes_per_s: float) -> Finding:
-    """Check the sequential speed of a drive, which bounds offloading to disk."""
-    found = f"writes {write_bytes_per_s / 1e9:.2f} GB/s, reads {read_bytes_per_s / 1e9:.2f} GB/s"
-    if min(write_bytes_per_s, read_bytes_per_s) >= MIN_DISK_BYTES_PER_S:
-        return Finding("disk speed", "ok", found)
-    return Finding("disk speed", "note", found, "fine for checkpoints; for offloading name a folder on an NVMe drive")
+    return finding("O_DIRECT", error is None, found, fix, "note")
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
@@ -311,14 +233,11 @@ def examine(folder: str = ".") -> dict[str, list[Finding]]:
     """
     import torch
 
-    driver, available = driver_version(), torch.cuda.is_available()
-    bnb_error, backend = _bitsandbytes()
+    available = torch.cuda.is_available()
     return {
         "GPU": [
-            check_driver(driver, num_nvidia_cards()),
-            check_nvml(_nvml_error(), driver),
-            check_cuda(torch.version.cuda, available, driver),
-            check_bitsandbytes(bnb_error, backend, available),
+            *check_gpu(driver_version(), num_nvidia_cards(), _nvml_error(), torch.version.cuda, available),
+            check_bitsandbytes(*_bitsandbytes(), available),
         ],
         "building extensions": build_tools(),
         "memory": _memory(folder),
@@ -371,42 +290,39 @@ def _bitsandbytes() -> tuple[str | None, str]:
 def build_tools() -> list[Finding]:
     """Check the tools that compile DeepSpeed's kernels when they are first used."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    jit = "DeepSpeed's and torch.compile's kernels"
     headers = [folder / "libaio.h" for folder in (Path("/usr/include"), Path("/usr/local/include"), _OWN_HEADERS)]
     aio = next((str(header) for header in headers if header.is_file()), None)
+    tools = [
+        ("C++ compiler", compiler, "DeepSpeed's and torch.compile's kernels", "apt install g++"),
+        ("ninja", shutil.which("ninja"), "DeepSpeed's kernels", "pip install ninja"),
+        ("libaio", aio, "offloading to disk with DeepSpeed", "apt install libaio-dev"),
+    ]
     return [
-        check_tool("C++ compiler", compiler, jit, "apt install g++"),
-        check_tool("ninja", shutil.which("ninja"), "DeepSpeed's kernels", "pip install ninja"),
-        check_tool("libaio", aio, "offloading to disk with DeepSpeed", "apt install libaio-dev"),
+        finding(name, path is not None, path or f"not found; needed for {needed_for}", fix, "note")
+        for name, path, needed_for, fix in tools
     ]
 
 
 def _memory(folder: str) -> list[Finding]:
     import psutil
 
-    from lightning_memfit.device.host import probe_host
-
-    host, total = probe_host(folder), psutil.virtual_memory().total
-    limit = host.total_bytes if host.total_bytes < total else None
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    return [
-        check_host_memory(total, host.available_bytes, limit),
-        check_locked_memory(host.memlock_limit_bytes),
-        check_shared_memory(shared.total if shared else None, shared.free if shared else 0),
-    ]
+    total = psutil.virtual_memory().total
+    return check_memory(probe_host(folder), total, (shared.total, shared.free) if shared else None)
 
 
 def _disk(folder: str) -> list[Finding]:
     free = shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
-    space = check_disk_space(folder, free)
-    if free < 2 * 256 * 2**20:
-        return [space]  # no room for the test file
-    speed = measure_storage(folder)
-    return [
-        space,
-        check_direct_io(folder, speed.direct_error),
-        check_disk_speed(speed.write_bytes_per_s, speed.read_bytes_per_s),
-    ]
+    found, fix = f"{format_bytes(free)} free at {folder}", "free some, or name another folder with --folder"
+    findings = [finding("disk space", free >= MIN_DISK_BYTES, found, f"{fix}: checkpoints need room")]
+    if free >= 2 * 256 * MIB:  # else there is no room for the test file
+        speed = measure_storage(folder)
+        rates = (speed.write_bytes_per_s, speed.read_bytes_per_s)
+        found = "writes {:.2f} GB/s, reads {:.2f} GB/s".format(*(rate / 1e9 for rate in rates))
+        fix = "fine for checkpoints; for offloading name a folder on an NVMe drive"
+        findings.append(check_direct_io(folder, speed.direct_error))
+        findings.append(finding("disk speed", min(rates) >= MIN_DISK_BYTES_PER_S, found, fix, "note"))
+    return findings
 
 
 def _libraries() -> tuple[dict[str, str | None], list[str]]:

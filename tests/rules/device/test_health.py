@@ -3,35 +3,32 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit.device import health
-from lightning_memfit.device import health as capacity
 from lightning_memfit.device.health import Finding, driver_version, examine, hinders, num_nvidia_cards
+from lightning_memfit.device.host import HostState
 from lightning_memfit.memory import GIB, MIB
 
-
-def test_driver() -> None:
-    assert health.check_driver("570.86", 1).level == "ok"
-    assert health.check_driver(None, 0).level == "note"
-    missing = health.check_driver(None, 2)
-    assert missing.level == "problem"
-    assert "2 NVIDIA" in missing.found
-    assert "install the NVIDIA driver" in missing.fix
+MISMATCH, NO_MODULE = "Driver/library version mismatch", "ModuleNotFoundError: pynvml"
+NO_LIBRARY = "NVMLError_LibraryNotFound: NVML Shared Library Not Found"
 
 
-def test_nvml() -> None:
-    assert health.check_nvml(None, "570.86").level == "ok"
-    assert health.check_nvml("NVMLError: not found", None).level == "note"
-    assert "reboot" in health.check_nvml("Driver/library version mismatch", "570.86").fix
-    assert "nvidia-ml-py" in health.check_nvml("ModuleNotFoundError: pynvml", "570.86").fix
-    missing = health.check_nvml("NVMLError_LibraryNotFound: NVML Shared Library Not Found", "570.86")
-    assert (missing.level, "compute,utility" in missing.fix, "pip" in missing.fix) == ("note", True, False)
-    assert "nvidia-smi" in health.check_nvml("NVMLError_Unknown: Unknown Error", "570.86").fix
-
-
-def test_cuda() -> None:
-    assert health.check_cuda("12.8", True, "570.86").level == "ok"
-    assert health.check_cuda(None, False, None).level == "note"
-    assert "index-url" in health.check_cuda(None, False, "570.86").fix
-    assert "update the driver" in health.check_cuda("13.0", False, "470.1").fix
+@pytest.mark.parametrize(
+    ("facts", "levels", "words"),
+    [
+        (("570.86", 1, None, "12.8", True), "ok ok ok", ""),
+        ((None, 0, "NVMLError: not found", None, False), "note note note", "none needed for the CPU"),
+        ((None, 2, "NVMLError: not found", "12.8", False), "problem note note", "install the NVIDIA driver"),
+        (("570.86", 1, MISMATCH, "12.8", True), "ok problem ok", "reboot"),
+        (("570.86", 1, NO_MODULE, "12.8", True), "ok problem ok", "nvidia-ml-py"),
+        (("570.86", 1, NO_LIBRARY, "12.8", True), "ok note ok", "compute,utility"),
+        (("570.86", 1, "NVMLError_Unknown", "12.8", True), "ok problem ok", "nvidia-smi"),
+        (("570.86", 1, None, None, False), "ok ok problem", "index-url"),
+        (("470.1", 1, None, "13.0", False), "ok ok problem", "update the driver"),
+    ],
+)
+def test_gpu(facts: tuple, levels: str, words: str) -> None:
+    findings = health.check_gpu(*facts)
+    assert " ".join(finding.level for finding in findings) == levels
+    assert words in " ".join(finding.fix for finding in findings)
 
 
 def test_bitsandbytes() -> None:
@@ -39,12 +36,6 @@ def test_bitsandbytes() -> None:
     assert health.check_bitsandbytes(None, "libbitsandbytes_cuda128.so", cuda=True).level == "ok"
     assert health.check_bitsandbytes(None, "libbitsandbytes_cpu.so", cuda=True).level == "problem"
     assert "pip install" in health.check_bitsandbytes("ImportError: no", "", cuda=False).fix
-
-
-def test_tools_are_notes_as_not_everybody_needs_them() -> None:
-    assert health.check_tool("ninja", "/usr/bin/ninja", "DeepSpeed", "pip install ninja").found == "/usr/bin/ninja"
-    missing = health.check_tool("ninja", None, "DeepSpeed", "pip install ninja")
-    assert (missing.level, missing.fix) == ("note", "pip install ninja")
 
 
 def test_versions() -> None:
@@ -55,32 +46,21 @@ def test_versions() -> None:
     assert "<2.14" in found[0].fix
 
 
-def test_host_memory() -> None:
-    assert capacity.check_host_memory(64 * GIB, 32 * GIB, None).level == "ok"
-    short = capacity.check_host_memory(64 * GIB, 2 * GIB, 3 * GIB)
-    assert short.level == "problem"
-    assert "limited to 3.00 GiB" in short.found
+def test_memory() -> None:
+    free = HostState(64 * GIB, 32 * GIB, 0, None, 0, "/")
+    assert {found.level for found in health.check_memory(free, 64 * GIB, (8 * GIB, 8 * GIB))} == {"ok"}
+    short = HostState(3 * GIB, 2 * GIB, 0, 8 * MIB, 0, "/")
+    host, locked, shared = health.check_memory(short, 64 * GIB, (64 * MIB, 60 * MIB))
+    assert (host.level, locked.level, shared.level) == ("problem", "note", "problem")
+    assert "limited to 3.00 GiB" in host.found
+    assert "ulimit -l" in locked.fix
+    assert "--shm-size" in shared.fix
+    assert health.check_memory(free, 64 * GIB, None)[2].level == "note"
 
 
-def test_locked_memory() -> None:
-    assert capacity.check_locked_memory(None).level == "ok"
-    assert capacity.check_locked_memory(1 * GIB).level == "ok"
-    assert "ulimit -l" in capacity.check_locked_memory(8 * MIB).fix
-
-
-def test_shared_memory() -> None:
-    assert capacity.check_shared_memory(8 * GIB, 8 * GIB).level == "ok"
-    assert "--shm-size" in capacity.check_shared_memory(64 * MIB, 60 * MIB).fix
-    assert capacity.check_shared_memory(None, 0).level == "note"
-
-
-def test_disk() -> None:
-    assert capacity.check_disk_space("/data", 100 * GIB).level == "ok"
-    assert capacity.check_disk_space("/data", 0).level == "problem"
-    assert capacity.check_direct_io("/data", None).level == "ok"
-    assert "Invalid argument" in capacity.check_direct_io("/data", "Invalid argument").found
-    assert capacity.check_disk_speed(2e9, 3e9).level == "ok"
-    assert "NVMe" in capacity.check_disk_speed(0.1e9, 3e9).fix
+def test_direct_io() -> None:
+    assert health.check_direct_io("/data", None).level == "ok"
+    assert "Invalid argument" in health.check_direct_io("/data", "Invalid argument").found
 
 
 def test_only_problems_hinder() -> None:
