@@ -94,7 +94,6 @@ NAMES: dict[str, str] = {
     "_swap_out_optimizer_state": "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper.PipelinedOptimizerSwapper",
     "_set_dtype": "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
     "_config_initialized": "lightning.pytorch.strategies.DeepSpeedStrategy",
-    "_cuda_clearCublasWorkspaces": "torch._C",
     "_cuda_isHistoryEnabled": "torch._C",
     "_current_fx_name": "lightning.pytorch.LightningModule",
     "_count_flops": "torch.utils.flop_counter.FlopCounterMode",

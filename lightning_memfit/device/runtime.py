@@ -2,20 +2,15 @@
 
 Workspaces are inside the caching allocator, so they count as `allocated`; the context is outside it, and only
 `nvidia-smi` and `mem_get_info` show it. Figures with a stated rule come from torch; the context is an observation and
-differs by driver, card and the kernels that get loaded: `measure_runtime` replaces it where there is a card.
+differs by driver, card and the kernels that get loaded.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_memfit.memory import MIB
-from lightning_memfit.memory.kind import cuda_device
-
-if TYPE_CHECKING:
-    import torch
 
 _ENVIRONMENT = "CUBLAS_WORKSPACE_CONFIG"
 _LT_ENVIRONMENT = "CUBLASLT_WORKSPACE_SIZE"
@@ -77,42 +72,6 @@ def safety_margin_bytes(memory_bytes: int) -> int:
     They cover kernel scratch memory, driver differences in the context, and fragmentation beyond the simulated one.
     """
     return max(128 * MIB, memory_bytes // 50)
-
-
-def measure_runtime(index: int = 0) -> RuntimeMemory:
-    """Measure the runtime memory on a CUDA device, by running small matrix products forward and backward.
-
-    What this process holds and torch did not reserve counts as the context. Where the driver doesn't tell processes
-    apart (NVML is absent, or the process is in a container with its own ids), all memory in use on the device is taken
-    for this process's: nothing else should run there then.
-    """
-    import torch
-
-    from lightning_memfit.memory.process import nvml_usage
-
-    device = cuda_device(index)
-    torch._C._cuda_clearCublasWorkspaces()
-    cleared = torch.cuda.memory_allocated(device)
-    _multiply(device)
-    torch.cuda.synchronize(device)
-    workspaces = torch.cuda.memory_allocated(device) - cleared
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    usage = nvml_usage(device)
-    used = total_bytes - free_bytes if usage is None or usage.process_bytes is None else usage.process_bytes
-    context = used - torch.cuda.memory_reserved(device)
-    each, lt_each = _workspace_bytes(torch.cuda.get_device_capability(device)[0] >= 9), _lt_workspace_bytes()
-    source = f"measured on {torch.cuda.get_device_name(device)}"
-    return RuntimeMemory(context, each, round(workspaces / (each + lt_each)), source, lt_each)
-
-
-def _multiply(device: torch.device) -> None:
-    """Run a matrix product with a bias in forward, and another in backward."""
-    import torch
-
-    weight, bias = torch.zeros(64, 64, device=device, requires_grad=True), torch.zeros(64, device=device)
-    product = torch.addmm(bias, weight, weight)
-    product.register_hook(lambda gradient: torch.addmm(bias, gradient, gradient))
-    product.sum().backward()
 
 
 def _workspace_bytes(recent: bool) -> int:
