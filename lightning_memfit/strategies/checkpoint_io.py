@@ -35,14 +35,14 @@ class _StatesOfAnother(Sequence[Any]):
 class AtomicCheckpointIO(CheckpointIO):
     """Write a checkpoint beside its place and rename it when the disk has all of it; check it before it is read.
 
-    A run that is killed or finds the disk full leaves the checkpoint that was there. The file carries its SHA-256, so
-    that one flipped bit is found when it is loaded, and only tensors and plain values are loaded.
+    A run that is killed or finds the disk full leaves the checkpoint that was there. The checksums in the file are
+    compared when it is loaded, so that one flipped bit is found, and only tensors and plain values are loaded.
 
     The strategies of this package and `memfit fit` use it by themselves. With any other:
     `Trainer(plugins=[AtomicCheckpointIO()])`. Paths that are not local (`s3://...`) are left to Lightning's own plugin.
 
     Args:
-        verify: Check digests before loading, which reads the file once more.
+        verify: Compare checksums before loading, which reads the file once more.
     """
 
     def __init__(self, verify: bool = True) -> None:

@@ -1,17 +1,15 @@
-"""Whether a checkpoint is whole: written beside its place, synced, renamed, and checked by SHA-256 before it is read.
+"""Whether a checkpoint is whole: written beside its place, synced, renamed, and checked before it is read.
 
-A file carries its digest in itself, as the comment of its zip archive, so that copies and renamed ones can be checked;
-other programs read it as before. A folder has `memfit_manifest.json`, with size and SHA-256 of every file in it.
+A file is a zip archive with a checksum of every entry, which `torch.load` doesn't look at. A folder has
+`memfit_manifest.json`, with size and SHA-256 of every file in it.
 """
 
 import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +25,7 @@ MANIFEST = "memfit_manifest.json"
 ZERO_MARK, FSDP2_MARK = "latest", "meta.pt"
 """Files by which a folder is known to be a checkpoint, of DeepSpeed and of FSDP2; each is written last."""
 
-_SIGN, _HEX, _CHUNK = b"memfit-sha256:", 64, 1 << 22
+_CHUNK = 1 << 22
 _TAIL = 1 << 17  # bytes at the end of a file in which the end of its archive is looked for
 
 
@@ -40,7 +38,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def replacing_file(target: Path) -> Iterator[IO[bytes]]:
-    """Give a file to write to, which takes the place of `target` once the disk has all of it, digest included.
+    """Give a file to write to, which takes the place of `target` once the disk has all of it.
 
     Raises:
         CheckpointError: If the disk gets full meanwhile, or a folder is there. What was there before stays.
@@ -51,12 +49,13 @@ def replacing_file(target: Path) -> Iterator[IO[bytes]]:
     partial = target.with_name(f"{target.name}.partial")
     remove(partial)
     with _cleaned_up(target, partial), partial.open("wb") as file:
-        signed: Any = _SignedFile(file)
+        told: Any = _Telling(file)
         try:
-            yield signed
-        except Exception as error:  # torch reports a full disk as something else
-            raise signed.error or error from error
-        signed.sign()
+            yield told
+        except Exception as error:
+            raise told.error or error from error
+        file.flush()
+        os.fsync(file.fileno())
         partial.replace(target)
     _sync(target.parent)
 
@@ -149,46 +148,20 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class _SignedFile:
-    """A file for `torch.save` that ends with the digest of what was written."""
+class _Telling:
+    """A file for `torch.save`, which reports a full disk as something else: `error` is what writing failed with."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._digest, self._end = file, hashlib.sha256(), b""
+        self._file, self.flush = file, file.flush
         self.error: OSError | None = None
-        """What writing failed with, which torch reports as something else."""
 
     def write(self, data: Any) -> int:
-        """Write all but the last two bytes, which may turn out to be the length of the archive's comment."""
-        given = memoryview(data).cast("B")
-        if len(given) < 2:
-            joined = self._end + bytes(given)
-            self._put(joined[:-2])
-            self._end = joined[-2:]
-        else:
-            self._put(self._end)
-            self._put(given[:-2])
-            self._end = bytes(given[-2:])
-        return len(given)
-
-    def _put(self, data: Any) -> None:
-        self._digest.update(data)
+        """Write, and keep the error."""
         try:
-            self._file.write(data)
+            return self._file.write(data)
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self) -> None:
-        """Nothing: `sign` does it."""
-
-    def sign(self) -> None:
-        """Write the digest and wait until the disk has all."""
-        assert self._end == b"\0\0", "`torch.save` wrote no zip archive: the digest has no place in it"
-        self._digest.update(self._end)
-        comment = _SIGN + self._digest.hexdigest().encode()
-        self._file.write(len(comment).to_bytes(2, "little") + comment)
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 def _files(folder: Path) -> list[Path]:
@@ -292,7 +265,7 @@ def _problem(path: Path, rank: int, world_size: int) -> str | None:
 
 
 def _problem_of_file(path: Path) -> str | None:
-    size, length = path.stat().st_size, len(_SIGN) + _HEX
+    size = path.stat().st_size
     if not size:
         return "is empty: the run that wrote it ended too early."
     with path.open("rb") as file:
@@ -300,20 +273,13 @@ def _problem_of_file(path: Path) -> str | None:
             return "is no checkpoint: `torch.save` did not write it."
         file.seek(max(0, size - _TAIL))
         tail = file.read()
-    end = tail[-length:]
-    if end.startswith(_SIGN):
-        digest = _digest(path, size - length - 2, b"\0\0")
-        return None if digest.encode() == end[len(_SIGN) :] else "is damaged: its contents have changed since."
-    announced = rb"PK\x05\x06.{16}" + re.escape(length.to_bytes(2, "little"))  # of an archive whose comment is ours
-    if re.search(announced, tail, re.DOTALL) or not zipfile.is_zipfile(path):
+    end = tail[tail.rfind(b"PK\x05\x06") :]  # of the archive: a record and its comment
+    if len(end) != 22 + int.from_bytes(end[20:22], "little"):
         return f"is cut off after {size} bytes, or has bytes beyond its end."
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if "data.pkl" not in {name.partition("/")[2] for name in archive.namelist()}:
-                return "is no checkpoint: it is a zip archive that `torch.save` did not write."
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        return f"is damaged: {error}."
+    with zipfile.ZipFile(path) as archive:
+        if "data.pkl" not in {name.partition("/")[2] for name in archive.namelist()}:
+            return "is no checkpoint: it is a zip archive that `torch.save` did not write."
+        damaged = archive.testzip()
     return None if damaged is None else f"is damaged: the checksum of {damaged!r} in it is another."
 
 
@@ -341,12 +307,9 @@ def _problem_of_folder(folder: Path, rank: int, world_size: int) -> str | None:
     return None
 
 
-def _digest(path: Path, size: int | None = None, end: bytes = b"") -> str:
+def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    left = path.stat().st_size if size is None else size
     with path.open("rb") as file:
-        while left > 0 and (chunk := file.read(min(left, _CHUNK))):
+        while chunk := file.read(_CHUNK):
             digest.update(chunk)
-            left -= len(chunk)
-    digest.update(end)
     return digest.hexdigest()

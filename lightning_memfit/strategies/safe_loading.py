@@ -84,18 +84,8 @@ def without_code(path: str | Path, weights_only: bool | None = None) -> Iterator
         os.environ.update({} if before is None else {_FORCED: before})
 
 
-def load(path: str | Path, weights_only: bool | None = None) -> Any:
-    """Load a file of `torch.save` onto the CPU; its tensors stay on disk until they are used.
-
-    Raises:
-        UnsafeCheckpointError: See `without_code`.
-    """
-    with without_code(path, weights_only):
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)  # nosec B614
-
-
 def _member(path: Any, kind: Any, name: Any) -> Any:
-    """A member of an enumeration, for which Python 3.11.0 to 3.11.3 write `getattr` and its name; nothing else.
+    """A member of an enumeration, for where Python 3.11.0 to 3.11.3, which Debian 12 has, write `getattr`.
 
     Raises:
         UnsafeCheckpointError: If an attribute of anything else is asked for.
