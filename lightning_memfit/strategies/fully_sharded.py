@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -280,16 +280,11 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         """Set up as Lightning does; checkpoints of the states then don't depend on how layers were divided."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            check_divided(optimizer, self._divided, self.strategy_name)
+            check_divided(optimizer, self.strategy_name)
             self._put_away_for_steps(optimizer)
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)
-
-    def _divided(self, weight: torch.Tensor) -> DTensor:
-        """A weight that all ranks have, as FSDP2 divides it."""
-        mesh = self.device_mesh["data_parallel"]
-        return distribute_tensor(weight.to(self.root_device), mesh, [Shard(0)], src_data_rank=None)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -1,14 +1,12 @@
 """Check arguments, processes and callbacks before a strategy starts."""
 
 import os
-from inspect import signature
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
-    Checkpoint,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
@@ -81,30 +79,18 @@ def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
     Raises:
         MisconfigurationException: If a callback is to write to one while it trains.
     """
-    writers: list[Any] = [one for one in trainer.callbacks if _saves(one)]  # type: ignore[attr-defined]
-    for callback in writers if trainer.state.fn == TrainerFn.FITTING else ():
-        if isinstance(callback, ModelCheckpoint) and not (callback.save_top_k or callback.save_last):
-            continue
-        folder = str(callback.dirpath or _default_folder(trainer))
+    for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint):
+            saves = callback.save_top_k or callback.save_last
+            folder = str(callback.dirpath or trainer.default_root_dir) if saves else ""
+        else:  # of this package
+            is_ours = any(kind.__module__.startswith("lightning_memfit.") for kind in type(callback).__mro__)
+            folder = str(getattr(callback, "dirpath", "")) if is_ours else ""
         if "://" in folder:
             raise MisconfigurationException(
                 f"`dirpath={folder}` of `{type(callback).__name__}`: under `strategy={strategy}` each rank writes a "
                 f"file of its own into a checkpoint's folder, which is done on this machine only. {fix}"
             )
-
-
-def _saves(callback: Any) -> bool:
-    """Whether a callback saves checkpoints into a folder: Lightning's, our own, and what derives from either."""
-    kinds = (kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == __name__.partition(".")[0])
-    is_ours = any("dirpath" in signature(kind).parameters for kind in kinds)
-    return hasattr(callback, "dirpath") and (is_ours or isinstance(callback, Checkpoint))
-
-
-def _default_folder(trainer: Trainer) -> str:
-    """Where what names no folder saves: beside the first `ModelCheckpoint`, else in the run's folder."""
-    named = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.dirpath]
-    root = str(named[0] if named else trainer.default_root_dir)
-    return str(trainer.log_dir or root) if "://" in root and not named else root  # ranks tell each other the former
 
 
 def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:
@@ -162,25 +148,19 @@ def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) 
         return
     if is_traced():  # on the CPU
         return
-    norms = (
-        name
-        for name, one in module.named_modules()
-        if type(one) is not nn.SyncBatchNorm and isinstance(one, _BatchNorm)
-    )
-    first = next(norms, None)
+    named = ((name, one) for name, one in module.named_modules() if type(one) is not nn.SyncBatchNorm)
+    first = next((name for name, one in named if isinstance(one, _BatchNorm)), None)
     if isinstance(layer_sync, TorchSyncBatchNorm) and first is not None:
-        problem = (
-            f"`Trainer(sync_batchnorm=True)` can't synchronize `{first}` under `strategy={strategy}`: {{}} Or leave "
-            "`sync_batchnorm` out: statistics are then those of each rank's batch."
-        )
+        fix = "Leave `sync_batchnorm` out: statistics are then those of each rank's batch."
         if trainer.strategy.root_device.type == "cpu":
-            raise MisconfigurationException(problem.format("torch does so on GPUs only."))
-        if any(isinstance(one, FSDPModule) for one in module.modules()):
+            fix = f"torch does so on GPUs only. {fix}"
+        elif any(isinstance(one, FSDPModule) for one in module.modules()):
+            fix = f"the module is divided already. Call `SyncBatchNorm.convert_sync_batchnorm` before that. {fix}"
+        else:
+            fix = ""
+        if fix:
             raise MisconfigurationException(
-                problem.format(
-                    "the module is divided already, by `configure_model` or an earlier `fit`. Call "
-                    "`torch.nn.SyncBatchNorm.convert_sync_batchnorm` before that."
-                )
+                f"`Trainer(sync_batchnorm=True)` can't synchronize `{first}` under `strategy={strategy}`: {fix}"
             )
     layer_sync.apply(module)
 

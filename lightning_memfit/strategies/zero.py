@@ -52,7 +52,6 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     disable_shared_memory_collectives,
     gather_before_hooks,
     keep_adagrad,
-    known_options,
     load_run,
     remove_engine_hooks,
     removing_engine_hooks_only,
@@ -148,8 +147,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             raise ValueError(f"`load_full_weights=True` needs `stage=3`, not `stage={stage}`.")
         options = ZeroOptions(stage, offload_optimizer, offload_parameters, pin_memory, bucket_size, sub_group_size)
         self._raw: Config = self._load_config(config) or {}
-        if self._raw:
-            check_names_of_options(self._raw, known_options())
+        check_names_of_options(self._raw)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -294,8 +292,6 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module, self.strategy_name)
         refuse_lr_finder(self.lightning_module.trainer, self.strategy_name)
         refuse_remote_folders(self.lightning_module.trainer, self.strategy_name, "Name a folder that is mounted here.")
-        if self.zero_stage_3:
-            self._refuse_empty(model)
         if optimizer is not None:
             check_flat(optimizer, self.strategy_name)
             self._refuse_frozen_groups(optimizer)
@@ -319,14 +315,6 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             model, optimizer, zero, precision, self.world_size, self.num_processes, self._on_cpu, accumulates
         )
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-
-    def _refuse_empty(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if not getattr(parameter, "ds_numel", parameter.numel()):
-                raise MisconfigurationException(
-                    f"`{name}` has no elements, and ZeRO-3 can't gather a weight without any. Make it a buffer or "
-                    "leave it out, or train with `strategy=memfit_zero_2`."
-                )
 
     def _refuse_frozen_groups(self, optimizer: Optimizer) -> None:
         for number, group in enumerate(optimizer.param_groups):

@@ -2,7 +2,7 @@
 
 import copy
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,12 +105,23 @@ def with_raw_options(config: Config, raw: Mapping[str, Any], typed: Typed) -> Co
     return merged
 
 
-def check_names_of_options(raw: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse options that DeepSpeed would not read, and those that follow from the Trainer.
+_OPTIONS = (
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comms_logger",
+    "communication_data_type", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency",
+    "data_types", "disable_allgather", "dump_state", "elasticity", "eigenvalue", "flops_profiler", "fp16",
+    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "memory_breakdown", "optimizer",
+    "pipeline", "prescale_gradients", "progressive_layer_drop", "scheduler", "sparse_attention", "sparse_gradients",
+    "steps_per_print", "tensorboard", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "wandb",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+)  # fmt: skip
+"""Those of DeepSpeed 0.19's JSON at its top. Those within `zero_optimization` DeepSpeed checks by itself."""
+
+
+def check_names_of_options(raw: Mapping[str, Any]) -> None:
+    """Refuse misspelt options, which DeepSpeed would not read, and those that follow from the Trainer.
 
     Args:
-        raw: Options as in DeepSpeed's JSON. Those within `zero_optimization` DeepSpeed checks by itself.
-        known: Names that DeepSpeed reads.
+        raw: Options as in DeepSpeed's JSON.
 
     Raises:
         ValueError: Naming the first such option, and the name that was probably meant.
@@ -121,10 +132,11 @@ def check_names_of_options(raw: Mapping[str, Any], known: Collection[str]) -> No
             "size, the Trainer's number of devices and its `accumulate_grad_batches`."
         )
     for name in raw:
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), 1)
-            meant = f" Did you mean `{near[0]}`?" if near else " See deepspeed.ai/docs/config-json for what there is."
-            raise ValueError(f"`config.{name}`: DeepSpeed has no option of this name and would ignore it.{meant}")
+        near = difflib.get_close_matches(name, _OPTIONS, 1, 0.85)
+        if near and near[0] != name:
+            raise ValueError(
+                f"`config.{name}`: DeepSpeed has no option of this name and would ignore it. Did you mean `{near[0]}`?"
+            )
 
 
 def _check_offload(zero: Config) -> None:

@@ -137,7 +137,7 @@ def test_steps_by_hand_are_those_of_ddp(results, way):
     ("name", "words"),
     [
         ("ema", "can't average weights"),
-        ("flat", "`LBFGS` can't step here"),
+        ("flat", "`LBFGS` would give other weights"),
     ],
 )
 def test_what_would_be_lost_is_refused(results, name, words):

@@ -4,20 +4,16 @@ Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.p
 """
 
 import io
-import logging
 import shutil
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_memfit.memory.collectives import gathered
 from lightning_memfit.strategies.integrity import ZERO_MARK, remove
@@ -36,57 +32,6 @@ def disable_shared_memory_collectives() -> None:
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__["deepspeed_shm_comm"] = False
-
-
-class _Asked(dict[str, Any]):
-    """A dict that notes which keys it is asked for."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.names: set[str] = set()
-
-    def __copy__(self) -> "_Asked":
-        return self
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        self.names.add(str(key))
-        return super().__contains__(key)
-
-    @override
-    def __getitem__(self, key: str) -> Any:
-        self.names.add(key)
-        return super().__getitem__(key)
-
-    @override
-    def get(self, key: str, default: Any = None) -> Any:
-        self.names.add(key)
-        return super().get(key, default)
-
-
-@cache
-def known_options() -> frozenset[str]:
-    """Names that a DeepSpeed configuration may have at its top: DeepSpeed asks for them or has constants for them."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.utils import logger
-
-    asked = _Asked(train_micro_batch_size_per_gpu=1)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        DeepSpeedConfig(asked)
-    finally:
-        logger.setLevel(level)
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("deepspeed.")]
-    constants = (
-        value
-        for module in modules
-        if module.__name__.rpartition(".")[2] in ("config", "constants")
-        for name, value in vars(module).items()
-        if name.isupper() and isinstance(value, str) and value.isidentifier()
-    )
-    where_processes_are_known = {"data_parallel_size", "sequence_parallel_size"}
-    return frozenset(asked.names | set(constants) | where_processes_are_known)
 
 
 @contextmanager

@@ -1,6 +1,4 @@
 import pytest
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -85,7 +83,6 @@ def test_a_section_that_offloads_nothing_is_refused():
     [
         ({"zero_optimisation": {}}, "`config.zero_optimisation`: .* Did you mean `zero_optimization`?"),
         ({"gradient_cliping": 1.0}, "Did you mean `gradient_clipping`?"),
-        ({"nothing_like_it_at_all": 1}, "`config.nothing_like_it_at_all`: DeepSpeed has no option of this name"),
         ({"train_batch_size": 3}, "`config.train_batch_size=3`: leave it out"),
     ],
 )
@@ -137,13 +134,3 @@ def test_unused_parameters_are_named_with_this_packages_way_to_allow_them():
     assert "('unused.weight', 'unused.bias')" in str(error)
     assert "DataParallelStrategy(find_unused_parameters=True)" in str(error)
     assert "ddp_find" not in str(error)
-
-
-def test_a_parameter_without_elements_is_named():
-    module = nn.Linear(2, 2)
-    ZeroStrategy._refuse_empty(None, module)
-    module.extra = nn.Parameter(torch.zeros(0, 3))
-    with pytest.raises(MisconfigurationException, match="`extra` has no elements"):
-        ZeroStrategy._refuse_empty(None, module)
-    module.extra.ds_numel = 6  # partitioned
-    ZeroStrategy._refuse_empty(None, module)
