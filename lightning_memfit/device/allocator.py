@@ -128,7 +128,6 @@ class CachingAllocator:
     """Simulate the caching allocator of one device and one stream.
 
     Args:
-        limit_bytes: Most bytes that may be reserved. None never runs out.
         place: Gives the address of a new segment by its size, where addresses are known; `DriverAddresses` by default.
 
     Attributes:
@@ -136,35 +135,20 @@ class CachingAllocator:
         reserved_bytes: Bytes taken from the driver, as `torch.cuda.memory_reserved`.
         peak_allocated_bytes: Largest `allocated_bytes` so far.
         peak_reserved_bytes: Largest `reserved_bytes` so far.
-        num_alloc_retries: Requests for which the allocator returned its cached blocks to the driver.
-        num_ooms: Requests that were refused.
-
-    Raises:
-        ValueError: If the limit is not positive.
     """
 
-    def __init__(self, limit_bytes: int | None = None, *, place: Callable[[int], int] | None = None) -> None:
-        if limit_bytes is not None and limit_bytes <= 0:
-            raise ValueError(f"`limit_bytes={limit_bytes}` must be positive.")
-        self.limit_bytes = limit_bytes
+    def __init__(self, place: Callable[[int], int] | None = None) -> None:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
-        self.num_alloc_retries = 0
-        self.num_ooms = 0
         self._small = Pool(is_small=True)
         self._large = Pool(is_small=False)
         self._place = place or DriverAddresses().take
         self._owners: dict[Hashable, Block | None] = {}
 
-    # --- requests of a program --------------------------------------------------------------------------------------
-
-    def malloc(self, identity: Hashable, size_bytes: int) -> bool:
+    def malloc(self, identity: Hashable, size_bytes: int) -> None:
         """Allocate under a name of the caller's choice.
-
-        Returns:
-            False if the limit does not allow it: then nothing is held for `identity`, and `free` must not be called.
 
         Raises:
             ValueError: If `identity` is allocated already.
@@ -173,21 +157,19 @@ class CachingAllocator:
             raise ValueError(f"`identity={identity!r}` is allocated already; free it first.")
         if size_bytes == 0:  # upstream hands out a null pointer and counts nothing
             self._owners[identity] = None
-            return True
-        size = self._rounded(size_bytes)
+            return
+        size = -(-size_bytes // _MIN_BLOCK) * _MIN_BLOCK
         pool = self._small if size <= _SMALL_SIZE else self._large
-        block = self._cached_block(pool, size) or self._new_block(pool, size)
-        if block is None:
-            self.num_ooms += 1
-            return False
+        index = pool.index_of_fit(size)
+        block = self._from_driver(pool, size) if index == len(pool.blocks) else pool.blocks.pop(index)[2]
         block.free = False
-        if self._should_split(block, size):
-            block.pool.add(block.cut(size))
+        rest = block.size_bytes - size
+        if rest >= _MIN_BLOCK if pool.is_small else rest > _SMALL_SIZE:
+            pool.add(block.cut(size))
         self._owners[identity] = block
         self.allocated_bytes += block.size_bytes
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
-        return True
 
     def free(self, identity: Hashable) -> None:
         """Return an allocation to the cache, where free neighbours become one block.
@@ -204,21 +186,6 @@ class CachingAllocator:
         self.allocated_bytes -= block.size_bytes
         block.pool.merge(block)
 
-    def empty_cache(self) -> None:
-        """Return unused segments to the driver, as `torch.cuda.empty_cache` does."""
-        for pool in (self._large, self._small):
-            for _, _, block in list(pool.blocks):
-                if block.previous is None and block.next is None:
-                    self._release(block)
-
-    def reset_peak(self) -> None:
-        """Start new peaks at what is held now."""
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_reserved_bytes = self.reserved_bytes
-
-    def __contains__(self, identity: Hashable) -> bool:
-        return identity in self._owners
-
     def blocks_in_use(self) -> Iterator[tuple[Hashable, int, int]]:
         """`(identity, address, size_bytes)` of everything allocated."""
         for identity, block in self._owners.items():
@@ -231,43 +198,12 @@ class CachingAllocator:
             for size, address, _ in pool.blocks:
                 yield address, size
 
-    # --- rules ------------------------------------------------------------------------------------------------------
-
-    def _rounded(self, size_bytes: int) -> int:
-        return -(-size_bytes // _MIN_BLOCK) * _MIN_BLOCK
-
-    def _segment_size(self, size: int) -> int:
-        if size <= _SMALL_SIZE:
-            return _SMALL_BUFFER
+    def _from_driver(self, pool: Pool, size: int) -> Block:
+        """A block of a whole new segment."""
+        segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
         if size < _MIN_LARGE_ALLOCATION:
-            return _MIDDLING_BUFFER
-        return -(-size // _ROUND_LARGE) * _ROUND_LARGE
-
-    def _should_split(self, block: Block, size: int) -> bool:
-        remaining = block.size_bytes - size
-        return remaining >= _MIN_BLOCK if block.pool.is_small else remaining > _SMALL_SIZE
-
-    def _cached_block(self, pool: Pool, size: int) -> Block | None:
-        index = pool.index_of_fit(size)
-        return None if index == len(pool.blocks) else pool.blocks.pop(index)[2]
-
-    # --- segments ---------------------------------------------------------------------------------------------------
-
-    def _new_block(self, pool: Pool, size: int) -> Block | None:
-        segment = self._segment_size(size)
-        if not self._admits(segment):
-            self.empty_cache()
-            self.num_alloc_retries += 1
-            if not self._admits(segment):
-                return None
+            segment = _SMALL_BUFFER if pool.is_small else _MIDDLING_BUFFER
         self.reserved_bytes += segment
         if self.reserved_bytes > self.peak_reserved_bytes:
             self.peak_reserved_bytes = self.reserved_bytes
         return Block(self._place(segment), segment, pool)
-
-    def _admits(self, segment_bytes: int) -> bool:
-        return self.limit_bytes is None or self.reserved_bytes + segment_bytes <= self.limit_bytes
-
-    def _release(self, block: Block) -> None:
-        block.pool.discard(block)
-        self.reserved_bytes -= block.size_bytes

@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_memfit.device.allocator import CachingAllocator
 from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.memory.attach import TrainerAttachment
 from lightning_memfit.memory.kind import DeviceKind
@@ -32,46 +31,27 @@ class SimulatedDevice(StorageLedger):
     Args:
         limit_bytes: Capacity, `"12GiB"` or an integer.
         rounding_bytes: Sizes are rounded up to a multiple of this; 512 as in the CUDA caching allocator.
-        caching: Limit the `reserved` bytes that `CachingAllocator` simulates instead of live bytes, so that
-            fragmentation counts, too.
 
     Attributes:
         num_ooms: Errors raised so far.
-        allocator: The simulated caching allocator, None without `caching`.
     """
 
-    def __init__(self, limit_bytes: int | str, rounding_bytes: int = 512, caching: bool = False) -> None:
+    def __init__(self, limit_bytes: int | str, rounding_bytes: int = 512) -> None:
         super().__init__(rounding_bytes)
         self.limit_bytes = parse_bytes(limit_bytes, "limit_bytes")
-        self.allocator = CachingAllocator(self.limit_bytes) if caching else None
         self.num_ooms = 0
         self._allocated_bytes = 0  # since the start of the operator
         self._refused = False
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that are compared with the limit: reserved bytes with `caching`, live bytes without."""
-        return self.live_bytes if self.allocator is None else self.allocator.reserved_bytes
 
     @override
     def on_allocate(self, identity: int, size_bytes: int, category: Category, name: str) -> None:
         """Check a new storage against the limit."""
         self._allocated_bytes += size_bytes
-        if self.allocator is None:
-            self._refused |= self.live_bytes > self.limit_bytes
-        else:
-            self._refused |= not self.allocator.malloc(identity, size_bytes)
-
-    @override
-    def on_free(self, identity: int, size_bytes: int, category: Category) -> None:
-        """Free a storage."""
-        if self.allocator is not None and identity in self.allocator:  # a refused storage is not in it
-            self.allocator.free(identity)
+        self._refused |= self.live_bytes > self.limit_bytes
 
     @override
     def on_resize(self, identity: int, size_bytes: int) -> None:
-        """Replace a storage by one of another size."""
-        self.on_free(identity, 0, Category.TEMPORARY)
+        """Check a storage of another size against the limit."""
         self.on_allocate(identity, size_bytes, Category.TEMPORARY, "resize_")
 
     @override
@@ -108,12 +88,11 @@ class SimulatedDevice(StorageLedger):
         raise torch.OutOfMemoryError(self._message())
 
     def _message(self) -> str:
-        free_bytes = max(0, self.limit_bytes - self.used_bytes)
+        free_bytes = max(0, self.limit_bytes - self.live_bytes)
         live = ", ".join(f"{category} {format_bytes(n)}" for category, n in self.live_by_category.items() if n)
-        reserved = "" if self.allocator is None else f" {format_bytes(self.allocator.reserved_bytes)} is reserved."
         return (
             f"CUDA out of memory. Tried to allocate {format_bytes(self._allocated_bytes)}. GPU 0 has a total capacity "
-            f"of {format_bytes(self.limit_bytes)} of which {format_bytes(free_bytes)} is free (simulated).{reserved} "
+            f"of {format_bytes(self.limit_bytes)} of which {format_bytes(free_bytes)} is free (simulated). "
             f"Of the allocated memory: {live or 'nothing'}."
         )
 
@@ -131,7 +110,6 @@ class MemoryLimit(Callback):
 
     Args:
         limit: `12GiB`, `500MiB` or a number of bytes.
-        caching: On the CPU, limit the caching allocator's simulated `reserved` bytes instead of the live bytes.
 
     Attributes:
         ledger: On the CPU the `SimulatedDevice` of the current or last run, for reading; otherwise None.
@@ -142,9 +120,8 @@ class MemoryLimit(Callback):
             CUDA nor CPU, or the Trainer has two limits.
     """
 
-    def __init__(self, limit: int | str, caching: bool = False) -> None:
+    def __init__(self, limit: int | str) -> None:
         self.limit_bytes = parse_bytes(limit, "limit")
-        self.caching = caching
         self.ledger: SimulatedDevice | None = None
         self._attachment: TrainerAttachment | None = None
         self._restored_fraction: tuple[torch.device, float] | None = None
@@ -207,7 +184,7 @@ class MemoryLimit(Callback):
         if not DeviceKind.of(trainer.strategy.root_device).is_host or self._attachment is not None:
             return
         self._check_weights(pl_module)
-        self.ledger = SimulatedDevice(self.limit_bytes, caching=self.caching)
+        self.ledger = SimulatedDevice(self.limit_bytes)
         self.ledger.track_module(pl_module)
         self._attachment = TrainerAttachment(self.ledger, trainer.strategy)
         rank_zero_info(f"Memory limit: {format_bytes(self.limit_bytes)} on a simulated device (CPU).")

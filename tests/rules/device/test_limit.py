@@ -291,9 +291,8 @@ def test_the_error_reads_like_cudas():
     assert "activation 4.00 MiB" in message
 
 
-@pytest.mark.parametrize("caching", [False, True])
-def test_the_refused_output_is_released_while_the_error_is_alive(caching):
-    with SimulatedDevice(64 * MIB, caching=caching) as device:
+def test_the_refused_output_is_released_while_the_error_is_alive():
+    with SimulatedDevice(64 * MIB) as device:
         a = torch.zeros(4 * MIB)
         used = device.live_bytes
         with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -301,7 +300,6 @@ def test_the_refused_output_is_released_while_the_error_is_alive(caching):
         assert caught.value.__traceback__ is not None
         assert device.live_bytes == used == sum(device.live_by_category.values())
         assert device.peak_bytes == used == sum(device.peak_by_category.values())
-        assert device.used_bytes == used
         b = a + 1
         assert device.live_bytes == 2 * used
         del a, b, caught  # its traceback holds the arguments
@@ -332,20 +330,6 @@ def test_a_tracked_tensor_may_not_fit():
         device.track(torch.zeros(1000), Category.INPUT)
     gc.collect()
     assert (device.live_bytes, device.peak_bytes) == (0, 0)
-
-
-def test_fragmentation_counts_with_caching():
-    def three_then_middle(device):
-        with device:
-            blocks = [torch.empty(4 * MIB, dtype=torch.uint8) for _ in range(5)]
-            del blocks[::2]
-            return torch.empty(11 * MIB, dtype=torch.uint8)
-
-    three_then_middle(SimulatedDevice(24 * MIB))
-    caching = SimulatedDevice(24 * MIB, caching=True)
-    with pytest.raises(torch.OutOfMemoryError, match=r"20.00 MiB is reserved"):
-        three_then_middle(caching)
-    assert caching.allocator.num_ooms == 1
 
 
 def test_training_recovers_from_an_error_with_exact_figures():
