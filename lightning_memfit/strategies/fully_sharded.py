@@ -31,6 +31,7 @@ from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, i
 from lightning_memfit.strategies.launched import (
     EqualBatches,
     check_num_nodes,
+    is_traced,
     refuse_averages,
     refuse_remote_folders,
     require_number,
@@ -39,7 +40,7 @@ from lightning_memfit.strategies.launched import (
 from lightning_memfit.strategies.optimizers import check_divided
 from lightning_memfit.strategies.saved_names import without_other_states
 from lightning_memfit.strategies.shards import load_file, load_folder, whole_states
-from lightning_memfit.strategies.tensor_parallel import check_same_batch, divide_blocks, share_random_state
+from lightning_memfit.strategies.tensor_parallel import divide_blocks, share_random_state
 from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
 
@@ -122,7 +123,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         self.blocks = blocks
         self.gather_dtype, self._gathered_as = gather_dtype, dtype
         self.save_distributed_checkpoint = save_distributed_checkpoint
-        self._compared: set[str] = set()
         self._steps: dict[str, list[tuple[Any, Any]]] = {}
         self._weights: GatheredWeights | None = None
         self._undo: list[Callable[[], None]] = []
@@ -159,7 +159,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             refuse_remote_folders(trainer, self.strategy_name, fix)
         synchronize_batch_norms(trainer, module, self.strategy_name)
         is_divided = any(isinstance(child, FSDPModule) for child in module.modules())
-        self._compared.clear()
         if not is_divided:
             self._start_alike(module)
             self._shard(module)
@@ -171,7 +170,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             super().setup(trainer)
         if self._weights is not None:
             self._weights.begin()
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 and not is_traced():
             share_random_state(self._together, self.root_device)
 
     @override
@@ -273,7 +272,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
 
         self._undo.append(optimizer.register_step_pre_hook(before).remove)
 
-    # --- optimizers and batches ---------------------------------------------------------------------------------------
+    # --- optimizers ---------------------------------------------------------------------------------------------------
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -285,16 +284,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the first of each stage is compared across the ranks that compute together."""
-        assert self.lightning_module is not None
-        stage = self.lightning_module.trainer.state.stage
-        if self.tensor_parallel_size > 1 and stage is not None and stage not in self._compared:
-            self._compared.add(stage)
-            check_same_batch(batch, self._together, self.root_device, stage.value)
-        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -70,19 +70,6 @@ def lightnings_sampler(case: dict[str, Any]) -> dict[str, Any]:
     return {"seen": _gathered(seen.seen)}
 
 
-class ByGlobalRank(pl.LightningDataModule):
-    """Deals samples to all ranks, which is wrong here."""
-
-    def train_dataloader(self) -> DataLoader:
-        first = self.trainer.global_rank
-        return DataLoader(torch.utils.data.Subset(Tokens(), range(first, 64, 2)), batch_size=BATCH)
-
-
-def other_batches(case: dict[str, Any]) -> dict[str, Any]:
-    build_trainer(case).fit(build_module(), ByGlobalRank())
-    return {}
-
-
 def packaged_data(case: dict[str, Any]) -> dict[str, Any]:
     """The package's own data modules deal to data-parallel ranks, and count these alone as the global batch."""
     from lightning_memfit.data import StandardLibraryText

@@ -58,7 +58,7 @@ REFUSED = {
     "sharding": (together(sharding_size=1), "must be a multiple of `tensor_parallel_size=2`"),
     "heads": (
         {**together(), "module": {"config": CONFIG | {"n_head": 1}}},
-        "`tensor_parallel_size=2` can't divide the 1 heads of model.transformer.h.0.attn.c_attn. Take one of 1.",
+        "`tensor_parallel_size=2` can't divide the 1 heads of model.transformer.h.0.attn.c_attn. Take a divisor of 1.",
     ),
     "architecture": (
         {**together(), "module": {"config": OPT}},
@@ -72,7 +72,6 @@ REFUSED = {
         {**together(), "callbacks": [{"class_path": "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"}]},
         "bitsandbytes can't step what ModelParallelStrategy shards",
     ),
-    "batches": ({**together(), "scenario": f"{OURS}.other_batches"}, "were given different batches in train. "),
 }
 
 
