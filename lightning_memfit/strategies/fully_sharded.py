@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
-from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
@@ -44,8 +43,8 @@ from lightning_memfit.strategies.tensor_parallel import divide_blocks, share_ran
 from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_NONE = object()
+_RUN = "_memfit_step"
+"""Attribute of a sharded module: runs a step with what no block holds gathered, whatever the step calls."""
 
 
 @contextmanager
@@ -123,7 +122,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         self.blocks = blocks
         self.gather_dtype, self._gathered_as = gather_dtype, dtype
         self.save_distributed_checkpoint = save_distributed_checkpoint
-        self._steps: dict[str, list[tuple[Any, Any]]] = {}
         self._weights: GatheredWeights | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -162,26 +160,22 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         if not is_divided:
             self._start_alike(module)
             self._shard(module)
-        for name in _STEPS:
-            if name in vars(module) or is_overridden(name, module):
-                self._gather_in_step(name)
-        self._watch_weights(module)
         with _configured(module):
             super().setup(trainer)
-        if self._weights is not None:
-            self._weights.begin()
+        if isinstance(module, FSDPModule):
+            vars(module)[_RUN] = _run
+            register_fsdp_forward_method(module, _RUN)
+            self._weights = GatheredWeights(module)
         if self.tensor_parallel_size > 1 and not is_traced():
             share_random_state(self._together, self.root_device)
 
     @override
     def teardown(self) -> None:
-        """Give the module its own steps back."""
-        for name, steps in self._steps.items():
-            for gathering, own in reversed(steps):
-                if self.lightning_module is not None and vars(self.lightning_module).get(name) is gathering:
-                    del vars(self.lightning_module)[name]
-                    vars(self.lightning_module).update({} if own is _NONE else {name: own})
-        self._steps.clear()
+        """Leave the module as it was."""
+        if self._weights is not None:
+            self._weights.detach()
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop(_RUN, None)
         while self._undo:
             self._undo.pop()()
         self._weights = None
@@ -192,39 +186,26 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, with what no block holds gathered."""
-        self._gather_in_step("training_step")
-        return super().training_step(*args, **kwargs)
+        return self._gathered_in(super().training_step, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        self._gather_in_step("validation_step")
-        return self._then_put_away(super().validation_step(*args, **kwargs))
+        return self._then_put_away(self._gathered_in(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        self._gather_in_step("test_step")
-        return self._then_put_away(super().test_step(*args, **kwargs))
+        return self._then_put_away(self._gathered_in(super().test_step, *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        self._gather_in_step("predict_step")
-        return self._then_put_away(super().predict_step(*args, **kwargs))
+        return self._then_put_away(self._gathered_in(super().predict_step, *args, **kwargs))
 
-    def _gather_in_step(self, name: str) -> None:
-        """Gather what no block holds for the whole of a step, which need not call the module itself.
-
-        The step may be the class's or the instance's, and a callback may put another in its place at any time. One that
-        calls what gathers already, as a step may call the module, is as well gathered for.
-        """
-        module = self.lightning_module
-        assert module is not None
-        own, steps = vars(module).get(name, _NONE), self._steps.setdefault(name, [])
-        if isinstance(module, FSDPModule) and all(own is not gathering for gathering, _ in steps):
-            register_fsdp_forward_method(module, name)
-            steps[1:] = [(vars(module)[name], own)]  # a callback may put another in its place in each batch
+    def _gathered_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = vars(self.lightning_module).get(_RUN)
+        return step(*args, **kwargs) if run is None else run(step, *args, **kwargs)
 
     @override
     def waiting_ranks(self, evaluates: bool) -> int | None:
@@ -334,15 +315,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         tensors = (tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta)
         broadcast_from_first(tensors, self.root_device)
 
-    def _watch_weights(self, module: LightningModule) -> None:
-        """Take over what a step does to gathered weights."""
-        if not isinstance(module, FSDPModule):
-            return
-        self._weights = weights = GatheredWeights(module)
-        self._undo.append(weights.detach)
-        for name in ("toggle_optimizer", "untoggle_optimizer"):
-            self._undo.append(wrap_method(module, name, weights.switch))
-
     @property
     def _together(self) -> DeviceMesh:
         """Ranks that compute one model together."""
@@ -376,6 +348,10 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         shape = (self.world_size // self.sharding_size, self.sharding_size // together, together)
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard", "together"))
         return mesh["replicate", "shard"], mesh["together"]
+
+
+def _run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return step(*args, **kwargs)
 
 
 def _sharing_weights(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
