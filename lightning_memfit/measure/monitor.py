@@ -6,7 +6,6 @@
 
 from itertools import accumulate
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -377,7 +376,8 @@ class MemoryMonitor(Callback):
             for parameter in stepped_parameters(optimizer):
                 if id(parameter) not in its_own:  # a float32 copy that only the optimizer knows
                     ledger.track(parameter, Category.OPTIMIZER_STATE)
-        foreign: list[Any] = [_without_ours(callback) for callback in self._others_of(trainer)]
+        # Of ours, techniques keep what they hold on other tiers, and instruments a number per step.
+        foreign: list[Any] = [callback for callback in self._others_of(trainer) if not _is_ours(type(callback))]
         if not _is_ours(type(pl_module)):  # our modules hold metrics, which are instruments, too
             foreign.append(pl_module)
         for tensor in list(untracked_tensors(foreign, ledger, self._device)):
@@ -471,17 +471,6 @@ class MemoryMonitor(Callback):
             num_processes=trainer.world_size,
             versions=versions(),
         )
-
-
-def _without_ours(callback: Callback) -> SimpleNamespace:
-    """What a callback holds, less what classes of this package do.
-
-    Of these, techniques keep on other tiers, and instruments a number per step.
-    """
-    ours = [kind for kind in type(callback).__mro__ if _is_ours(kind)]
-    functions = (value for kind in ours for value in vars(kind).values() if isinstance(value, FunctionType))
-    names = {name for function in functions for name in function.__code__.co_names}
-    return SimpleNamespace(**{name: value for name, value in vars(callback).items() if name not in names})
 
 
 def _is_ours(kind: type) -> bool:
