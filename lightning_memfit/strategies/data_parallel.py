@@ -1,6 +1,5 @@
 """`DataParallelStrategy`: Lightning's DDP with settings that avoid wasting memory."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -19,19 +18,10 @@ from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.memory.replicas import is_summed_by_loop
 from lightning_memfit.optim.states import checked_states
-from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.integrity import CheckpointError, is_sharded
-from lightning_memfit.strategies.launched import EqualBatches, check_num_nodes
+from lightning_memfit.strategies.launched import EqualBatches
 from lightning_memfit.strategies.saved_names import listed, without_other_states
 
-_UNFINISHED = "Expected to have finished reduction in the prior iteration"
-_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
-_UNUSED = (
-    "Parameters that are trained take no part in the loss of every step{}, so that their gradients are never complete. "
-    "If that is meant, let DDP look for them in every step: `DataParallelStrategy(find_unused_parameters=True)`; in a "
-    "recipe `strategy: {{class_path: lightning_memfit.strategies.DataParallelStrategy, init_args: "
-    "{{find_unused_parameters: true}}}}`. Else freeze them (`requires_grad_(False)`)."
-)
 _NOT_AVERAGED = (
     "`{0}` was frozen, or was not there, when this step began, and has a gradient now: DDP doesn't average it over the "
     "ranks, whose weights would drift apart. Unfreeze or add it before the step, in `on_train_batch_start` or another "
@@ -78,25 +68,6 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
         self._apart: list[torch.Tensor] = []
         self._left: list[bool] = []
         """Which of those that are averaged were trained when the last step had returned its loss."""
-
-    @override
-    def _configure_launcher(self) -> None:
-        check_num_nodes(self.cluster_environment, self.num_processes, self.num_nodes)
-        super()._configure_launcher()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Say which parameters take no part in the loss, and how this strategy allows it; Lightning names its own."""
-        if any(isinstance(one, str) and _UNFINISHED in one for one in exception.args):
-            exception.args = (_UNUSED.format(self._named(_INDICES.search(str(exception)))),)
-
-    def _named(self, found: re.Match[str] | None) -> str:
-        """Names of the parameters that DDP has counted among those in its buckets, in parentheses."""
-        if found is None or self.lightning_module is None:
-            return ""
-        averaged = self._names(self._averaged)
-        names = [averaged[index] for index in map(int, found[1].split()) if index < len(averaged)]
-        return f" ({listed(names)})" if names else ""
 
     def _names(self, weights: Iterable[torch.Tensor]) -> list[str]:
         """Names of those that the module has, in the order in which they are given."""
@@ -235,12 +206,6 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
         synchronize(self.root_device)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    @override
-    def setup_environment(self) -> None:
-        """Start the processes' communication."""
-        use_atomic_checkpoints(self)
-        super().setup_environment()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

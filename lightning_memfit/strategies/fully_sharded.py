@@ -25,11 +25,9 @@ from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
-from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     EqualBatches,
-    check_num_nodes,
     is_traced,
     refuse_averages,
     refuse_remote_folders,
@@ -126,11 +124,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         self._undo: list[Callable[[], None]] = []
 
     @override
-    def _configure_launcher(self) -> None:
-        check_num_nodes(self.cluster_environment, self.num_processes, self.num_nodes)
-        super()._configure_launcher()
-
-    @override
     def setup_environment(self) -> None:
         """Start communication; ranks that don't compute together are data parallel."""
         ranks, together = self.num_processes * self.num_nodes, self.tensor_parallel_size
@@ -143,7 +136,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
                 "that compute together belong to one copy of the model."
             )
         self._data_parallel_size = ranks // together
-        use_atomic_checkpoints(self)
         super().setup_environment()
 
     @override

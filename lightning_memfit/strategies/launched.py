@@ -1,9 +1,7 @@
 """Check arguments, processes and callbacks before a strategy starts."""
 
-import os
 from typing import Any
 
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
@@ -20,31 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memfit.reliability.rank_watch import watch_ranks
+from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.integrity import gathered
-
-
-def check_num_nodes(environment: ClusterEnvironment | None, devices: int, num_nodes: int) -> None:
-    """Refuse a Trainer that knows of other processes than torchrun, SLURM or another launcher has started.
-
-    Args:
-        environment: What the processes were started by; None if that isn't known yet.
-        devices: Processes per machine, as the Trainer has them.
-        num_nodes: Machines, as the Trainer has them.
-
-    Raises:
-        MisconfigurationException: If their product is not the number of processes.
-    """
-    if environment is None or not environment.creates_processes_externally:
-        return
-    started = environment.world_size()
-    if started == devices * num_nodes:
-        return
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    fix = f"`trainer.devices={per_node}` and `trainer.num_nodes={max(1, started // per_node)}`"
-    raise MisconfigurationException(
-        f"`trainer.devices={devices}` on `trainer.num_nodes={num_nodes}` makes {devices * num_nodes} processes, but "
-        f"the launcher has started {started}. Set {fix}, or start as many processes as the Trainer has."
-    )
 
 
 def refuse_averages(trainer: Trainer, strategy: str) -> None:
@@ -168,8 +143,19 @@ def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) 
 class WatchedRanks:
     """Base of strategies whose ranks tell each other when one of them fails, so that none waits for it forever."""
 
+    def _configure_launcher(self: Any) -> None:
+        """Refuse a Trainer that knows of other processes than torchrun, SLURM or another launcher has started.
+
+        Lightning asks the environment only where it starts processes itself.
+        """
+        environment = self.cluster_environment
+        if environment is not None and environment.creates_processes_externally:
+            environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        super()._configure_launcher()  # type: ignore[misc]
+
     def setup_environment(self: Any) -> None:
         """Start the processes' communication, and watch who leaves it."""
+        use_atomic_checkpoints(self)
         super().setup_environment()  # type: ignore[misc]
         watch_ranks(self)
 

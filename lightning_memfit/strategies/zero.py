@@ -35,7 +35,6 @@ from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import ZERO_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     EqualBatches,
-    check_num_nodes,
     may_accumulate,
     refuse_averages,
     refuse_lr_finder,
@@ -165,11 +164,6 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         self._accumulates = False
 
     # --- processes and devices --------------------------------------------------------------------------------------
-
-    @override
-    def _configure_launcher(self) -> None:
-        check_num_nodes(self.cluster_environment, self.num_processes, self.num_nodes)
-        super()._configure_launcher()
 
     @property
     def _on_cpu(self) -> bool:

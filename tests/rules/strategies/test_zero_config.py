@@ -1,8 +1,6 @@
 import pytest
-from lightning.pytorch import LightningModule
-from torch import nn
 
-from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy, ZeroStrategy
+from lightning_memfit.strategies import FullyShardedStrategy, ZeroStrategy
 from lightning_memfit.strategies.zero_config import ZeroOptions
 
 
@@ -117,20 +115,3 @@ def test_what_is_no_number_is_refused_by_name(make, message):
 def test_weights_are_gathered_in_floating_point(name):
     with pytest.raises(ValueError, match=f"`gather_dtype='{name}'` is no floating-point dtype"):
         FullyShardedStrategy(gather_dtype=name)
-
-
-def test_unused_parameters_are_named_with_this_packages_way_to_allow_them():
-    module = LightningModule()
-    module.frozen, module.used, module.unused = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
-    module.frozen.requires_grad_(False)
-    strategy = DataParallelStrategy()
-    strategy._lightning_module = module
-    strategy._note(list(module.parameters()))  # as `configure_ddp` does, which takes processes
-    error = RuntimeError(
-        "Expected to have finished reduction in the prior iteration before starting a new one. ... \n"
-        "Parameter indices which did not receive grad for rank 1: 2 3\n In addition, you can set ..."
-    )
-    strategy.on_exception(error)
-    assert "('unused.weight', 'unused.bias')" in str(error)
-    assert "DataParallelStrategy(find_unused_parameters=True)" in str(error)
-    assert "ddp_find" not in str(error)
