@@ -1,13 +1,12 @@
 """`FlopsMonitor`: FLOP/s of a run's model, and their share of the device's peak (MFU)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
@@ -28,35 +27,15 @@ class _NoModules(nullcontext[None]):
 
 
 class _ForwardFlops(FlopCounterMode):
-    """Counts the forward alone: under manual optimization a training step also runs backward and optimizers."""
-
-    _open_steps = 0
-    """Steps of optimizers that are under way: one may call that of its base class."""
+    """Counts the forward alone: under manual optimization a training step also runs backward."""
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=FORMULAS)
         self.mod_tracker: Any = _NoModules()  # torch's sets hooks that fail in `torch.autograd.grad`
 
-    @contextmanager
-    def leaving_steps_out(self) -> Iterator[None]:
-        """Leave out what optimizers compute themselves (Muon and SOAP multiply matrices), not their closures."""
-        handles = [
-            register_optimizer_step_pre_hook(lambda *_: self._count_steps(1)),
-            register_optimizer_step_post_hook(lambda *_: self._count_steps(-1)),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _count_steps(self, opened: int) -> None:
-        self._open_steps += opened
-
     @override
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        is_step = self._open_steps > 0 and not torch.is_grad_enabled()
-        if is_step or torch._C._current_graph_task_id() != -1:  # the latter in backward, and what it recomputes
+        if torch._C._current_graph_task_id() != -1:  # in backward, and what it recomputes
             return out
         return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
 
@@ -129,7 +108,7 @@ class FlopsMonitor(Callback):
     def _counted(self, training_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if self._forward is not None:
             return training_step(*arguments, **named)
-        with _ForwardFlops() as counter, counter.leaving_steps_out():
+        with _ForwardFlops() as counter:
             output = training_step(*arguments, **named)
         self._forward = counter.get_total_flops()
         part = next(iter((*arguments, *named.values())), None)  # of the batch, where it is run in micro-batches

@@ -126,14 +126,9 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Set the generators to a `random_state`; one of the device only where there is such a device.
 
     Args:
-        state: From `random_state`, on whichever device of a machine; or as modules wrote it up to version 0.1, with the
-            states of all CUDA devices by their indices, of which that of this index is taken, or the only one.
+        state: From `random_state`, on whichever device of a machine.
         device: The rank's device.
     """
-    if "cpu" in state:
-        places: list[torch.Tensor] = state["cuda"]
-        index = 0 if len(places) == 1 else device.index or 0
-        state = {"torch": state["cpu"]} | ({"device": places[index]} if index < len(places) else {})
     if "python" in state:
         version, words, spare = state["python"]
         random.setstate((version, tuple(words), spare))

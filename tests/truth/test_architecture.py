@@ -47,7 +47,6 @@ ALLOWED = {
 NAMES_CUDA = {
     "lightning_memfit/memory/kind.py": "the one module that knows what it means",
     "lightning_memfit/device/health.py": "part of the file name of bitsandbytes' library",
-    "lightning_memfit/memory/generators.py": "key of the random state in checkpoints",
 }
 
 

@@ -32,7 +32,7 @@ class Layers(pl.LightningModule):
 
 
 class Manual(Layers):
-    """Does everything in its training step, with an optimizer that multiplies matrices."""
+    """Does everything in its training step."""
 
     def __init__(self, recompute: bool = False, with_closure: bool = False) -> None:
         super().__init__(recompute)
@@ -53,19 +53,6 @@ class Manual(Layers):
         else:
             closure()
             optimizer.step()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Orthogonal(self.parameters(), lr=0.1)
-
-
-class Orthogonal(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.dim() == 2:
-                parameter.sub_(parameter @ parameter.T @ parameter, alpha=1e-3)
-        return loss
 
 
 class Penalized(Layers):

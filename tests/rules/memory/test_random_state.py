@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_memfit.memory.generators import set_random_state
 from lightning_memfit.models import CausalLM
 
 
@@ -38,10 +37,3 @@ def test_a_module_goes_on_with_the_state_of_the_device_that_was_used(devices):
     module.on_load_checkpoint(checkpoint)
     module.on_train_batch_start(None, 0)
     assert {index: int(state) for index, state in devices.items()} == {0: 1, 1: 1, 2: 2, 3: 3}
-
-
-@pytest.mark.parametrize(("saved", "expected"), [([], 2), ([7], 7), ([7, 8], 2), ([6, 7, 8], 8)])
-def test_states_by_index_of_earlier_versions_are_taken(devices, saved, expected):
-    state = {"cpu": torch.get_rng_state(), "cuda": [torch.tensor([one]) for one in saved]}
-    set_random_state(state, torch.device("cuda", 2))
-    assert int(devices[2]) == expected
