@@ -381,7 +381,7 @@ class MemoryMonitor(Callback):
         if not _is_ours(type(pl_module)):  # our modules hold metrics, which are instruments, too
             foreign.append(pl_module)
         for tensor in list(untracked_tensors(foreign, ledger, self._device)):
-            if tensor.is_mkldnn or not stands_for_host(tensor.untyped_storage()):
+            if not stands_for_host(tensor.untyped_storage()):
                 ledger.track(tensor, Category.ACTIVATION)  # averages of weights, for example
         self._attachment = TrainerAttachment(ledger, trainer.strategy, copies=not self._reads_events)
 

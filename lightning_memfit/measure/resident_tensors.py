@@ -25,19 +25,14 @@ class _Sum:
 
     def add(self, tensor: torch.Tensor, category: Category) -> None:
         for part in held_tensors(tensor):
-            if part.is_mkldnn:  # which shows no storage
-                self._add(part._cdata, part.nbytes, Tier.DEVICE if self._device.type == "cpu" else Tier.HOST, category)
-            elif part.device.type != "meta":
+            if part.device.type != "meta":
                 storage = part.untyped_storage()
                 self.add_storage(storage, self._tier(part, storage), category)
 
     def add_storage(self, storage: torch.UntypedStorage, tier: Tier, category: Category) -> None:
-        self._add(storage._cdata, storage.nbytes(), tier, category)
-
-    def _add(self, key: int, size_bytes: int, tier: Tier, category: Category) -> None:
-        if key not in self._seen:
-            self._seen.add(key)
-            self.sizes[tier, category] += size_bytes
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.sizes[tier, category] += storage.nbytes()
 
     def _tier(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Tier:
         if tensor.device.type == self._device.type:

@@ -112,17 +112,13 @@ class StorageLedger(TorchDispatchMode):
         """Enter a tensor's storage, or re-label it if it is entered already.
 
         For a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered. One in
-        oneDNN's layout, which shows no storage, is entered by its elements. One of a lazy module, which the first
-        forward makes, has none yet.
+        oneDNN's layout shows no storage, and one of a lazy module, which the first forward makes, has none yet.
         """
-        if is_lazy(tensor):
+        if is_lazy(tensor) or tensor.is_mkldnn:
             return
         if tensor.layout in SPARSE:
             for inner in sparse_parts(tensor):
                 self.track(inner, category, name)
-            return
-        if tensor.is_mkldnn:
-            self._enter_opaque(tensor, category, name)
             return
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
@@ -217,9 +213,6 @@ class StorageLedger(TorchDispatchMode):
             for inner in sparse_parts(tensor):
                 self._see(func, args, inner)
             return
-        if tensor.is_mkldnn:
-            self._enter_opaque(tensor, self._classify(func, args), str(func))
-            return
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
         if entry is None:
@@ -263,14 +256,8 @@ class StorageLedger(TorchDispatchMode):
             return
         self._enter_key(storage._cdata, storage, self._rounded(storage.nbytes()), category, name)
 
-    def _enter_opaque(self, tensor: torch.Tensor, category: Category, name: str) -> None:
-        if self.device_type in (None, tensor.device.type) and tensor._cdata not in self._entries:
-            self._enter_key(tensor._cdata, tensor, self._rounded(tensor.nbytes), category, name)
-
-    def _enter_key(
-        self, key: int, owner: torch.UntypedStorage | torch.Tensor, size_bytes: int, category: Category, name: str
-    ) -> None:
-        """Enter memory that lives as long as a storage, or a tensor without one."""
+    def _enter_key(self, key: int, owner: torch.UntypedStorage, size_bytes: int, category: Category, name: str) -> None:
+        """Enter memory that lives as long as a storage."""
         entry = _Entry(self._next_identity, size_bytes, category)
         self._next_identity += 1
         self._entries[key] = entry
@@ -336,9 +323,12 @@ class StorageLedger(TorchDispatchMode):
 
 
 def is_without_memory(tensor: torch.Tensor) -> bool:
-    """Whether a storage has a size and no memory: of a shape alone, or of forward-mode differentiation's zeros."""
+    """Whether a storage has a size and no memory: of a shape alone, or of forward-mode differentiation's zeros.
+
+    So has, as far as anybody can tell, a tensor in oneDNN's layout.
+    """
     # `is_meta` of a fake tensor asks every dispatch mode for its device.
-    return tensor.device.type == "meta" or tensor._is_zerotensor()
+    return tensor.device.type == "meta" or tensor.is_mkldnn or tensor._is_zerotensor()
 
 
 def memory_key(tensor: torch.Tensor) -> int:
@@ -349,9 +339,9 @@ def memory_key(tensor: torch.Tensor) -> int:
 def held_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The strided tensors that hold a tensor's memory: itself, or the parts of a sparse tensor or a wrapper.
 
-    One that a lazy module has yet to make has none.
+    One that a lazy module has yet to make has none, and one in oneDNN's layout shows none.
     """
-    if is_lazy(tensor):
+    if is_lazy(tensor) or tensor.is_mkldnn:
         return
     if tensor.layout in SPARSE:
         yield from sparse_parts(tensor)

@@ -520,13 +520,10 @@ class InOneDnn(Compared):
         return super().training_step(batch + made.to_dense(), batch_idx)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_tensors_that_show_no_storage_count_by_their_elements(tmp_path, exact):
-    plain, hidden = MemoryMonitor(exact=exact), MemoryMonitor(exact=exact)
-    train(tmp_path, plain, module=Compared())
-    train(tmp_path, hidden, module=InOneDnn())
-    more = hidden.report.measured_peak_bytes - plain.report.measured_peak_bytes
-    assert 500 * 512 * 4 <= more <= 500 * 512 * 4 + 3 * BATCH
+def test_tensors_that_show_no_storage_end_no_run(tmp_path):
+    monitor = MemoryMonitor()
+    train(tmp_path, monitor, module=InOneDnn())
+    assert monitor.report.measured.total() > 0
 
 
 def test_a_prediction_is_compared_with_the_exact_peak(tmp_path):
