@@ -53,7 +53,7 @@ def _is_stale(folder: Path) -> bool:
 
     Where the file system has no locks, nobody can tell, and the run counts as alive.
     """
-    if not folder.name.endswith(f"-{socket.gethostname()}"):
+    if folder.name.removeprefix(_PREFIX).partition("-")[2] != socket.gethostname():  # ids have no hyphen
         return False
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR)

@@ -1,6 +1,7 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_folder_of_another_machine_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "memfit-run-far1-faraway"
+    path = tmp_path / f"memfit-run-far1-faraway-{socket.gethostname()}"  # whose name ends as this one's
     path.mkdir()
     RunFolder.create(tmp_path, "run1").close()
     assert path.is_dir()
