@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -183,17 +182,23 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        return self._then_put_away(self._gathered_in(super().validation_step, *args, **kwargs))
+        result = self._gathered_in(super().validation_step, *args, **kwargs)
+        self._put_away()
+        return result
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        return self._then_put_away(self._gathered_in(super().test_step, *args, **kwargs))
+        result = self._gathered_in(super().test_step, *args, **kwargs)
+        self._put_away()
+        return result
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        return self._then_put_away(self._gathered_in(super().predict_step, *args, **kwargs))
+        result = self._gathered_in(super().predict_step, *args, **kwargs)
+        self._put_away()
+        return result
 
     def _gathered_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = vars(self.lightning_module).get(_RUN)
@@ -204,10 +209,9 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         """Copies of the model are trained together, and each evaluates by itself."""
         return self.sharding_size if evaluates else None
 
-    def _then_put_away(self, result: Any) -> Any:
+    def _put_away(self, *_: Any) -> None:
         if self._weights is not None:
             self._weights.put_away()
-        return result
 
     # --- manual optimization ------------------------------------------------------------------------------------------
 
@@ -220,31 +224,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         if not module.automatic_optimization and isinstance(module, FSDPModule):
             announce_backward(module, closure_loss)
 
-    def _put_away_for_steps(self, optimizer: Optimizer) -> None:
-        """Let an optimizer, whoever steps it, change weights that are put away, whatever ran before or in its closure.
-
-        What runs next gathers the new ones.
-        """
-
-        def put_away(*_: Any) -> None:
-            if self._weights is not None and self._weights.are_gathered:
-                self._weights.put_away()
-
-        def then_put_away(closure: Callable[[], Any]) -> Any:
-            result = closure()
-            put_away()
-            return result
-
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            put_away()
-            own, *closures = args
-            wrapped = [partial(then_put_away, one) if callable(one) else one for one in closures]
-            if callable(kwargs.get("closure")):
-                kwargs = kwargs | {"closure": partial(then_put_away, kwargs["closure"])}
-            return (own, *wrapped), kwargs
-
-        self._undo.append(optimizer.register_step_pre_hook(before).remove)
-
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     @override
@@ -253,7 +232,9 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             check_divided(optimizer, self.strategy_name)
-            self._put_away_for_steps(optimizer)
+            # Whoever steps it changes weights that are put away, and what runs next gathers the new ones.
+            self._undo.append(optimizer.register_step_pre_hook(self._put_away).remove)
+            self._undo.append(optimizer.register_step_post_hook(self._put_away).remove)
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
                 save_states_plainly(optimizer)
