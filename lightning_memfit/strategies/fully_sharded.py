@@ -1,8 +1,7 @@
 """`FullyShardedStrategy`: FSDP2 for any module and tensor parallelism, after everything that changes the blocks."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -42,19 +41,6 @@ from lightning_memfit.strategies.upstream.torch import announce_backward, save_s
 
 _RUN = "_memfit_step"
 """Attribute of a sharded module: runs a step with what no block holds gathered, whatever the step calls."""
-
-
-@contextmanager
-def _configured(module: LightningModule) -> Iterator[None]:
-    """Let Lightning's strategy take a module without `configure_model`, in which it expects the sharding."""
-    if is_overridden("configure_model", module):
-        yield
-        return
-    vars(module)["configure_model"] = lambda: None
-    try:
-        yield
-    finally:
-        del vars(module)["configure_model"]
 
 
 class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
@@ -151,8 +137,12 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         if not is_divided:
             self._start_alike(module)
             self._shard(module)
-        with _configured(module):
-            super().setup(trainer)
+        is_configured = is_overridden("configure_model", module)
+        if not is_configured:  # in which Lightning's strategy expects the sharding
+            vars(module)["configure_model"] = lambda: None
+        super().setup(trainer)
+        if not is_configured:
+            del vars(module)["configure_model"]
         if isinstance(module, FSDPModule):
             vars(module)[_RUN] = _run
             register_fsdp_forward_method(module, _RUN)

@@ -64,9 +64,7 @@ class ZeroOptions:
         zero |= {name: size for name, size in self._sizes().items() if size is not None}
         # The micro-batch only scales DeepSpeed's throughput log; Lightning would build the loader twice to find it.
         config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
-        merged = with_raw_options(config, raw, self._typed(zero))
-        _check_offload(merged["zero_optimization"])
-        return merged
+        return with_raw_options(config, raw, self._typed(zero))
 
     def _sizes(self) -> dict[str, int | None]:
         bucket = self.bucket_size
@@ -137,14 +135,6 @@ def check_names_of_options(raw: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"`config.{name}`: DeepSpeed has no option of this name and would ignore it. Did you mean `{near[0]}`?"
             )
-
-
-def _check_offload(zero: Config) -> None:
-    """Refuse sections that look as if they offloaded something but don't."""
-    for section in ("offload_optimizer", "offload_param"):
-        if section in zero and "device" not in zero[section]:
-            argument = "offload_optimizer" if section == "offload_optimizer" else "offload_parameters"
-            raise ValueError(f"`config.zero_optimization.{section}` says how, but not to offload: set `{argument}`.")
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

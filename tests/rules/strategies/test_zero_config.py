@@ -71,11 +71,6 @@ def test_impossible_arguments_are_refused(options, message):
         zero(**options)
 
 
-def test_a_section_that_offloads_nothing_is_refused():
-    with pytest.raises(ValueError, match="set `offload_parameters`"):
-        zero({"offload_param": {"buffer_count": 4}})
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
