@@ -240,7 +240,7 @@ def examine(folder: str = ".") -> dict[str, list[Finding]]:
             check_bitsandbytes(*_bitsandbytes(), available),
         ],
         "building extensions": build_tools(),
-        "memory": _memory(folder),
+        "memory": _memory(),
         "disk": _disk(folder),
         "libraries": check_versions(*_libraries()),
     }
@@ -303,12 +303,12 @@ def build_tools() -> list[Finding]:
     ]
 
 
-def _memory(folder: str) -> list[Finding]:
+def _memory() -> list[Finding]:
     import psutil
 
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     total = psutil.virtual_memory().total
-    return check_memory(probe_host(folder), total, (shared.total, shared.free) if shared else None)
+    return check_memory(probe_host(), total, (shared.total, shared.free) if shared else None)
 
 
 def _disk(folder: str) -> list[Finding]:

@@ -1,7 +1,6 @@
-"""Read what is free on this machine: host memory under cgroup limits, and disk. Needs no torch."""
+"""Read what is free on this machine: host memory under cgroup limits. Needs no torch."""
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,26 +13,21 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 @dataclass(frozen=True)
 class HostState:
-    """Host memory and disk that this process may use now."""
+    """Host memory that this process may use now."""
 
     total_bytes: int
     """RAM, or the cgroup's limit where that is lower."""
     available_bytes: int
     """RAM that can be taken without swapping, cgroup limits considered; reclaimable page cache counts."""
-    swap_free_bytes: int
     memlock_limit_bytes: int | None
     """Limit of locked memory (`ulimit -l`); None is unlimited. It binds io_uring and `mlock`, but not CUDA's pinned
     memory."""
-    disk_free_bytes: int
-    """Free for this user on the file system of `disk_path`."""
-    disk_path: str
 
 
-def probe_host(path: str | Path = ".", cgroup_root: Path = _CGROUP, proc_cgroup: Path | None = None) -> HostState:
-    """Read RAM, swap, locked-memory limit and the free disk of a path. Touches no CUDA.
+def probe_host(cgroup_root: Path = _CGROUP, proc_cgroup: Path | None = None) -> HostState:
+    """Read RAM and the limit of locked memory. Touches no CUDA.
 
     Args:
-        path: Where files would be written; its nearest existing parent is asked.
         cgroup_root: Mount point of the cgroup file systems.
         proc_cgroup: File that names this process's cgroups, `/proc/self/cgroup`.
     """
@@ -42,17 +36,7 @@ def probe_host(path: str | Path = ".", cgroup_root: Path = _CGROUP, proc_cgroup:
     for limit, used in _cgroup_limits(cgroup_root, proc_cgroup or Path("/proc/self/cgroup")):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
-    existing = Path(path).resolve()
-    while not existing.exists():
-        existing = existing.parent
-    return HostState(
-        total_bytes=total,
-        available_bytes=available,
-        swap_free_bytes=psutil.swap_memory().free,
-        memlock_limit_bytes=_memlock_limit(),
-        disk_free_bytes=shutil.disk_usage(existing).free,
-        disk_path=str(existing),
-    )
+    return HostState(total, available, _memlock_limit())
 
 
 def _memlock_limit() -> int | None:

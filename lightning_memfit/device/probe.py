@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from lightning_memfit.memory.kind import cuda_device
-from lightning_memfit.memory.process import nvml_usage
 
 
 @dataclass(frozen=True)
@@ -23,10 +22,6 @@ class DeviceState:
     """Allocated by this process's tensors."""
     reserved_bytes: int
     """Reserved by this process's caching allocator; free to its own tensors, not to other processes."""
-    card_used_bytes: int | None
-    """Used by all processes on the whole card, according to NVML; None where NVML doesn't tell."""
-    process_used_bytes: int | None
-    """Used by this process, context included, according to NVML; None where NVML doesn't tell."""
 
     @property
     def available_bytes(self) -> int:
@@ -47,7 +42,6 @@ def probe_device(index: int = 0) -> DeviceState:
         raise ValueError(f"`index={index}` is out of range: there are {torch.cuda.device_count()} CUDA devices.")
     device = cuda_device(index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    usage = nvml_usage(device)
     return DeviceState(
         index=index,
         name=torch.cuda.get_device_name(device),
@@ -56,6 +50,4 @@ def probe_device(index: int = 0) -> DeviceState:
         free_bytes=free_bytes,
         allocated_bytes=torch.cuda.memory_allocated(device),
         reserved_bytes=torch.cuda.memory_reserved(device),
-        card_used_bytes=usage.card_bytes if usage else None,
-        process_used_bytes=usage.process_bytes if usage else None,
     )

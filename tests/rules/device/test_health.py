@@ -47,9 +47,9 @@ def test_versions() -> None:
 
 
 def test_memory() -> None:
-    free = HostState(64 * GIB, 32 * GIB, 0, None, 0, "/")
+    free = HostState(64 * GIB, 32 * GIB, None)
     assert {found.level for found in health.check_memory(free, 64 * GIB, (8 * GIB, 8 * GIB))} == {"ok"}
-    short = HostState(3 * GIB, 2 * GIB, 0, 8 * MIB, 0, "/")
+    short = HostState(3 * GIB, 2 * GIB, 8 * MIB)
     host, locked, shared = health.check_memory(short, 64 * GIB, (64 * MIB, 60 * MIB))
     assert (host.level, locked.level, shared.level) == ("problem", "note", "problem")
     assert "limited to 3.00 GiB" in host.found

@@ -65,7 +65,7 @@ class Cards:
         def probe_device(index=0):
             self.probed.append(index)
             return probe.DeviceState(
-                index, "NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB, free_bytes[index], allocated, reserved, None, None
+                index, "NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB, free_bytes[index], allocated, reserved
             )
 
         self.probed = []
@@ -182,7 +182,7 @@ def test_live_device_offers_what_is_free():
 
 
 def test_an_amd_device_here_has_no_cuda_context_either(monkeypatch):
-    state = probe.DeviceState(0, "AMD Instinct MI300X", (9, 4), 100 * GIB, 90 * GIB, 0, 0, None, None)
+    state = probe.DeviceState(0, "AMD Instinct MI300X", (9, 4), 100 * GIB, 90 * GIB, 0, 0)
     monkeypatch.setattr(module, "_driver_sees_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
