@@ -40,14 +40,13 @@ class RuntimeMemory:
         return (self.workspace_bytes + self.lt_workspace_bytes) * self.num_workspaces
 
 
-def runtime_memory(compute_capability: tuple[int, int] | None, *, training: bool = True) -> RuntimeMemory:
-    """Expected runtime memory of one process on a CUDA device.
+def runtime_memory(compute_capability: tuple[int, int] | None) -> RuntimeMemory:
+    """Expected runtime memory of one process that trains on a CUDA device.
 
     cuDNN's convolution workspaces are left out: they depend on the chosen algorithm and are freed after each call.
 
     Args:
         compute_capability: Capability of the device. None (for a bare size) takes the larger figures.
-        training: Whether a backward pass runs, in a thread with its own cuBLAS handle.
 
     Raises:
         ValueError: If the environment variable `CUBLAS_WORKSPACE_CONFIG` or `CUBLASLT_WORKSPACE_SIZE` is malformed.
@@ -56,7 +55,7 @@ def runtime_memory(compute_capability: tuple[int, int] | None, *, training: bool
     return RuntimeMemory(
         context_bytes=(600 if recent else 450) * MIB,
         workspace_bytes=_workspace_bytes(recent),
-        num_workspaces=2 if training else 1,
+        num_workspaces=2,  # backward runs in a thread with a cuBLAS handle of its own
         lt_workspace_bytes=_lt_workspace_bytes(),
         source=(
             "workspace: torch's aten/src/ATen/cuda/CublasHandlePool.cpp (32 MiB on Hopper, on Blackwell as of 2026, "

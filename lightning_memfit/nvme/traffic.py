@@ -14,24 +14,21 @@ class Traffic:
     written_bytes: int
 
 
-def step_traffic(
-    swapped_states: int, swapped_parameters: int, itemsize: int = 2, num_states: int = 2, micro_batches: int = 1
-) -> Traffic:
+def step_traffic(swapped_states: int, swapped_parameters: int, itemsize: int = 2, micro_batches: int = 1) -> Traffic:
     """Count what DeepSpeed 0.19 reads and writes.
 
-    A step reads master weights, gradient and states (4 bytes each) and writes master weights and states back; the
-    gradient was written after the backward pass. Parameters are read for every forward and every backward pass, and
-    written once. With Adam, bf16 and everything on disk, that is 20 bytes read and 18 written per parameter. A tied
+    A step of Adam reads master weights, gradient and two states (4 bytes each) and writes master weights and states
+    back; the gradient was written after the backward pass. Parameters are read for every forward and every backward
+    pass, and written once. With bf16 and everything on disk, that is 20 bytes read and 18 written per parameter. A tied
     weight is read once more, which is not counted.
 
     Args:
         swapped_states: Elements of this machine's parameters whose optimizer states are on disk.
         swapped_parameters: Elements of the parameters that are on disk themselves.
         itemsize: Bytes per element of the weights.
-        num_states: State tensors of the optimizer, 2 for Adam.
         micro_batches: Micro-batches per optimizer step.
     """
-    stepped = (2 + num_states) * _STATE_BYTES
+    stepped = 4 * _STATE_BYTES
     return Traffic(
         read_bytes=swapped_states * stepped + swapped_parameters * itemsize * 2 * micro_batches,
         written_bytes=swapped_states * stepped + swapped_parameters * itemsize,
