@@ -211,9 +211,7 @@ def plan_automatically(trainer: Any, batch_size: int | None = None) -> None:
             _check_batching(spec.get("init_args") or Namespace(), trainer, batch_size)
     if own is None:
         kept = [
-            Namespace(
-                class_path=_MEM_FIT, init_args=Namespace(allow=None, host_memory=None, probe=True, tolerance=0.05)
-            ),
+            Namespace(class_path=_MEM_FIT, init_args=Namespace(allow=None, host_memory=None, tolerance=0.05)),
             *kept,
         ]
     if replaced:

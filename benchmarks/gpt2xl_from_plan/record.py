@@ -36,6 +36,5 @@ class PlanRecord(pl.Callback):
             "predicted_bytes": auto.plan.peak_bytes,
             "measured_bytes": limit.ledger.peak_bytes,
             "predicted_step_seconds": auto.plan.seconds_per_step,
-            "probes": [{"setting": name, "found": found} for name, found in auto.attempts],
         }
         Path(self.path).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

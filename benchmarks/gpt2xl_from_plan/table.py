@@ -13,12 +13,11 @@ GIB = 1 << 30
 
 
 def render(document: dict[str, Any]) -> str:
-    """The plan, its probe and the run, in GiB."""
+    """The plan and the run, in GiB."""
     seconds = ", ".join(f"{step['step_seconds']:.0f}" for step in document["optimizer_steps"])
     rows = [
         ("plan", document["setting"]),
         ("predicted peak", f"{document['predicted_bytes'] / GIB:.2f} GiB"),
-        *(("probe", probe["found"]) for probe in document["probes"]),
         ("measured peak of the run", f"{document['measured_bytes'] / GIB:.2f} GiB"),
         ("largest resident set", f"{document['peak_rss_bytes'] / GIB:.2f} GiB"),
         ("seconds of the optimizer steps", seconds),

@@ -1,30 +1,20 @@
-"""`MemFit`: one callback that plans a run, proves the plan with a probe, and trains by it.
+"""`MemFit`: one callback that plans a run, and trains by the plan.
 
-`probe` trains a copy of the module for two real optimizer steps under the planned setting, so that the plan's memory is
-checked before training. `MemFit` plans, probes and applies. `target_of` and `precision_plugin` translate between a
-Trainer and the planner's terms.
+`target_of` and `precision_plugin` translate between a Trainer and the planner's terms.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import gc
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memfit.device.host import probe_host
@@ -33,12 +23,11 @@ from lightning_memfit.estimate.division import Division, NotDividedError, divisi
 from lightning_memfit.estimate.target import Target, device_target, host_target
 from lightning_memfit.fitting.recovery.ladder import LastResort
 from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, own_method, refuse_batch_size_finder
-from lightning_memfit.memory import format_bytes, parse_bytes
+from lightning_memfit.memory import parse_bytes
 from lightning_memfit.memory.kind import DeviceKind, index_of
-from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.plan import Plan, label, technique_classes
+from lightning_memfit.planner.plan import Plan, technique_classes
 from lightning_memfit.planner.time import calibrated, rates_of
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
@@ -50,11 +39,10 @@ from lightning_memfit.planner.workload import (
     check_tolerance,
     facts_of,
 )
-from lightning_memfit.profile.build import batch_size, resize_batch
+from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, run
-from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
-from lightning_memfit.profile.step import StepOptions, leave_out_hooks
+from lightning_memfit.profile.process import Elsewhere
+from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError, somewhere
 from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
 from lightning_memfit.techniques.core import precision as of_techniques
@@ -66,144 +54,18 @@ from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHI
 
 T = TypeVar("T")
 
-# --- the probe --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """Outcome of the two probe steps."""
-
-    fits: bool
-    peak_bytes: int | None
-    """Peak of live tensors; None if the run ended before it was known, or if nothing tracks live tensors."""
-
-
-def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> ProbeResult:
-    """Train for two steps on samples of one batch, as the setting says, and discard what that changes.
-
-    On the CPU another process does so, if one can be had. Else, and on a device, whose memory processes don't share, a
-    copy is trained here: on the device only while the probe runs, and in host memory as well if the module is built.
-
-    Args:
-        trainer: The Trainer that is about to fit; the probe uses its accelerator, gradient clipping and `MemoryLimit`.
-        module: The module, before any technique has configured it.
-        batch: A real batch.
-        setting: The setting to try, with its micro-batch size.
-    """
-    if DeviceKind.of(trainer.strategy.root_device).is_host:
-        try:
-            return run(partial(_probed, trainer, module, batch, setting))
-        except NoProcessError:
-            pass
-        except LostError:  # the system has ended it
-            return ProbeResult(False, None)
-        except RefusedError as error:
-            rank_zero_info(f"MemFit: the plan is not tried, for the step can't run in a trial: {error}")
-            return ProbeResult(True, None)
-    owner = getattr(module, "_trainer", None)
-    try:
-        clone = copy.deepcopy(module, {id(owner): None} if owner is not None else {})
-    except Exception as error:  # objects raise what they like
-        rank_zero_info(f"MemFit: the plan is not tried, for the module can't be copied: {error}")
-        return ProbeResult(True, None)
-    with isolate_rng():
-        return _probed(trainer, clone, batch, setting)
-
-
-def _probed(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, setting: Setting) -> ProbeResult:
-    """Train a module that is thrown away."""
-    assert setting.micro_batch_size is not None
-    samples = resize_batch(batch, batch_size(batch), setting.micro_batch_size)
-    limits = [MemoryLimit(c.limit_bytes, c.caching) for c in trainer.callbacks if isinstance(c, MemoryLimit)]  # type: ignore[attr-defined]
-    device = trainer.strategy.root_device
-    if DeviceKind.of(device).has_caching_allocator:
-        torch.cuda.reset_peak_memory_stats(device)
-    with _quiet():
-        fits = _two_steps(trainer, module, samples, setting, limits)
-    # Trainer, loops and module refer to one another: without this their tensors would stay alive during the run.
-    gc.collect()
-    peak_bytes = _peak_bytes(device, limits) if fits else None
-    if DeviceKind.of(device).has_caching_allocator:
-        torch.cuda.empty_cache()
-    return ProbeResult(fits, peak_bytes)
-
-
-def _two_steps(
-    trainer: pl.Trainer, module: pl.LightningModule, samples: Any, setting: Setting, limits: list[MemoryLimit]
-) -> bool:
-    """Whether a module that is thrown away trains for two steps without running out of memory."""
-    count, device = min(2, setting.accumulate_grad_batches), trainer.strategy.root_device
-    module._trainer = None
-    leave_out_hooks(module)
-    added = [*limits, *Setting(chosen=setting.chosen).callbacks(), _NoSchedules()]
-    probing = pl.Trainer(
-        accelerator=DeviceKind.of(device).accelerator,
-        devices=1 if device.index is None else [device.index],
-        max_steps=2,
-        accumulate_grad_batches=count,
-        gradient_clip_val=trainer.gradient_clip_val,
-        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        logger=False,
-        **of_techniques.trainer_options(added, setting.precision),
-        **SILENT_TRAINER,
-    )
-    try:
-        loader: DataLoader[Any] = DataLoader([samples] * (2 * count), batch_size=None)  # type: ignore[arg-type]
-        probing.fit(module, loader)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        module._trainer = None
-    return True
-
-
-class _NoSchedules(pl.Callback):
-    """Leaves learning rates as they are: they take no memory, and may follow a validation that is not run."""
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.lr_scheduler_configs.clear()
-
-
-def _peak_bytes(device: torch.device, limits: list[MemoryLimit]) -> int | None:
-    if DeviceKind.of(device).has_caching_allocator:
-        return int(torch.cuda.max_memory_allocated(device))
-    peaks = [limit.ledger.peak_bytes for limit in limits if limit.ledger is not None]
-    return max(peaks, default=None)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with loggers_at(logging.ERROR, *LIGHTNING), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-# --- the callback -----------------------------------------------------------------------------------------------------
-
-
-_MAX_PLANS = 4
-"""How many plans are made before the run gives up; each withholds the memory that the previous probe lacked."""
-
-_STEP_DOWN = 0.1
-"""Share of the device withheld after a probe that ran out of memory, which doesn't say by how much."""
-
 
 class MemFit(pl.Callback):
-    """Plan a run for the device it is on, try the plan on a copy, then train by it.
+    """Plan a run for the device it is on, then train by the plan.
 
-    The planner chooses precision, optimizer, loss, checkpointing and micro-batch. Two optimizer steps of a copy prove
-    that the plan fits; if they run out of memory, or need more than the device can give, the run is planned again with
-    that much less. Effective batch, learning rate and schedule do not change. Late out-of-memory errors lower the
-    micro-batch, then recompute more blocks, then use host memory (`MicroBatching`); the first steps are measured for
-    later plans (`PlanFeedback`).
+    The planner chooses precision, optimizer, loss, checkpointing and micro-batch. Effective batch, learning rate and
+    schedule do not change. The first batches show whether the plan holds: out-of-memory errors lower the micro-batch,
+    then recompute more blocks, then use host memory (`MicroBatching`); the first steps are measured for later plans
+    (`PlanFeedback`).
 
     On several devices, by whatever they were started, the first rank plans and the others receive the plan, for the
     device with the least memory. The Trainer's strategy stays: DDP, `memfit_fsdp2` over all ranks, or DeepSpeed's as
-    `ZeroStrategy` and `ZeroInfinityStrategy` run it. Copies aren't tried there: `MicroBatching` recovers where the
-    prediction was wrong.
+    `ZeroStrategy` and `ZeroInfinityStrategy` run it.
 
     A run that can't be planned says why: its step can't be traced, its batch can't be read before the run, or the
     module cuts batches itself (`split_batch`, `num_samples`). Then precision, optimizer and checkpointing stay as they
@@ -215,14 +77,11 @@ class MemFit(pl.Callback):
         allow: Numerics that may change; `memfit plan --help` lists them.
         host_memory: RAM that the plan's offloading may use, such as `16GiB`; by default all that is free. With a limit,
             a late out-of-memory error uses no more host memory.
-        probe: Whether to try each plan on a copy, on a single device without a strategy; False trains by the first
-            plan untried.
         tolerance: How much longer a step may take if that keeps the Trainer's precision and the module's own optimizer
             states, as a share such as `0.05` or `5%`.
 
     Attributes:
         plan: The plan in use; None before `fit`, and where the run can't be planned.
-        attempts: Label of every plan and what its probe found, in order; empty where no plan is tried.
 
     Raises:
         ValueError: If an argument makes no sense.
@@ -232,22 +91,19 @@ class MemFit(pl.Callback):
         self,
         allow: Sequence[str] | None = None,
         host_memory: str | int | None = None,
-        probe: bool = True,
         tolerance: float | str = DEFAULT_TOLERANCE,
     ) -> None:
         self.allow = DEFAULT_ALLOW if allow is None else check_allow(allow)
         self.host_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
-        self.probe = probe
         self.tolerance = check_tolerance(tolerance)
         self.plan: Plan | None = None
-        self.attempts: list[tuple[str, str]] = []
         self._undo: Callable[[], None] | None = None
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Plan, probe, and insert the plan's callbacks after this one, where Lightning sets them up next."""
+        """Plan, and insert the plan's callbacks after this one, where Lightning sets them up next."""
         self._take_off()
         if stage != "fit":
             return
@@ -294,9 +150,12 @@ class MemFit(pl.Callback):
         try:
             with somewhere(name, module, batch, *_fixed_techniques(trainer)) as elsewhere:
                 workload = self._workload(trainer, batch, target, division, elsewhere)
-                return self._proved(trainer, workload, elsewhere), batch_size(batch)
+                plan = elsewhere.run(partial(make_plan, workload, ProfileCache()))
         except (TraceError, ValueError) as error:
             return error
+        if plan.setting is None:
+            raise MisconfigurationException(f"`MemFit`: {plan.summary()} {' '.join(plan.advice[1:])}".rstrip())
+        return plan, batch_size(batch)
 
     def _check(self, trainer: pl.Trainer) -> Division | None:
         """Refuse what no plan can be made for; return how the strategy divides the run, if it isn't on one device."""
@@ -346,41 +205,6 @@ class MemFit(pl.Callback):
             devices=Devices(trainer.num_devices, trainer.num_nodes),
             division=division,
             tolerance=self.tolerance,
-        )
-
-    def _proved(self, trainer: pl.Trainer, workload: Workload, elsewhere: Elsewhere) -> Plan:
-        """Return the first plan whose probe fits.
-
-        Raises:
-            MisconfigurationException: If nothing fits.
-            TraceError: If the step can't be traced.
-        """
-        self.attempts, withheld = [], 0
-        usable = workload.target.usable_bytes or 0
-        for _ in range(_MAX_PLANS):
-            plan = elsewhere.run(partial(make_plan, workload, ProfileCache(), withheld_bytes=withheld))
-            if plan.setting is None:
-                raise MisconfigurationException(f"`MemFit`: {plan.summary()} {' '.join(plan.advice[1:])}".rstrip())
-            if not self.probe or workload.division is not None:
-                return plan
-            found = probe(trainer, trainer.lightning_module, workload.batch, plan.setting)
-            # The probe's batch is one micro-batch; in the run, the other micro-batches are on the device as well.
-            predicted = plan.peak_bytes - workload.waiting_bytes(plan.setting)
-            beyond = max(0, (found.peak_bytes or 0) - predicted)
-            within = found.fits and plan.needed_bytes + beyond <= usable
-            verdict = f"{_measured(found)}, {format_bytes(predicted)} predicted"
-            self.attempts.append((label(plan.setting), verdict))
-            rank_zero_info(f"MemFit: probe of {label(plan.setting)}: {verdict}")
-            if within:
-                return plan
-            if found.fits:
-                withheld += beyond
-            else:  # even the predicted need of this plan is too much
-                withheld = max(withheld, usable - plan.needed_bytes) + round(_STEP_DOWN * usable)
-        tried = "; ".join(f"{name}: {verdict}" for name, verdict in self.attempts)
-        raise MisconfigurationException(
-            f"`MemFit`: {_MAX_PLANS} plans were tried and none fits as predicted ({tried}). Is other work on the "
-            "device? Please report it."
         )
 
     # --- applying ---------------------------------------------------------------------------------------------------
@@ -449,12 +273,6 @@ def _fixed_techniques(trainer: pl.Trainer) -> tuple[Any, ...]:
     """The Trainer's techniques that plans know nothing of, and leave as they are."""
     given, known = of_techniques.techniques_of(trainer), technique_classes()
     return tuple(one for one in given if f"{type(one).__module__}.{type(one).__name__}" not in known)
-
-
-def _measured(found: ProbeResult) -> str:
-    if not found.fits:
-        return "ran out of memory"
-    return "peak unknown" if found.peak_bytes is None else f"peak {format_bytes(found.peak_bytes)}"
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
-"""`MemFit` under a simulated limit: plan, probe, train, and leave nothing behind."""
+"""`MemFit` under a simulated limit: plan, train, and leave nothing behind."""
 
 import time
 import warnings
-import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_memfit.device.limit import MemoryLimit
-from lightning_memfit.fitting import MicroBatching, auto
-from lightning_memfit.fitting.auto import MemFit, ProbeResult
+from lightning_memfit.fitting import MicroBatching
+from lightning_memfit.fitting.auto import MemFit
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
-from lightning_memfit.profile.quiet import collector_paused
 from lightning_memfit.strategies import FullyShardedStrategy
-from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.gradient_release import GradientRelease
 from tests.helpers.trainers import quiet_trainer
 from tests.zoo.split_steps import Record
@@ -143,7 +139,6 @@ def test_a_run_that_would_not_fit_trains_and_leaves_the_trainer_as_it_was() -> N
     assert ours.global_step == 2
     assert automatic.plan is not None
     assert automatic.plan.needed_bytes <= LIMIT
-    assert len(automatic.attempts) == 1
     assert limit.ledger is not None
     assert limit.ledger.peak_bytes <= LIMIT
     assert ours.callbacks == before
@@ -156,7 +151,7 @@ def test_exact_techniques_give_the_plain_runs_weights() -> None:
     trainer().fit(plain, loader())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Memory ran out")
-        trainer(MemFit(allow=["exact"], probe=False), MemoryLimit(LIMIT)).fit(planned, loader())
+        trainer(MemFit(allow=["exact"]), MemoryLimit(LIMIT)).fit(planned, loader())
     for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -170,45 +165,8 @@ def test_late_errors_use_host_memory_unless_it_is_limited(host_memory: str | Non
             self.last_resort = ours.options.last_resort
 
     notes = Notes()
-    trainer(MemFit(allow=["exact"], probe=False, host_memory=host_memory), MemoryLimit(LIMIT), notes).fit(
-        Perceptron(), loader()
-    )
+    trainer(MemFit(allow=["exact"], host_memory=host_memory), MemoryLimit(LIMIT), notes).fit(Perceptron(), loader())
     assert notes.last_resort == expected
-
-
-@pytest.mark.nightly
-def test_a_probe_that_fails_leads_to_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    real = auto.probe
-
-    def pessimistic(*arguments: Any) -> ProbeResult:
-        found = real(*arguments)
-        seen.append(arguments[-1].micro_batch_size)
-        return replace(found, fits=False, peak_bytes=None) if len(seen) == 1 else found
-
-    monkeypatch.setattr(auto, "probe", pessimistic)
-    automatic = MemFit(allow=["exact"])
-    trainer(automatic, MemoryLimit(LIMIT)).fit(Perceptron(), loader())
-    assert len(automatic.attempts) == 2
-    assert "ran out of memory" in automatic.attempts[0][1]
-    assert automatic.attempts[0][0] != automatic.attempts[1][0]
-
-
-@pytest.mark.parametrize("limit", [LIMIT, 2 << 20], ids=["fits", "runs out"])
-def test_a_probe_leaves_no_tensors(limit: int) -> None:
-    seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    class Seen(Perceptron):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            seen.add(self)
-            return super().training_step(batch, batch_idx)
-
-    x = torch.randn(64, WIDTH)
-    setting = Setting(micro_batch_size=64, accumulate_grad_batches=1)
-    with collector_paused():
-        found = auto.probe(trainer(MemoryLimit(limit)), Seen(), (x, x.mean(1, keepdim=True)), setting)
-    assert found.fits == (limit == LIMIT)
-    assert not seen
 
 
 @pytest.mark.nightly
@@ -217,7 +175,7 @@ def test_precision_is_the_plans_during_the_run_and_the_users_afterwards(monkeypa
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             self.precision = trainer.precision
 
-    notes, automatic = Notes(), MemFit(probe=False)
+    notes, automatic = Notes(), MemFit()
     ours = trainer(automatic, MemoryLimit(LIMIT), notes)
     messages: list[str] = []
     monkeypatch.setattr("lightning_memfit.fitting.auto.rank_zero_info", messages.append)
@@ -277,27 +235,6 @@ def test_batches_of_layers_that_take_statistics_over_them_stay_whole() -> None:
 
 
 # --- what can't be planned, or only looked as if ----------------------------------------------------------------------
-
-
-class Plateau(Perceptron):
-    """Lowers its learning rate by a metric of validation, which a probe doesn't run."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-
-@pytest.mark.nightly
-def test_a_schedule_that_follows_validation() -> None:
-    mem_fit = MemFit(allow=["exact"])
-    run = trainer(mem_fit, MemoryLimit("30MiB"), limit_val_batches=1)
-    run.fit(Plateau(), loader(), loader())
-    assert mem_fit.attempts
-    assert "val_loss" in run.callback_metrics
 
 
 class Packed(pl.LightningModule):
