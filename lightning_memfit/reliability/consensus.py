@@ -116,9 +116,6 @@ class RankConsensus:
     def settle(self) -> None:
         """Put the module in the state in which a training step begins, and in which copies of its weights are valid."""
 
-    def forget(self) -> None:
-        """Forget a pass that was broken off outside of `together`, as in a hook; this rank is the only one."""
-
     def start_anew(self) -> None:
         """Forget how actions communicate, which has changed; on all ranks together."""
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
-from lightning_memfit.fitting.upstream.torch import ShardedUnit, forget_pass, sharded_units
+from lightning_memfit.fitting.upstream.torch import FORGETS_PASSES, ShardedUnit, forget_pass, sharded_units
 from lightning_memfit.memory.collectives import listen
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.oom import is_out_of_memory, release
@@ -77,16 +77,10 @@ class Alone(OfModule):
     """What a single rank does under FSDP2, which computes with other tensors than those whose gradients are stepped."""
 
     @override
-    def forget(self) -> None:
-        """Let FSDP2 forget it, and divide what it has gathered: gradients of the parts can be cleared then."""
-        forget_pass(self._module)
-        divide_weights(self._module)
-
-    @override
     def together(
         self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True
     ) -> tuple[T | None, Exception | None]:
-        """Do it; a pass that fails is forgotten.
+        """Do it; a pass that fails is forgotten, and what it has gathered divided.
 
         Args:
             action: What to do.
@@ -95,9 +89,12 @@ class Alone(OfModule):
         """
         result, failure = super().together(action, key, is_risky)
         if failure is not None:
+            if not FORGETS_PASSES:
+                raise failure
             if is_out_of_memory(failure):
                 release(failure)
-            self.forget()
+            forget_pass(self._module)
+            divide_weights(self._module)
         return result, failure
 
 

@@ -1,12 +1,11 @@
 """Non-public parts of torch that fitting on several devices needs, written for torch 2.11 to 2.13.
 
 FSDP2 lets others do its collectives (`set_custom_all_gather`, `set_custom_reduce_scatter`), and forgets a pass that was
-broken off (`reset_iter_state`, from torch 2.13 on; before, that is done here). What it used for collectives, over
-which ranks they go, and the gradients that a broken pass leaves, it tells nobody: these are looked up here.
+broken off (`reset_iter_state`, from torch 2.13 on). What it used for collectives, over which ranks they go, and the
+gradients that a broken pass leaves, it tells nobody: these are looked up here.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,7 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_memfit.memory.collectives import parameter_groups
-from lightning_memfit.memory.kind import synchronize
+
+FORGETS_PASSES = hasattr(FSDPModule, "reset_iter_state")
+"""Whether FSDP2 goes on after a pass that was broken off."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ class ShardedUnit:
 def sharded_units(module: nn.Module) -> list[ShardedUnit]:
     """Return what FSDP2 has sharded in a module; nothing if it can't be told when to communicate, or to start anew."""
     sharded: list[Any] = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    needed = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
-    if not all(hasattr(FSDPModule, name) for name in needed):
+    if not FORGETS_PASSES:
         return []
     found = []
     for child in sharded:
@@ -70,40 +70,10 @@ def forget_pass(module: nn.Module) -> None:
             # Until the first forward there is no pass to forget, nor yet what it would be forgotten in.
             is_used = child._get_fsdp_state()._is_root is not None
             if id(child) not in inner and is_used:
-                reset = getattr(child, "reset_iter_state", None) or partial(_reset_by_hand, child)
-                reset()
+                child.reset_iter_state()
                 inner |= {id(other) for other in child.modules()}
             for group in parameter_groups(child):
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None
                     if getattr(parameter, "_unsharded_param", None) is not None:
                         parameter._unsharded_param.grad = None
-
-
-def _reset_by_hand(module: Any) -> None:
-    """Do what `reset_iter_state` does from torch 2.13 on; nothing is in flight once the device has no work left."""
-    state = module._get_fsdp_state()
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            own: Any = child
-            own_state = own._get_fsdp_state()
-            own_state._modules_to_run_forward.clear()
-            own_state._training_state = type(own_state._training_state).IDLE
-            for group in parameter_groups(child):
-                _reset_group(group)
-    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
-    state._comm_ctx.post_forward_order.clear()
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-
-
-def _reset_group(group: Any) -> None:
-    work = group._all_gather_result.all_gather_work if group._all_gather_result is not None else None
-    if work is not None:
-        work.wait()
-    synchronize(group.device)
-    group._all_gather_result = group._post_reduce_event = group._reshard_after_forward_event = None
-    group._all_reduce_state = group._partial_reduce_output = None
-    group._post_forward_indices.clear()
-    group._training_state = type(group._training_state).IDLE
-    group._to_sharded()
