@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 _LARGE_BYTES = 1 << 20
-"""Larger buffers (tables, codes of quantized weights) are copied only once they have been seen to change."""
-
-_Seen = tuple["weakref.ref[Tensor]", int] | None
 
 
 class BufferCopies:
-    """Copies of the buffers that training changes, on their own devices.
+    """Copies of a module's buffers, on their own devices.
 
-    At first buffers of up to 1 MiB are copied, and compared after a step. From then on a module's buffers are copied
-    if one of them has changed: torch's batch norm counts its batches, but writes running statistics without raising
-    the version by which a change is known. A module that has its first buffer after two steps is not looked at.
+    Buffers over 1 MiB (tables, codes of quantized weights, queues) are not copied, nor those of a module that has its
+    first one after two steps.
 
     Args:
         module: The module in training.
@@ -29,25 +21,35 @@ class BufferCopies:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._kept: dict[nn.Module, _Kept] = {}
-        self._children: list[nn.Module] = []
+        self._owners: dict[str, dict[str, Tensor | None]] = {}
+        self._copies: dict[str, Tensor] = {}
+        self._never_finite: set[str] = set()
         self._walks_left = 2
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what changes, as it is now."""
+        """Copy the buffers as they are now."""
         if self._walks_left:
             self._walks_left -= 1
-            self._children = [child for child in self._module.modules() if child._buffers]
-        for child in self._children:
-            kept = self._kept.get(child)
-            if kept is None:
-                self._kept[child] = _Kept(_seen(child), _copies(child, _LARGE_BYTES))
-                continue
-            if not kept.changes and kept.has_changed(child):
-                kept.changes, kept.copies = True, {}
-            kept.seen = _seen(child)
-            kept.copies = _copies(child, None, kept.copies) if kept.changes else {}
+            for path, child in self._module.named_modules():
+                for key, buffer in child._buffers.items():
+                    self._find(f"{path}.{key}".lstrip("."), child._buffers, buffer)
+        for name, owner in self._owners.items():
+            buffer, before = owner.get(name.rpartition(".")[2]), self._copies.get(name)
+            if buffer is None:
+                self._copies.pop(name, None)
+            elif before is None or (before.shape, before.dtype) != (buffer.shape, buffer.dtype):
+                self._copies[name] = buffer.detach().clone()
+            else:
+                before.copy_(buffer)
+
+    def _find(self, name: str, owner: dict[str, Tensor | None], buffer: Tensor | None) -> None:
+        if buffer is None or is_lazy(buffer):
+            return
+        if buffer.nbytes <= _LARGE_BYTES:
+            self._owners[name] = owner
+        elif not _is_finite(buffer):  # masks
+            self._never_finite.add(name)
 
     @torch.no_grad()
     def put_back(self) -> tuple[bool, list[str]]:
@@ -56,86 +58,17 @@ class BufferCopies:
         Returns:
             Whether it was so, and names of buffers that are not finite now and of which there is no copy.
         """
-        lost, is_broken = [], False
-        for path, child in self._module.named_modules():
-            kept = self._kept.get(child) or _Kept({}, {})
-            for key, now in child._buffers.items():
-                if now is None or is_lazy(now) or not _has_values(now):
-                    continue
-                if key in kept.copies:
-                    is_broken |= _is_newly_broken(now, kept.copies[key])
-                elif not _is_same(kept.seen.get(key), now) and not bool(_local(now).isfinite().all()):
-                    lost.append(f"{path}.{key}".lstrip("."))
-        if is_broken:
-            for child, kept in self._kept.items():
-                kept.restore(child)
-        return is_broken, lost
-
-
-@dataclass
-class _Kept:
-    """What is known of the buffers of one module, without those of its children."""
-
-    seen: dict[str, _Seen]
-    copies: dict[str, Tensor]
-    changes: bool = False
-
-    def has_changed(self, child: nn.Module) -> bool:
-        """Whether one of them is another since it was seen; the first time the values themselves are compared."""
-        if child._buffers.keys() != self.seen.keys():
-            return True
-        if not all(_is_same(self.seen[key], buffer) for key, buffer in child._buffers.items()):
-            return True
-        pairs = [(child._buffers[key], copy) for key, copy in self.copies.items()]
-        return any(now is None or not torch.equal(_local(now), _local(copy)) for now, copy in pairs)
-
-    def restore(self, child: nn.Module) -> None:
-        for key, copy in self.copies.items():
-            seen = self.seen[key]
-            before = None if seen is None else seen[0]()
-            if before is None or before.is_inference() or before.shape != copy.shape or before.dtype != copy.dtype:
-                before = copy.clone()
+        now = {name: buffer for name, buffer in self._module.named_buffers() if not is_lazy(buffer)}
+        uncopied = [name for name in now if name not in self._copies and name not in self._never_finite]
+        lost = [name for name in uncopied if not _is_finite(now[name])]
+        is_broken = any(name in now and _is_newly_broken(now[name], copy) for name, copy in self._copies.items())
+        for name, copy in self._copies.items() if is_broken else ():
+            buffer = now.get(name)
+            if buffer is None or buffer.is_inference() or (buffer.shape, buffer.dtype) != (copy.shape, copy.dtype):
+                self._owners[name][name.rpartition(".")[2]] = copy.clone()
             else:
-                before.copy_(copy)
-            child._buffers[key] = before
-        for key, seen in self.seen.items():
-            if seen is None and key in child._buffers:  # it was None
-                child._buffers[key] = None
-
-
-def _seen(child: nn.Module) -> dict[str, _Seen]:
-    return {key: _identity(buffer) for key, buffer in child._buffers.items() if buffer is None or not is_lazy(buffer)}
-
-
-def _identity(buffer: Tensor | None) -> _Seen:
-    if buffer is None:
-        return None
-    return weakref.ref(buffer), 0 if buffer.is_inference() else buffer._version
-
-
-def _is_same(seen: _Seen, buffer: Tensor | None) -> bool:
-    """Whether a buffer is the tensor that was seen, unchanged as far as its version tells."""
-    if seen is None or buffer is None:
-        return seen is None and buffer is None
-    return seen[0]() is buffer and (buffer.is_inference() or seen[1] == buffer._version)
-
-
-def _copies(child: nn.Module, limit: int | None, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy a module's buffers, those up to a limit of bytes, into earlier copies as far as they fit."""
-    copies = {}
-    for key, buffer in _given(child):
-        if limit is not None and buffer.nbytes > limit:
-            continue
-        before = (into or {}).get(key)
-        if before is not None and (before.shape, before.dtype) == (buffer.shape, buffer.dtype):
-            copies[key] = before.copy_(buffer)
-        else:
-            copies[key] = buffer.detach().clone()
-    return copies
-
-
-def _given(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((key, buffer) for key, buffer in child._buffers.items() if buffer is not None and not is_lazy(buffer))
+                buffer.copy_(copy)
+        return is_broken, lost
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -144,14 +77,14 @@ def _local(tensor: Tensor) -> Tensor:
     return local.coalesce().values() if local.is_sparse else local
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.device.type != "meta"
+def _is_finite(tensor: Tensor) -> bool:
+    has_values = (tensor.is_floating_point() or tensor.is_complex()) and tensor.device.type != "meta"
+    return not has_values or bool(_local(tensor).isfinite().all())
 
 
 def _is_newly_broken(now: Tensor, before: Tensor) -> bool:
     """Whether values are not finite that were; some buffers hold infinite ones from the start (masks, minima)."""
-    finite = _local(now).isfinite()
-    was = _local(before).isfinite()
-    if finite.shape != was.shape:
-        return not bool(finite.all())
-    return bool((~finite & was.to(finite.device)).any())
+    if _is_finite(now):
+        return False
+    finite, was = _local(now).isfinite(), _local(before).isfinite()
+    return finite.shape != was.shape or bool((~finite & was.to(finite.device)).any())

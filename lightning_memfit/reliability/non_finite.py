@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_memfit.memory.attach import hide_idle_hooks
 from lightning_memfit.reliability.buffers import BufferCopies
 from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine, engine_of
-from lightning_memfit.reliability.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
+from lightning_memfit.reliability.whole_steps import check_folder, checkpoint_folder, unused_checkpoint
 
 
 class NonFiniteError(RuntimeError):
@@ -31,10 +31,10 @@ class NonFiniteGuard(Callback):
     itself, as DeepSpeed keeps the gradients, and no parameter can be named.
 
     If the step's forward has made a buffer NaN or infinite, such as the running statistics of a batch norm, all buffers
-    that training changes are put back as they were before the step, before all batches of its accumulation window.
-    Copies of these buffers stay on their device for that; of buffers over 1 MiB only once they have changed, and one
-    that is spoilt before is named. Buffers that stay finite keep what the step wrote, and so does all else that
-    `training_step` changes, such as attributes and metrics. Every rank puts back its own.
+    up to 1 MiB are put back as they were before the step, before all batches of its accumulation window. Copies of them
+    stay on their device for that; a larger one that is spoilt is named. Buffers that stay finite keep what the step
+    wrote, and so does all else that `training_step` changes, such as attributes and metrics. Every rank puts back its
+    own.
 
     In manual optimization with several optimizers a step concerns the parameters of its own optimizer alone: their
     gradients count and are taken away, and `patience` counts the steps of each. An optimizer that steps other tensors
@@ -78,7 +78,7 @@ class NonFiniteGuard(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that a checkpoint can be written, while it is not needed yet."""
         if self.patience is not None:
-            check_folders(trainer, "NonFiniteGuard(dirpath=...)", self.dirpath)
+            check_folder(trainer, "NonFiniteGuard(dirpath=...)", self.dirpath)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

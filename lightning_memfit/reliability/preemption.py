@@ -36,7 +36,7 @@ from lightning_memfit.reliability.upstream.lightning import (
     validation_begins,
     validation_is_due,
 )
-from lightning_memfit.reliability.whole_steps import check_folders, checkpoint_folder, unused_checkpoint
+from lightning_memfit.reliability.whole_steps import check_folder, checkpoint_folder, unused_checkpoint
 
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__)
 """Those of them that this system has."""
@@ -166,7 +166,7 @@ class Preemption(KeepsRandomNumbers):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that a checkpoint can be written, while it is not needed yet."""
-        check_folders(trainer, "Preemption(dirpath=...)", self.dirpath)
+        check_folder(trainer, "Preemption(dirpath=...)", self.dirpath)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -207,15 +206,11 @@ def _batches(trainer: Trainer) -> tuple[int, int]:
     return (last - 1) // size * size + 1, last
 
 
-_BEGAN_IN: weakref.WeakKeyDictionary[Trainer, Path] = weakref.WeakKeyDictionary()
-"""The working folders in which runs began: relative paths are meant from there, wherever the user's code goes."""
-
-
 def checkpoint_folder(trainer: Trainer, dirpath: str | Path | None) -> str:
     """A folder or URL that was named, else that of the first `ModelCheckpoint`, else `checkpoints` in the run's."""
     named = (c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
     folder = dirpath or next(named, None) or f"{trainer.log_dir or trainer.default_root_dir}/checkpoints"
-    return str(folder) if is_remote(folder) else str(from_where_it_began(trainer, folder))
+    return str(folder) if is_remote(folder) else os.path.abspath(folder)
 
 
 def is_remote(folder: str | Path) -> bool:
@@ -223,58 +218,29 @@ def is_remote(folder: str | Path) -> bool:
     return "://" in str(folder)
 
 
-def from_where_it_began(trainer: Trainer, folder: str | Path) -> Path:
-    """A path as it was meant when `check_folders` was called, else as it is meant now."""
-    return (_BEGAN_IN.get(trainer) or Path.cwd()) / folder
-
-
-def check_folders(trainer: Trainer, argument: str, folder: str | Path | None) -> None:
-    """Check before training that what is written late can be written, on all ranks together.
+def check_folder(trainer: Trainer, argument: str, folder: str | Path | None) -> None:
+    """Make a folder that is written to late before training, on all ranks together; URLs are not tried.
 
     Args:
-        trainer: The Trainer, after `setup`, when its checkpoint callbacks know their folders.
+        trainer: The Trainer.
         argument: What names the folder, such as `Preemption(dirpath=...)`.
-        folder: The folder. None: those of all `ModelCheckpoint`, else the run's.
+        folder: The folder; None if none was named.
 
     Raises:
-        MisconfigurationException: If the first rank can't write into a folder that was named.
+        MisconfigurationException: If the first rank can't make it or write into it.
     """
-    _BEGAN_IN[trainer] = Path.cwd()
-    named = [(argument.replace("...", repr(str(folder))), folder)] if folder is not None else []
-    named += [
-        (f"ModelCheckpoint(dirpath={str(callback.dirpath)!r})", callback.dirpath)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath and (callback.save_top_k or callback.save_last)
-    ]
-    words, default = None, None if named else checkpoint_folder(trainer, None)  # for which ranks communicate
+    if folder is None or is_remote(folder):
+        return
+    words = ""
     if trainer.is_global_zero:
-        words = next((f"`{name}` can't be written: {why}" for name, one in named if (why := _obstacle(one))), None)
-        if default is not None and (why := _obstacle(default)):
-            rank_zero_warn(f"`{argument}` will find no folder to write to: {why} Name one there.")
-    words = trainer.strategy.broadcast(words)
-    if words:
-        raise MisconfigurationException(f"{words} Name a folder that can be made and written to; nothing was trained.")
-
-
-def _obstacle(folder: str | Path) -> str:
-    """Why a folder can't be made and written to; nothing is left behind."""
-    if is_remote(folder):
-        return ""
-    place = Path(folder).absolute()
-    try:
-        while True:
-            try:
-                os.lstat(place)
-                break
-            except (FileNotFoundError, NotADirectoryError):
-                place = place.parent
-        if not place.is_dir():
-            return f"{place} is no folder."
-        with tempfile.TemporaryDirectory(prefix=".memfit-", dir=place) as made:
-            Path(made, "written").write_bytes(b"0")
-    except (OSError, ValueError) as error:
-        return f"{error}."
-    return ""
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".memfit-", dir=folder):
+                pass
+        except (OSError, ValueError) as error:
+            words = f"`{argument.replace('...', repr(str(folder)))}` can't be written: {error}. "
+    if words := trainer.strategy.broadcast(words):
+        raise MisconfigurationException(f"{words}Name a folder that can be made and written to; nothing was trained.")
 
 
 def unused_checkpoint(trainer: Trainer, folder: str, name: str) -> str:

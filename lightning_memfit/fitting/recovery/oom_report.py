@@ -27,7 +27,7 @@ from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import TraceError
-from lightning_memfit.reliability.whole_steps import check_folders, from_where_it_began, is_remote
+from lightning_memfit.reliability.whole_steps import check_folder, is_remote
 from lightning_memfit.techniques.core.first_batch import first_batch
 
 # --- torch's own record of CUDA allocations, for https://pytorch.org/memory_viz ---------------------------------------
@@ -137,7 +137,7 @@ class OutOfMemoryReport(Callback):
         """Check that a snapshot can be written, and start recording where CUDA memory is allocated."""
         if not DeviceKind.of(trainer.strategy.root_device).has_caching_allocator:
             return
-        check_folders(trainer, "OutOfMemoryReport(folder=...)", self.folder)
+        check_folder(trainer, "OutOfMemoryReport(folder=...)", self.folder)
         if self.record_history:
             try:
                 self._records = start_history()
@@ -203,8 +203,7 @@ class OutOfMemoryReport(Callback):
         path = None
         try:
             root = self.folder or trainer.default_root_dir
-            folder = from_where_it_began(trainer, "." if is_remote(root) else root)
-            path = _free_path(folder, trainer.global_rank)
+            path = _free_path(Path("." if is_remote(root) else root).absolute(), trainer.global_rank)
             dump_snapshot(path)
         except Exception as failure:
             if path is not None:

@@ -69,7 +69,7 @@ def test_the_size_found_for_the_finder_serves_training(tmp_path: Path) -> None:
     trainer_in(tmp_path, callback, finder()).fit(Tuned())
     reasons = [reason for _, _, reason in callback.changes]
     assert len(reasons) == 2
-    assert "trial" in reasons[0]
+    assert "prediction" in reasons[0]
     assert "as in the checkpoint" in reasons[1]
 
 
