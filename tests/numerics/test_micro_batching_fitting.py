@@ -102,16 +102,15 @@ def test_sizes_are_predicted_for_the_longest_samples_of_the_data() -> None:
             # The mean over padding, which differs between micro-batches, counts nothing.
             return self.net(batch).square().mean() * 0.0 + self.net[1].bias.square().mean()
 
-    def size_for(data: Any, **options: Any) -> int:
+    def size_for(data: Any) -> int:
         loader = DataLoader(data, 16, collate_fn=lambda rows: nn.utils.rnn.pad_sequence(rows, batch_first=True))
-        callback = MicroBatching(**options)
+        callback = MicroBatching()
         fit(Padded(), callback, MemoryLimit("128KiB"), loader=loader, max_steps=1, max_epochs=-1)
         return callback.changes[0][1]
 
     longest = size_for(Lengths(64))
     assert 1 < longest < 16
     assert size_for(Lengths()) == longest  # whose first batch has 16 tokens
-    assert size_for([torch.ones(5, dtype=torch.long)] * 64, max_sequence_length=64) == longest
 
 
 @pytest.mark.nightly

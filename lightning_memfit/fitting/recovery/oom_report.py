@@ -184,7 +184,7 @@ class OutOfMemoryReport(Callback):
         snapshot = self._take_snapshot(trainer)  # before anything is let go
         parts: tuple[Callable[[], str], ...] = (
             lambda: _what_is_held(trainer, module),
-            lambda: explain(module, trainer.optimizers, self._step_again(trainer, module, error, running), None),
+            lambda: explain(module, trainer.optimizers, self._step_again(trainer, module, error, running)),
             lambda: self._what_fits(trainer),
         )
         lines = []

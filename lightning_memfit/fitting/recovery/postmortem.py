@@ -63,16 +63,14 @@ class TensorCensus:
             self._owners.pop()
 
 
-def explain(
-    module: nn.Module, optimizers: list[Optimizer], run: Callable[[], Any], advise: Callable[[], str] | None
-) -> str:
+def explain(module: nn.Module, optimizers: list[Optimizer], run: Callable[[], Any], hint: str = "") -> str:
     """Run the failing micro-batch once more and name the largest tensors alive when it fails.
 
     Args:
         module: The module in training.
         optimizers: Its optimizers.
         run: Runs the micro-batch; its error is expected.
-        advise: Returns what would make it fit, by the memory model.
+        hint: What would help.
     """
     census, kept_until = TensorCensus(module), "by the whole micro-batch"
     try:
@@ -93,7 +91,7 @@ def explain(
     summary = f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}"
     if kept:
         summary += f", kept for backward {kept_until} {format_bytes(kept)}"
-    lines = [] if advise is None else [advise()]  # first, for who shows no more than the beginning
+    lines = [hint] if hint else []  # first, for who shows no more than the beginning
     lines.append(f"{summary}. The largest tensors:")
     lines += [f"  {format_bytes(size)}  {text}" for size, text in _largest(found)]
     return "\n".join(lines)

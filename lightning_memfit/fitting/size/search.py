@@ -1,8 +1,7 @@
 """Find the largest micro-batch size that fits while the first steps of training run, each of which trains.
 
 The search is pure: predictions come in as a function, and what steps took as numbers. It assumes one thing only, that a
-larger size never needs less memory. `longest_samples` and `lengthened` make the batch to predict for, which is the one
-that needs the most memory.
+larger size never needs less memory. `longest_samples` makes the batch to predict for, which needs the most memory.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_memfit.memory.oom import release
@@ -482,45 +480,6 @@ def longest_samples(loader: Any, num_samples: int) -> Any | None:
         return None
     order = torch.as_tensor(lengths).argsort(descending=True, stable=True)
     return loader.collate_fn([loader.dataset[int(index)] for index in order[:num_samples]])
-
-
-def lengthened(batch: Any, length: int) -> Any:
-    """Lengthen the sequences of a batch by repeating their last column.
-
-    Sequences are the tensors (samples, length, ...) that agree with `input_ids` in their second dimension, or, in
-    batches without it, all integer tensors of two dimensions.
-
-    Args:
-        batch: The batch.
-        length: Length wanted; longer sequences stay as they are.
-    """
-    if isinstance(batch, Mapping):
-        current = batch["input_ids"].size(1) if "input_ids" in batch else None
-        longer = dict(batch)
-        for key, value in batch.items():
-            if isinstance(value, Tensor) and _is_sequence(value, current):
-                longer[key] = _repeat_last(value, length)
-        return longer
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        return type(batch)(
-            _repeat_last(v, length) if isinstance(v, Tensor) and _is_sequence(v, None) else v for v in batch
-        )
-    if isinstance(batch, Tensor) and _is_sequence(batch, None):
-        return _repeat_last(batch, length)
-    return batch
-
-
-def _is_sequence(value: Tensor, current: int | None) -> bool:
-    if current is not None:
-        return value.ndim >= 2 and value.size(1) == current
-    return value.ndim == 2 and not value.is_floating_point()
-
-
-def _repeat_last(value: Tensor, length: int) -> Tensor:
-    missing = length - value.size(1)
-    if missing <= 0:
-        return value
-    return torch.cat([value, value[:, -1:].expand(-1, missing, *value.shape[2:])], dim=1)
 
 
 def _lengths(dataset: Any) -> Sequence[int] | None:

@@ -75,8 +75,6 @@ class MicroBatching(KeepsRandomNumbers):
         micro_batch_size: `auto`, or a number of samples.
         allow_batch_statistics: Accept that BatchNorm layers take their statistics over a micro-batch. Everything else
             is compared with them held fixed.
-        max_sequence_length: Longest sequence that the data can contain, for which sizes are predicted. Not needed if
-            the data set has `lengths` or a column `length`.
         recover: Whether to recover from out-of-memory errors; False lets such an error end the run.
         last_resort: How far to go, step by step, when not even one sample fits any more, instead of ending the run:
             `recompute` the activations of all repeated blocks, or `offload` as well: first the inputs of these
@@ -90,7 +88,6 @@ class MicroBatching(KeepsRandomNumbers):
         split_batch: Function from a batch and a list of sizes to its parts. By default the module's method
             `split_batch`, else everything with the batch size as first dimension is split.
         num_samples: Function from a batch to its number of samples. By default the module's method `num_samples`.
-        advise: Function that returns what would make it fit, for the error if not even one sample fits.
 
     Attributes:
         micro_batch_size_in_use: The size in use; None before training.
@@ -103,7 +100,6 @@ class MicroBatching(KeepsRandomNumbers):
         global_batch_size: int | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
         allow_batch_statistics: bool = False,
-        max_sequence_length: int | None = None,
         recover: bool = True,
         last_resort: LastResort = "none",
         predictor: PeakPredictor | None = None,
@@ -111,7 +107,6 @@ class MicroBatching(KeepsRandomNumbers):
         loss_weight: LossWeight | None = None,
         split_batch: SplitHook | None = None,
         num_samples: Callable[[Any], int] | None = None,
-        advise: Callable[[], str] | None = None,
     ) -> None:
         if micro_batch_size != "auto" and not _is_count(micro_batch_size):
             raise ValueError(f'`micro_batch_size={micro_batch_size!r}` must be "auto" or at least 1.')
@@ -130,12 +125,10 @@ class MicroBatching(KeepsRandomNumbers):
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             allow_batch_statistics=allow_batch_statistics,
-            max_sequence_length=max_sequence_length,
             recover=recover,
             last_resort=last_resort,
             predictor=predictor,
             limit_bytes=limit_bytes,
-            advise=advise,
         )
         self._hooks = (loss_weight, split_batch, num_samples)
         self.changes: list[tuple[int, int, str]] = []

@@ -32,7 +32,6 @@ from lightning_memfit.fitting.size.search import (
     SizeSearch,
     SizeSearchResult,
     StepMemory,
-    lengthened,
     longest_samples,
 )
 from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
@@ -151,12 +150,10 @@ class Options:
     global_batch_size: int | None
     micro_batch_size: int | Literal["auto"]
     allow_batch_statistics: bool
-    max_sequence_length: int | None
     recover: bool
     last_resort: LastResort
     predictor: PeakPredictor | None
     limit_bytes: int | None
-    advise: Callable[[], str] | None
 
 
 class FitSession:
@@ -268,8 +265,8 @@ class FitSession:
             accumulation,
             options.allow_batch_statistics,
         )
-        advise = options.advise if options.last_resort == "offload" else self._advise
-        shortage = Shortage(self._loop, self._splitter, sizes, self._ladder, self._consensus, self._note, advise)
+        hint = "" if options.last_resort == "offload" else _HINT
+        shortage = Shortage(self._loop, self._splitter, sizes, self._ladder, self._consensus, self._note, hint)
         self._step = EffectiveStep(
             self._loop,
             self._splitter,
@@ -448,13 +445,9 @@ class FitSession:
         random = RandomState(self._device)  # from which data sets, collators and transfers may draw
         try:
             longest = longest_samples(self._loop.trainer.train_dataloader, local_batch_size)
-            if longest is not None:
-                return self._loop.to_device(longest)
+            return batch if longest is None else self._loop.to_device(longest)
         finally:
             random.restore()
-        if self._options.max_sequence_length is not None:
-            return lengthened(batch, self._options.max_sequence_length)
-        return batch
 
     def _is_as_kept(self) -> bool:
         return all(self._kept.get(key) == value for key, value in self._setting().items())
@@ -466,7 +459,3 @@ class FitSession:
         if limit_bytes is None and self._memory is not None and not DeviceKind.of(self._device).has_caching_allocator:
             limit_bytes = self._memory.limit_bytes
         return {"device": name, "world_size": trainer.world_size, "limit_bytes": limit_bytes}
-
-    def _advise(self) -> str:
-        advise = self._options.advise
-        return _HINT if advise is None else f"{advise()}\n{_HINT}"

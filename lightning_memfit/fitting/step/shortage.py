@@ -49,7 +49,7 @@ class Shortage:
         ladder: Makes one sample need less memory.
         consensus: Communication between the ranks.
         on_change: Called with the new micro-batch size and the reason.
-        advise: Returns what would help, for the error when nothing is left.
+        hint: What would help, for the error when nothing is left.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Shortage:
         ladder: Ladder,
         consensus: RankConsensus,
         on_change: Callable[[int, str], None],
-        advise: Callable[[], str] | None,
+        hint: str,
     ) -> None:
         self._loop = loop
         self._splitter = splitter
@@ -68,7 +68,7 @@ class Shortage:
         self._ladder = ladder
         self._consensus = consensus
         self._on_change = on_change
-        self._advise = advise
+        self._hint = hint
         self._device: torch.device = loop.trainer.strategy.root_device
         self._is_cached = DeviceKind.of(self._device).has_caching_allocator
         self._retries = allocation_retries(self._device)  # those of before training
@@ -106,8 +106,10 @@ class Shortage:
             rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {rung}.")
             self._on_change(self._sizes.current, f"from now on with {rung}")
         else:
+            is_whole = self._splitter.count(request.batch) == 1
+            what = "A batch of one sample, which is never cut," if is_whole else "A micro-batch of one sample"
             raise MemoryExhausted(
-                f"A micro-batch of one sample does not fit{self._ladder.summary()} {message}\n{self._explain(request)}"
+                f"{what} does not fit{self._ladder.summary()} {message}\n{self._explain(request)}"
             ) from error
         self._retries = allocation_retries(self._device)  # the size has been lowered for these
 
@@ -133,7 +135,7 @@ class Shortage:
 
         if self._loop.is_sharded:
             run = _do_nothing  # in which ranks would have to communicate
-        text = explain(self._loop.module, self._loop.trainer.optimizers, run, self._advise)
+        text = explain(self._loop.module, self._loop.trainer.optimizers, run, self._hint)
         self._loop.module._current_fx_name = hook_name  # Lightning doesn't reset it when a hook raises
         return text
 
