@@ -5,20 +5,27 @@ what the first turn sets and the second one reads shows there. Gradients, the lo
 agree. What the loss is a mean over is found by trying candidates: a wrong one can't do harm.
 """
 
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
-from lightning_memfit.fitting.recovery.step_state import is_look
+from lightning_memfit.fitting.recovery.step_state import Saved, alike, is_look
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.fitting.step.comparison import Comparison, Samples, normalised
-from lightning_memfit.fitting.step.loop import StepRequest
-from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX
-from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError
+from lightning_memfit.fitting.step.accumulation import Accumulation
+from lightning_memfit.fitting.step.log_rules import LogRules, check_metrics
+from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
+from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
+from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes
+from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import PeerFailed, ShortElsewhere
+from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus, ShortElsewhere
 from lightning_memfit.techniques.core.facts import batch_statistics
 
 _DIVISORS = (1.0, 2.0**8, 2.0**16)
@@ -26,41 +33,102 @@ _DIVISORS = (1.0, 2.0**8, 2.0**16)
 _LAST_OPEN = 8
 """The last split step that is checked only to tell logged sums and means apart."""
 _OK, _OUT_OF_MEMORY, _FAILED, _OVERFLOWED, _UNSEEN = range(5)
+_USERS = Rule("users")
+_MAX_WINDOWS = 4
+_ACCEPT = "or keep the whole share in one micro-batch."
+
+
+class Tolerance(NamedTuple):
+    """How far apart rounding may bring numbers.
+
+    Attributes:
+        relative: Of the norm of a parameter's own gradient.
+        floor: Of the norm of all gradients, for parameters whose own is nearly zero (keys' biases in attention).
+        state: Relative, of values that the step writes on the module.
+    """
+
+    relative: float
+    floor: float
+    state: float
+
+
+def tolerance_of(module: nn.Module, *passes: Pass) -> Tolerance:
+    """Return the tolerance for passes of a module."""
+    least_bits = min(one.least_bits for one in passes)
+    width = min((torch.finfo(p.dtype).bits for p in module.parameters() if p.is_floating_point()), default=32)
+    if width < 32:
+        return Tolerance(0.1, 1e-2, 5e-2)
+    if width == 32:
+        return Tolerance(1e-3, 1e-5, 1e-4) if least_bits >= 32 else Tolerance(3e-2, 3e-3, 1e-2)
+    return Tolerance(1e-8, 1e-10, 1e-9) if least_bits >= 64 else Tolerance(1e-5, 1e-7, 1e-6)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What is compared: `count` samples at once of a batch that is about to run in micro-batches of a size."""
+
+    request: StepRequest
+    batch: Any
+    num_samples: int
+    count: int
+    size: int
 
 
 class SelfCheck:
     """Compares samples together with samples apart: at split steps 1, 2, 4 ... 64, and at new kinds of cuts.
 
     Args:
-        comparison: Compares some samples, once.
+        loop: The loop in training.
+        splitter: Splits batches.
+        weights: Candidates for what the loss is a mean over; those that a comparison refutes are left out.
+        consensus: Communication between the ranks.
+        rules: How logged values are put together.
+        accumulation: Runs the parts; learns what steps write on the module.
+        holds_statistics: Whether layers of batch statistics are held fixed, which the user accepts.
         device_memory: The device's memory; None if it is not limited, so that any batch fits at once.
+        only_weights: Whether nothing but what losses are means over is to be learned.
 
     Attributes:
         is_done: Whether a check has passed.
     """
 
-    def __init__(self, comparison: Comparison, device_memory: DeviceMemory | None) -> None:
-        self._comparison = comparison
+    def __init__(
+        self,
+        loop: MicroBatchLoop,
+        splitter: BatchSplitter,
+        weights: LossWeights,
+        consensus: RankConsensus,
+        rules: LogRules,
+        accumulation: Accumulation,
+        holds_statistics: bool,
+        device_memory: DeviceMemory | None,
+        only_weights: bool = False,
+    ) -> None:
+        self._loop = loop
+        self._splitter = splitter
+        self._weights = weights
+        self._consensus = consensus
+        self._rules = rules
+        self._accumulation = accumulation
+        self._holds_statistics = holds_statistics
         self._memory = device_memory
-        self._loop = comparison.loop
-        self._splitter = comparison.splitter
-        self._weights = comparison.weights
-        self._consensus = comparison.consensus
-        self._passes = comparison.passes
-        self._last_number = 0
+        self._only_weights = only_weights
+        self._passes = Passes(loop, rules, accumulation, holds_statistics)
+        self._last_number = self._num_runs = 0
         self._cuts: set[frozenset[Any]] = set()
         self._warned: set[str] = set()
         self.is_done = False
 
     def of_weights(self) -> "SelfCheck":
         """Return a check that learns nothing but what losses are means over."""
-        return SelfCheck(self._comparison.of_weights(), self._memory)
+        shared = (self._loop, self._splitter, self._weights, self._consensus, LogRules(), self._accumulation)
+        return SelfCheck(*shared, self._holds_statistics, self._memory, only_weights=True)
 
     def is_due(self, batch: Any, number: int) -> bool:
         """Whether the split step of a number, counted from 1, is to be checked."""
         if not self.is_done:
             return True
-        is_look_due = is_look(number) or (self._comparison.rules.is_open and number <= _LAST_OPEN)
+        is_look_due = is_look(number) or (self._rules.is_open and number <= _LAST_OPEN)
         return (is_look_due and number != self._last_number) or self._splitter.cuts(batch) not in self._cuts
 
     def run(
@@ -142,7 +210,7 @@ class SelfCheck:
 
         def compare() -> Exception | None:
             try:
-                self._compare(Samples(request, batch, num_samples, count, size))
+                self._compare_precisely(Samples(request, batch, num_samples, count, size))
             except (NotFiniteError, ShortElsewhere) as error:
                 if self._consensus.stops_together:
                     raise
@@ -160,7 +228,7 @@ class SelfCheck:
     def _raise(self, failure: Exception) -> NoReturn:
         is_alone = isinstance(failure, PartFailedError) and isinstance(failure.__cause__, ValueError)
         layers = batch_statistics(self._loop.module) if is_alone else []
-        if layers and not self._comparison.holds_statistics:  # which have no statistics of one sample, and say so
+        if layers and not self._holds_statistics:  # which have no statistics of one sample, and say so
             raise MisconfigurationException(normalised(layers)) from failure
         raise failure
 
@@ -185,23 +253,322 @@ class SelfCheck:
             told = self._consensus.any_of([rule in refuted for rule in rules])
             self._weights.refute(rule for rule, is_refuted in zip(rules, told, strict=True) if is_refuted)
 
-    # --- a comparison -----------------------------------------------------------------------------------------------
+    # --- comparisons ------------------------------------------------------------------------------------------------
 
-    def _compare(self, samples: Samples) -> None:
-        """Compare in the parameters' own precision if the module can be run so.
-
-        Raises:
-            MisconfigurationException: If the parts don't give the whole.
-            NotFiniteError: If gradients are not finite.
-        """
+    def _compare_precisely(self, samples: Samples) -> None:
+        """Compare in the parameters' own precision if the module can be run so."""
         if isinstance(self._loop.trainer.precision_plugin, MixedPrecision):
             try:
                 with self._passes.undone(autocast=False):
-                    return self._comparison.run(samples)
+                    return self._compare_all(samples)
             except Exception as error:
                 is_judged = isinstance(error, (MisconfigurationException, NotFiniteError, ShortElsewhere))
                 if (is_judged and not isinstance(error, PartFailedError)) or is_out_of_memory(error):
                     raise
                 release(error)
         with self._passes.undone(autocast=True):
-            return self._comparison.run(samples)
+            return self._compare_all(samples)
+
+    def _compare_all(self, samples: Samples) -> None:
+        """Compare some samples twice in a row, each time cut elsewhere, and others where candidates still differ.
+
+        Raises:
+            MisconfigurationException: If the parts don't give the whole.
+            NotFiniteError: If gradients are not finite.
+        """
+        room = samples.num_samples - samples.count
+        step = max(1, room // (_MAX_WINDOWS - 1))
+        begin = self._num_runs * step % (room + 1)
+        offsets = [begin, *(min(index * step, room) for index in range(_MAX_WINDOWS))]
+        self._num_runs += 1
+        start = self._passes.state()
+        first_offset, first = self._most_disputed(samples) or (begin, 0)
+        unseen: NotFiniteError | None = None
+        for offset in dict.fromkeys((first_offset, *offsets)):
+            try:
+                self._compare(samples, offset, first, start)
+                break
+            except NotFiniteError as error:
+                unseen = error
+                if self._consensus.meets_inside:  # ranks run the same passes
+                    raise
+        else:
+            assert unseen is not None
+            raise unseen
+        for _ in range(_MAX_WINDOWS):
+            found = self._most_disputed(samples)
+            if found is None:
+                return
+            self._compare(samples, *found, start)
+
+    def _compare(self, samples: Samples, offset: int, first: int, start: Saved) -> None:
+        """Compare samples twice in a row: those from an offset on, and those as far from the end of the batch."""
+        count, num_samples = samples.count, samples.num_samples
+        room = num_samples - count
+        starts = (start, start)
+        others = room - offset if 2 * offset != room else 0
+        for turn, at in enumerate(_firsts(num_samples, count, samples.size, first)):
+            offset = others if turn else offset
+            window = samples.batch
+            if room:
+                around = [one for one in (offset, count, room - offset) if one]
+                window = self._splitter.split(samples.batch, around)[1 if offset else 0]
+            sizes = [at, count - at]
+            whole = self._passes.run(samples.request, [window], [count], [1.0], starts[0], num_samples)
+            self._weights.ignore(self._passes.ignored)
+            ended = self._passes.state()
+            if self._anywhere(not whole.shows):
+                if turn:
+                    return
+                raise NotFiniteError(whole.least_bits < 32 and not whole.is_finite)
+            parts, weights = self._first_right(samples, window, offset, sizes, whole, starts[1], turn)
+            if self._only_weights:
+                return
+            self._judge_state(whole, parts)
+            self._judge_logs(whole, parts, sizes, weights, turn)
+            starts = (ended, self._passes.state())
+
+    def _most_disputed(self, samples: Samples) -> tuple[int, int] | None:
+        """Return where candidates that may be right weigh two parts most differently; None if they agree everywhere."""
+        if self._weights.is_users or self._weights.is_sum:
+            return None
+        count, num_samples = samples.count, samples.num_samples
+        rules = list(self._weights.weights(samples.batch, num_samples).values())
+        best, found = 1e-6, None
+        least = _least(count, samples.size)
+        firsts = sorted({least, max(least, count // 3), count // 2, count - least})
+        for offset in range(num_samples - count + 1) if len(rules) > 1 else ():
+            for first in firsts:
+                shares = [_share(rows[offset : offset + first], rows[offset : offset + count]) for rows in rules]
+                if max(shares) - min(shares) > best * (1 + 1e-6):
+                    best, found = max(shares) - min(shares), (offset, first)
+        return found
+
+    def _first_right(
+        self,
+        samples: Samples,
+        window: Any,
+        offset: int,
+        sizes: list[int],
+        whole: Pass,
+        start: Saved,
+        turn: int,
+    ) -> tuple[Pass, list[float]]:
+        """Return the pass over the parts that gives the whole, and how they weigh in it.
+
+        The likeliest candidate is tried first. If it is wrong, the parts are run alone, which tells which one is right.
+        """
+        parts = self._splitter.split(window, sizes)
+        shares = self._shares(samples, offset, parts, sizes)
+        run = partial(self._passes.run, samples.request, start=start, num_samples=samples.num_samples)
+        likeliest = next(iter(shares))
+        found = run(parts, sizes, shares[likeliest])
+        tolerance = tolerance_of(self._loop.module, whole, found)
+        if not self._anywhere(_distance(whole, found.sketch, tolerance) > 1.0):
+            if likeliest.is_usual or 0.0 < shares[likeliest][0] < 1.0:
+                self._settle_rules(likeliest, shares)
+            return found, shares[likeliest]
+        is_state = False
+        alone = [run([part], [size], [1.0]) for part, size in zip(parts, sizes, strict=True)]
+        shows = [one.shows for one in alone]
+        for rule, (a, b) in shares.items():
+            if not rule.is_usual and any(not share and shown for share, shown in zip((a, b), shows, strict=True)):
+                continue  # that one of two parts counts may be chance, unless nothing in the other counts
+            mixed = sum(
+                share * one.sketch for share, one in zip((a, b), alone, strict=True) if share
+            ) + torch.zeros_like(whole.sketch)
+            if self._anywhere(_distance(whole, mixed, tolerance) > 1.0):
+                continue
+            is_state = True
+            found = run(parts, sizes, [a, b])
+            if not self._anywhere(_distance(whole, found.sketch, tolerance) > 1.0):
+                self._settle_rules(rule, shares, shows)
+                return found, [a, b]
+        has_overflowed = not all(one.is_finite for one in (found, *alone))
+        if min(one.least_bits for one in alone) < 32 and self._anywhere(has_overflowed):
+            raise NotFiniteError(is_narrow=True)  # of a part, whose samples' mean may be larger
+        solution = _solve(whole, alone, tolerance)
+        if is_state:
+            raise MisconfigurationException(_ONE_AFTER_THE_OTHER.format(*sizes, self._written_words()))
+        raise MisconfigurationException(self._reason(sizes, solution, shares.get(_USERS), turn))
+
+    def _anywhere(self, is_so: bool) -> bool:
+        """Return whether something is so on any rank, where each sees its part of the gradients alone.
+
+        All of them run the same passes: they would wait for each other otherwise.
+        """
+        return bool(self._consensus.highest(int(is_so))) if self._consensus.meets_inside else is_so
+
+    def _shares(self, samples: Samples, offset: int, parts: list[Any], sizes: list[int]) -> dict[Rule, list[float]]:
+        """Return by what each candidate multiplies the losses of the two parts, the likeliest first."""
+        if self._weights.is_users:
+            counted = [self._weights.read(part, size).weight for part, size in zip(parts, sizes, strict=True)]
+            return {_USERS: [one / (sum(counted) or 1.0) for one in counted]}
+        if self._weights.is_sum:
+            return {SUM: [1.0, 1.0]}
+        found: dict[Rule, list[float]] = {}
+        for rule, rows in self._weights.weights(samples.batch, samples.num_samples).items():
+            values = rows[offset : offset + sum(sizes)]
+            if total := sum(values):
+                found[rule] = [sum(values[: sizes[0]]) / total, sum(values[sizes[0] :]) / total]
+        return found | {SUM: [1.0, 1.0]}
+
+    def _settle_rules(self, right: Rule, shares: dict[Rule, list[float]], shows: Sequence[bool] = (True, True)) -> None:
+        """Refute the candidates that would have weighed parts otherwise, of those that show it."""
+        if right == SUM:
+            if all(shows):
+                self._weights.take_sum()
+        elif right != _USERS:
+            wrong = [
+                rule
+                for rule, theirs in shares.items()
+                if any(
+                    shown and abs(one - other) > 1e-9
+                    for one, other, shown in zip(theirs, shares[right], shows, strict=True)
+                )
+            ]
+            self._weights.refute(rule for rule in wrong if rule != SUM)
+
+    # --- what a step leaves -----------------------------------------------------------------------------------------
+
+    def _judge_state(self, whole: Pass, parts: Pass) -> None:
+        """Compare what the parts have left on the module with what the whole has.
+
+        Raises:
+            MisconfigurationException: If weights, buffers or frozen weights differ, which checkpoints hold.
+        """
+        module = self._loop.module
+        tolerance = tolerance_of(module, whole, parts).state
+        layers = [] if self._holds_statistics else batch_statistics(module)
+        for name, weight in whole.weights.items():
+            if not alike(weight, parts.weights[name], tolerance):
+                raise MisconfigurationException(_state_reason(name, layers))
+        saved = {name for name, _ in (*module.named_buffers(), *module.named_parameters())}
+        names = dict.fromkeys((*whole.after, *parts.after))
+        differ = [name for name in names if not alike(whole.after.get(name), parts.after.get(name), tolerance)]
+        if odd := [name for name in differ if name in saved]:
+            raise MisconfigurationException(_state_reason(odd[0], layers))
+        if new := [name for name in differ if name not in self._warned]:
+            self._warned.update(new)
+            rank_zero_warn(
+                f"`training_step` changes {', '.join(f'`{name}`' for name in new)} of the module per micro-batch: "
+                "not what the whole batch would make of it. Gradients don't depend on it, so that training is exact; "
+                "whatever else reads it finds a value per micro-batch. Change it in `on_train_batch_end`, which is "
+                "called once per batch."
+            )
+
+    def _judge_logs(self, whole: Pass, parts: Pass, sizes: list[int], weights: list[float], turn: int) -> None:
+        tolerance = tolerance_of(self._loop.module, whole, parts).state
+        self._rules.compare(whole.logs, parts.logs, list(zip(weights, sizes, strict=True)), tolerance)
+        if not turn:
+            new = {n: v for n, v in whole.metrics.items() if n not in self._warned}
+            self._warned.update(check_metrics(new, parts.metrics, max(tolerance, 1e-5)))
+
+    # --- words ------------------------------------------------------------------------------------------------------
+
+    def _written_words(self) -> str:
+        names = [
+            f"`{name}`" for name in (*sorted(self._passes.changed_weights), *sorted(self._accumulation.written))[:3]
+        ]
+        return ", ".join(names) or "weights, or what an object holds that is no part of the module"
+
+    def _reason(
+        self, sizes: list[int], solution: tuple[float, float] | None, users: list[float] | None, turn: int
+    ) -> str:
+        head = (
+            f"Micro-batches would give other weights than the whole batch: the gradient of {sum(sizes)} samples is not "
+            f"the mean of those of {sizes[0]} and {sizes[1]} of them"
+        )
+        layers = [] if self._holds_statistics else batch_statistics(self._loop.module)
+        later = f" This is so from the second step on: the first one changes {self._written_words()}." if turn else ""
+        if solution is not None and users is not None:
+            return (
+                f"{head} weighted {users[0]:.4g} to {users[1]:.4g}, as `loss_weight` says, but {solution[0]:.4g} to "
+                f"{solution[1]:.4g}.{later}"
+            )
+        if solution is not None:
+            return (
+                f"{head}: they count {solution[0]:.4g} and {solution[1]:.4g} times. What the loss is a mean over is "
+                "nothing that the batch shows (samples, unmasked labels, masks, class weights). Return a mean over "
+                "samples, or define `loss_weight(batch)`, the number that the loss of a batch is averaged over." + later
+            )
+        if layers:
+            return f"{head}. {normalised(layers)}{later}"
+        return (
+            f"{head}, however they are weighted. Samples affect each other (contrastive losses, statistics of the "
+            "batch, mixing, a random choice among them), the loss has several means that count different things, the "
+            "module needs the longest sample of its batch, or the batch is cut in the wrong place. Define `split_batch("
+            f"batch, sizes)` if the cut is wrong, return a mean over samples if there are several, {_ACCEPT}{later}"
+        )
+
+
+_ONE_AFTER_THE_OTHER = (
+    "Micro-batches would give other weights than the whole batch: the gradients of {} and {} samples add up to that of "
+    "all, but not where one runs after the other. A hook on weights changes gradients, which are those of a "
+    "micro-batch and not of the batch yet, or the step changes something that the next micro-batch sees: {}. Change "
+    "gradients in `on_before_optimizer_step` and other things in `on_train_batch_end`, which are called once per "
+    "batch, or keep the whole share in one micro-batch."
+)
+
+
+def _state_reason(name: str, layers: list[str]) -> str:
+    if any(name.startswith(layer) for layer in layers):
+        return normalised(layers)
+    return (
+        f"`training_step` changes `{name}` of the module, and what micro-batches make of it is not what the whole "
+        f"batch makes of it. Change it in `on_train_batch_end`, which is called once per batch, {_ACCEPT}"
+    )
+
+
+def normalised(layers: list[str]) -> str:
+    """Say that layers normalise with the statistics of their batch."""
+    return (
+        f"{len(layers)} BatchNorm layers ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''}) normalise with "
+        "the statistics of their batch: with micro-batches they are those of the micro-batch, and results change. "
+        "Replace them by GroupNorm or LayerNorm, freeze them with `.eval()`, or accept that they see a micro-batch "
+        "only: `MicroBatching(allow_batch_statistics=True)`."
+    )
+
+
+# --- comparing gradients ----------------------------------------------------------------------------------------------
+
+
+def _share(part: list[float], whole: list[float]) -> float:
+    return sum(part) / sum(whole) if sum(whole) else 0.0
+
+
+def _least(count: int, size: int) -> int:
+    """Return the fewest samples of a part: one only if micro-batches have one."""
+    return 2 if count >= 4 and size > 1 else 1
+
+
+def _firsts(num_samples: int, count: int, size: int, first: int) -> list[int]:
+    """Return where samples are cut in each turn, unequally; the first cut may be given."""
+    least = _least(count, size)
+    usual = min(size, count - 1) if count == num_samples else max(least, count // 3)
+    usual = max(1, usual - (2 * usual == count > 2))
+    last = count - max(least, count // 4)
+    second = next(one for one in (last, usual, count - usual, first, usual) if one != (first or usual) or count == 2)
+    return [first or usual, max(1, second)]
+
+
+def _distance(whole: Pass, mixed: Tensor, tolerance: Tolerance) -> float:
+    """Return how far projections are from those of the whole, in tolerances.
+
+    Numbers that are not finite are infinitely far from any.
+    """
+    norms = torch.maximum(whole.sketch.norm(dim=1), mixed.norm(dim=1))
+    gradients = torch.cat([norms[:-1].square().sum().sqrt().expand(len(norms) - 1), norms[-1:]])
+    allowed = tolerance.relative * norms + tolerance.floor * gradients + 1e-300
+    distance = float(((mixed - whole.sketch).norm(dim=1) / allowed).max())
+    return distance if distance == distance else float("inf")
+
+
+def _solve(whole: Pass, alone: list[Pass], tolerance: Tolerance) -> tuple[float, float] | None:
+    """Return the weights by which the parts give the whole; None if no weights do."""
+    columns = torch.stack([one.sketch.flatten() for one in alone], dim=1)
+    if not bool(torch.isfinite(columns).all() and torch.isfinite(whole.sketch).all()):
+        return None
+    a, b = torch.linalg.lstsq(columns, whole.sketch.reshape(-1, 1)).solution.flatten().tolist()
+    mixed = a * alone[0].sketch + b * alone[1].sketch
+    return (a, b) if _distance(whole, mixed, tolerance) <= 1.0 else None

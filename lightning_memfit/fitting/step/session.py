@@ -38,7 +38,6 @@ from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
 from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.check import SelfCheck
-from lightning_memfit.fitting.step.comparison import Comparison
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 from lightning_memfit.fitting.step.log_rules import LogRules
@@ -256,7 +255,7 @@ class FitSession:
         options = self._options
         self.sizes = sizes = MicroBatchSize(self._splitter.count(request.batch), 1)
         accumulation = Accumulation(self._loop, self._loop.is_sharded)
-        comparison = Comparison(
+        check = SelfCheck(
             self._loop,
             self._splitter,
             self._weights,
@@ -264,6 +263,7 @@ class FitSession:
             self._rules,
             accumulation,
             options.allow_batch_statistics,
+            self._memory,
         )
         hint = "" if options.last_resort == "offload" else _HINT
         shortage = Shortage(self._loop, self._splitter, sizes, self._ladder, self._consensus, self._note, hint)
@@ -271,7 +271,7 @@ class FitSession:
             self._loop,
             self._splitter,
             self._weights,
-            SelfCheck(comparison, self._memory),
+            check,
             accumulation,
             sizes,
             self._consensus,
