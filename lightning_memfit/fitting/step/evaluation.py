@@ -4,7 +4,8 @@ Before the first split it checks on some of the samples that parts give what the
 (retrieval within it, a perplexity, a correlation) would change silently.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     reading_of,
     restore_all,
 )
+from lightning_memfit.fitting.step.log_rules import metric_values
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of, with_own_tensors
@@ -46,11 +48,11 @@ _LIMITS = {
     "test_step": "limit_test_batches",
     "predict_step": "limit_predict_batches",
 }
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # TF32 rounds to the latter
-_LOW_PRECISION = 3e-2
+_EXACT, _TOLERANCE, _LOW_PRECISION = 1e-9, 1e-3, 3e-2  # TF32 rounds to the second
 _OK, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
-_MISMATCHES = 0.02
-"""Share of integers that may differ: classes whose scores are equal but for rounding."""
+
+_Run = Callable[[Any], Any]
+"""An evaluation step as a function of the batch alone."""
 
 
 class EvaluationSplitter:
@@ -108,6 +110,9 @@ class EvaluationSplitter:
             self._undo.pop()()
 
     def _run(self, name: str, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def one(part: Any) -> Any:
+            return step(part, *args, **kwargs)
+
         point = (
             RandomState(self._trainer.strategy.root_device),
             self._states.save(),
@@ -122,12 +127,14 @@ class EvaluationSplitter:
             is_cut = name in self.sizes  # then ranks may run different numbers of parts
             count = self._splitter.count(batch) if count is None and is_cut else count
             if count is not None and self._is_to_check(ranks, count, name):  # of another loader, or in another run
-                self._check(name, step, batch, args, kwargs, count, count // 2 if count > 3 else count, ranks)
+                self._check(name, one, batch, count, count // 2 if count > 3 else count, ranks)
             logs = StepLogs()
-            run = partial(self._run_once, name, step, batch, args, kwargs, count if is_cut else None, logs)
+            run = partial(self._run_once, name, one, batch, count if is_cut else None, logs)
             output, failure = ranks.together(run, None if is_cut else (name,), is_risky=is_cut)
             if not _has_run_out(name, ranks, failure, self._progress(name)):
-                self._commit(name, logs)  # not before: what one rank has done counts if all have
+                results = self._results(name)
+                if results is not None:  # not before: what one rank has done counts if all have
+                    logs.commit(results)
                 guard.learn(kept)
                 return output
             count = self._splitter.count(kept.batch) if count is None else count
@@ -146,7 +153,7 @@ class EvaluationSplitter:
             self._states.load(states)
             batch = guard.restored(kept)
             if self._is_to_check(ranks, count, name):
-                self._check(name, step, batch, args, kwargs, count, count // 2, ranks)
+                self._check(name, one, batch, count, count // 2, ranks)
             self.sizes[name] = max(1, failed // 2)
             # Nothing predicts evaluation: that a batch is cut is how the size is found, and its values stay the same.
             rank_zero_info(
@@ -192,46 +199,22 @@ class EvaluationSplitter:
     def _ranks(self) -> RankConsensus:
         return self._find_ranks()
 
-    def _run_once(
-        self,
-        name: str,
-        step: Callable[..., Any],
-        batch: Any,
-        args: Any,
-        kwargs: Any,
-        count: int | None,
-        logs: StepLogs,
-    ) -> Any:
+    def _run_once(self, name: str, one: _Run, batch: Any, count: int | None, logs: StepLogs) -> Any:
         """Run a batch, whole or as many samples at once as fit, and collect in `logs` what it logs."""
         if count is not None and count > self.sizes[name]:
-            return self._run_split(name, step, batch, args, kwargs, count, self.sizes[name], logs)
-        results = self._results(name)
-        if results is None:
-            return step(batch, *args, **kwargs)
-        with logs.capture(results):
-            return step(batch, *args, **kwargs)
+            return self._run_split(name, one, batch, count, self.sizes[name], logs)
+        with self._captured(name, logs):
+            return one(batch)
 
-    def _commit(self, name: str, logs: StepLogs) -> None:
+    def _captured(self, name: str, logs: StepLogs) -> AbstractContextManager[None]:
         results = self._results(name)
-        if results is not None:
-            logs.commit(results)
+        return nullcontext() if results is None else logs.capture(results)
 
-    def _run_split(
-        self,
-        name: str,
-        step: Callable[..., Any],
-        batch: Any,
-        args: Any,
-        kwargs: Any,
-        count: int,
-        micro_batch_size: int,
-        logs: StepLogs,
-    ) -> Any:
+    def _run_split(self, name: str, one: _Run, batch: Any, count: int, micro_batch_size: int, logs: StepLogs) -> Any:
         """Run a batch in parts, collect in `logs` what they log, and return the merged outputs."""
         sizes = sizes_of(count, micro_batch_size)
         parts = self._splitter.split(batch, sizes)
         weights = self._weights.read(batch, count).weights_of(parts, sizes)
-        results = self._results(name)
         written = self._written.get(self._kind, {})
         joined = self._joined.setdefault(self._kind, set())
         states = PartStates(written, {}, joined, merge, goes_on=True)
@@ -240,11 +223,8 @@ class EvaluationSplitter:
         try:
             for part, weight, size in zip(parts, weights, sizes, strict=True):
                 logs.begin_part(weight, size)
-                if results is None:
-                    outputs.append(step(part, *args, **kwargs))
-                else:
-                    with logs.capture(results):
-                        outputs.append(step(part, *args, **kwargs))
+                with self._captured(name, logs):
+                    outputs.append(one(part))
                 states.add(size, weight)
         finally:
             self._metrics.end()
@@ -259,17 +239,7 @@ class EvaluationSplitter:
 
     # --- the check --------------------------------------------------------------------------------------------------
 
-    def _check(
-        self,
-        name: str,
-        step: Callable[..., Any],
-        batch: Any,
-        args: Any,
-        kwargs: Any,
-        count: int,
-        size: int,
-        ranks: RankConsensus,
-    ) -> None:
+    def _check(self, name: str, one: _Run, batch: Any, count: int, size: int, ranks: RankConsensus) -> None:
         """Check on a number of samples of a batch, or as many as fit, that parts give what the whole gives.
 
         Raises:
@@ -279,7 +249,7 @@ class EvaluationSplitter:
         found: list[str] | None = None
         while size > 1:
             part = batch if size == count else self._splitter.split(batch, [size, count - size])[0]
-            found, failure = ranks.together(partial(self._differences, name, step, part, args, kwargs, size))
+            found, failure = ranks.together(partial(self._differences, name, one, part, size))
             if not _has_run_out(name, ranks, failure, self._progress(name)):
                 break
             if failure is not None:
@@ -298,44 +268,41 @@ class EvaluationSplitter:
                 "change: `MicroBatching(allow_batch_statistics=True)`."
             )
 
-    def _differences(
-        self, name: str, step: Callable[..., Any], part: Any, args: Any, kwargs: Any, size: int
-    ) -> list[str]:
+    def _differences(self, name: str, one: _Run, part: Any, size: int) -> list[str]:
         """Run samples at once and in unequal parts, and return in words what differs."""
         device = self._trainer.strategy.root_device
         snapshot = TrainingSnapshot(self._module, (), device, with_parameters=False)
-        random = RandomState(device)
         tolerance = _LOW_PRECISION if "16" in str(self._trainer.precision) else 0.0
 
-        def run(micro_batch_size: int) -> dict[str, Any]:
-            return self._values(name, step, with_own_tensors(part), args, kwargs, size, micro_batch_size)
+        def run(micro_batch_size: int, is_random: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+            random = RandomState(device)
+            snapshot.restore()
+            if is_random:
+                random.restore()
+            values = self._values(name, one, with_own_tensors(part), size, micro_batch_size)
+            return values, self._readings()
 
         start = held(places_of(self._module).values())
         try:
-            whole, kept = run(size), self._readings()
+            whole = run(size)
             self._written[self._kind] = changed_since(start, self._module)
-            snapshot.restore()
-            random.restore()
-            cut, of_parts = run(size - max(1, size // 3)), self._readings()
-            different = [key for key in {**whole, **cut} if _differ(whole.get(key), cut.get(key), tolerance)]
-            others = [key for key in {**kept, **of_parts} if _unlike(kept.get(key), of_parts.get(key), tolerance)]
+            parts = run(size - max(1, size // 3))
+            found = [_unlike(*pair, tolerance) for pair in zip(whole, parts, strict=True)]
             # The second run at once draws other random numbers; ranks that meet in a step make equally many.
-            if different or others or self._ranks.meets_inside:
-                random_state = RandomState(device)
-                snapshot.restore()
-                random_state.restore()
-                again, kept_again = run(size), self._readings()
-                different = [key for key in different if not _differ(whole.get(key), again.get(key), tolerance)]
-                others = [key for key in others if not _unlike(kept.get(key), kept_again.get(key), tolerance)]
+            if any(found) or self._ranks.meets_inside:
+                again = run(size, is_random=True)
+                for names, pair in zip(found, zip(whole, again, strict=True), strict=True):
+                    names -= _unlike(*pair, tolerance)
         finally:
             snapshot.restore()
+        different, others = found
         if others and not different:
             rank_zero_warn(
-                f"`{name}` changes {', '.join(f'`{key}`' for key in others)} of the module per part of a batch that is "
-                "split: not what the whole batch would make of it. What the epoch logs of it may be other values; "
-                "`self.log` and torchmetrics give those of the whole batch."
+                f"`{name}` changes {', '.join(f'`{key}`' for key in sorted(others))} of the module per part of a batch "
+                "that is split: not what the whole batch would make of it. What the epoch logs of it may be other "
+                "values; `self.log` and torchmetrics give those of the whole batch."
             )
-        return [f"{key} is {_short(whole.get(key))} and {_short(cut.get(key))}" for key in different]
+        return [f"{key} is {_short(whole[0].get(key))} and {_short(parts[0].get(key))}" for key in sorted(different)]
 
     def _readings(self) -> dict[str, Any]:
         """What the module's attributes hold."""
@@ -349,23 +316,17 @@ class EvaluationSplitter:
     def _own_places(self) -> dict[str, Place]:
         return {name: place for name, place in places_of(self._module).items() if "." not in name}
 
-    def _values(
-        self, name: str, step: Callable[..., Any], batch: Any, args: Any, kwargs: Any, count: int, size: int
-    ) -> dict[str, Any]:
+    def _values(self, name: str, one: _Run, batch: Any, count: int, size: int) -> dict[str, Any]:
         """What samples return, log and add to metrics, in words; nothing reaches Lightning."""
-        metrics = [(path, child) for path, child in self._module.named_modules() if isinstance(child, Metric)]
-        metrics += hidden_metrics(self._module)
-        for _, metric in metrics:
-            metric.reset()
-        logs, logged = StepLogs(), _Logged()
-        output = self._run_split(name, step, batch, args, kwargs, count, size, logs)
-        logs.commit(logged)
-        values: dict[str, Any] = {f"`self.log({key!r})`": value for key, value in logged.items()}
-        values |= _leaves(output, "what it returns")
-        for path, metric in metrics:
-            metric.sync_on_compute = False  # other ranks are elsewhere
-            if metric._update_count:
-                values[f"the metric `{path}`"] = metric.compute()
+        for _, metric in (*self._module.named_modules(), *hidden_metrics(self._module)):
+            if isinstance(metric, Metric):
+                metric.reset()
+        logs = StepLogs()
+        values = _leaves(reading_of(self._run_split(name, one, batch, count, size, logs)), "what it returns")
+        logs.fold()
+        values |= {f"`self.log({c.name!r})`": c.value.cpu() for c in logs.calls if not isinstance(c.value, Metric)}
+        for path, value in metric_values(self._module).items():
+            values |= _leaves(reading_of(value), f"the metric `{path}`")
         return values
 
 
@@ -432,56 +393,28 @@ def _kept_results(module: LightningModule, name: str) -> str:
     )
 
 
-def _unlike(one: Any, other: Any, tolerance: float) -> bool:
-    return not alike(one, other, max(tolerance, 1e-3))
-
-
-class _Logged(dict[str, Any]):
-    """Takes what is logged in the place of Lightning's collection."""
-
-    dataloader_idx = 0
-
-    def log(self, fx: str, name: str, value: Any, **_: Any) -> None:
-        """Keep a logged value; metrics are compared as such."""
-        if not isinstance(value, Metric):
-            self[name] = value
-
-
-def _leaves(value: Any, path: str) -> dict[str, Any]:
-    """Tensors and other objects in an output, by where they are."""
-    if isinstance(value, Mapping):
-        items: Any = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    else:
-        return {path: value.detach().clone() if isinstance(value, Tensor) else value}
+def _leaves(reading: Any, path: str) -> dict[str, Any]:
+    """What a reading holds, by where it is."""
+    if not isinstance(reading, (dict, list)):
+        return {path: reading}
+    items = reading.items() if isinstance(reading, dict) else enumerate(reading)
     return {name: leaf for key, item in items for name, leaf in _leaves(item, f"{path}[{key!r}]").items()}
 
 
-def _differ(one: Any, other: Any, tolerance: float) -> bool:
-    """Whether two values differ by more than rounding; objects other than numbers and tensors differ by their class."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):  # a metric's
-        return one.keys() != other.keys() or any(_differ(one[key], other[key], tolerance) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) != len(other) or any(_differ(*pair, tolerance) for pair in zip(one, other, strict=True))
-    if isinstance(one, (Tensor, float, int)) and isinstance(other, (Tensor, float, int)):
-        return _tensors_differ(torch.as_tensor(one), torch.as_tensor(other), tolerance)
-    return type(one) is not type(other)
+def _unlike(some: dict[str, Any], others: dict[str, Any], tolerance: float) -> set[str]:
+    """Names of what differs by more than rounding."""
+    return {key for key in {**some, **others} if not _are_close(some.get(key), others.get(key), tolerance)}
 
 
-def _tensors_differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    if one.shape != other.shape:
-        return True
-    if not one.numel():
-        return False
-    other = other.to(one.device)
-    if not one.is_floating_point() and not other.is_floating_point() and not one.is_complex():
-        return float((one != other).double().mean()) > (_MISMATCHES if one.numel() > 1 else 0.0)
-    kinds = [tensor.dtype for tensor in (one, other) if tensor.is_floating_point() or tensor.is_complex()]
-    tolerance = max(tolerance, *(_TOLERANCES.get(kind, _LOW_PRECISION) for kind in kinds))
-    one, other = one.double(), other.double()
-    scale = float(torch.maximum(one.abs(), other.abs()).nan_to_num(0.0, 0.0, 0.0).max())
-    return not torch.allclose(one, other, rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True)
+def _are_close(one: Any, other: Any, tolerance: float) -> bool:
+    pair = (one, other)
+    is_exact = all(isinstance(value, Tensor) and value.dtype == torch.float64 for value in pair)
+    tolerance = max(tolerance, _EXACT if is_exact else _TOLERANCE)
+    if all(isinstance(value, (Tensor, float)) for value in pair):
+        one, other = (torch.as_tensor(value, dtype=torch.float64) for value in pair)
+        if one.shape == other.shape and one.numel() and float((one - other).abs().max()) <= tolerance * _TOLERANCE:
+            return True  # both are nothing but rounding
+    return alike(one, other, tolerance)
 
 
 def _short(value: Any) -> str:
