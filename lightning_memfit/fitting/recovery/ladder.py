@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_memfit.checkpointing.apply import (
     AppliedCheckpointing,
@@ -27,7 +25,7 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.reliability.consensus import RankConsensus
 
 
-class Rung(ABC):
+class Rung(Protocol):
     """One way to make a sample need less memory and more time, put into effect in the middle of training.
 
     Gradients, random numbers and updates stay bitwise what they are.
@@ -39,19 +37,15 @@ class Rung(ABC):
     name: str
 
     @property
-    @abstractmethod
     def description(self) -> str:
         """Describe what it did, in words that follow "with"."""
 
-    @abstractmethod
     def refusal(self) -> str | None:
         """Return why it can do nothing now, or None if it can."""
 
-    @abstractmethod
     def apply(self) -> None:
         """Put it into effect; call this only if `refusal` returns None."""
 
-    @abstractmethod
     def remove(self) -> None:
         """Undo it. It is safe to call this at any time."""
 
@@ -145,7 +139,7 @@ LAST_RESORTS: tuple[LastResort, ...] = get_args(LastResort)
 _HOST_SHARE = 0.9  # share of the free memory; the rest is for copies of the batch and for other processes
 
 
-class Recomputation(Rung):
+class Recomputation:
     """Recompute every repeated block of a module in backward.
 
     Blocks that keep some of their activations (`ActivationCheckpointing` with `selective` or `choices`) keep none from
@@ -166,18 +160,15 @@ class Recomputation(Rung):
         self._num_blocks = 0
 
     @property
-    @override
     def description(self) -> str:
         """Describe how many blocks were changed."""
         return f"the activations of {self._num_blocks} more blocks recomputed in backward"
 
-    @override
     def refusal(self) -> str | None:
         """Return None if a block keeps activations."""
         plain, partial = self._blocks()
         return None if plain or partial else "there is no repeated block that keeps activations"
 
-    @override
     def apply(self) -> None:
         """Change the blocks."""
         plain, partial = self._blocks()
@@ -188,7 +179,6 @@ class Recomputation(Rung):
             forward.choice = "full"
         self._num_blocks = len(plain) + len(partial)
 
-    @override
     def remove(self) -> None:
         """Make blocks keep what they kept before."""
         if self._applied is not None:
@@ -212,7 +202,7 @@ class Recomputation(Rung):
         return plain, partial
 
 
-class InputsOnHost(Rung):
+class InputsOnHost:
     """Keep the inputs of recomputed blocks in host memory until backward.
 
     Args:
@@ -228,19 +218,16 @@ class InputsOnHost(Rung):
         self._moved: list[CheckpointedForward] = []
 
     @property
-    @override
     def description(self) -> str:
         """Describe how many blocks were changed."""
         return f"the inputs of {len(self._moved)} recomputed blocks in host memory"
 
-    @override
     def refusal(self) -> str | None:
         """Return None if a block is recomputed from inputs on the device."""
         if not self._has_host:
             return _NO_HOST
         return None if any(self._on_device()) else "no block is recomputed from inputs on the device"
 
-    @override
     def apply(self) -> None:
         """Change the blocks; they share one pool, so that each knows which ran before it."""
         pool = OffloadPool()
@@ -248,7 +235,6 @@ class InputsOnHost(Rung):
         for forward in self._moved:
             forward.inputs_on_host = pool
 
-    @override
     def remove(self) -> None:
         """Keep inputs on the device."""
         for forward in self._moved:
@@ -262,7 +248,7 @@ class InputsOnHost(Rung):
                 yield forward
 
 
-class StatesOnHost(Rung):
+class StatesOnHost:
     """Keep optimizer states on the device only during the optimizer's step.
 
     Args:
@@ -280,23 +266,19 @@ class StatesOnHost(Rung):
         self._states: HostStates | None = None
 
     @property
-    @override
     def description(self) -> str:
         """Describe how much was moved."""
         size = "" if self._states is None else f" ({format_bytes(self._states.size_bytes)})"
         return f"optimizer states in host memory between steps{size}"
 
-    @override
     def refusal(self) -> str | None:
         """Return None if states can be moved and there is room for them."""
         return reason_to_stay(self._optimizer, self._free_bytes()) if self._has_host else _NO_HOST
 
-    @override
     def apply(self) -> None:
         """Send the states, now and after each step."""
         self._states = HostStates(self._optimizer, self._free_bytes())
 
-    @override
     def remove(self) -> None:
         """Make the states stay on the device."""
         if self._states is not None:
