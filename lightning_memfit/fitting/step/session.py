@@ -388,7 +388,7 @@ class FitSession:
         is_alike = self._is_alike and search.result.num_failed == self._num_failed
         told = self._consensus.exchange(work_bytes, peak_bytes, rest_bytes, not is_alike, at=At.BATCH)
         work, peak, rest, unlike = (int(max(numbers)) for numbers in zip(*told, strict=True))
-        largest = self._smallest(search.after(StepMemory(before, peak, work, rest, not unlike)))
+        largest = search.after(StepMemory(before, peak, work, rest, not unlike))
         size = prefer(sizes.local_batch_size, largest)
         if size != before:
             sizes.take(size)
