@@ -30,8 +30,6 @@ from lightning_memfit.techniques.core.facts import batch_statistics
 
 _DIVISORS = (1.0, 2.0**8, 2.0**16)
 """Of the loss, each tried where gradients of 16 bits overflow with the one before; scalers begin at 65536."""
-_LAST_OPEN = 8
-"""The last split step that is checked only to tell logged sums and means apart."""
 _OK, _OUT_OF_MEMORY, _FAILED, _OVERFLOWED, _UNSEEN = range(5)
 _USERS = Rule("users")
 _MAX_WINDOWS = 4
@@ -128,8 +126,7 @@ class SelfCheck:
         """Whether the split step of a number, counted from 1, is to be checked."""
         if not self.is_done:
             return True
-        is_look_due = is_look(number) or (self._rules.is_open and number <= _LAST_OPEN)
-        return (is_look_due and number != self._last_number) or self._splitter.cuts(batch) not in self._cuts
+        return (is_look(number) and number != self._last_number) or self._splitter.cuts(batch) not in self._cuts
 
     def run(
         self, request: StepRequest, batch: Any, num_samples: int, size: int, has_failed: bool, number: int = 0

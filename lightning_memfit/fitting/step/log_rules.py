@@ -112,11 +112,6 @@ class LogRules:
         self._ways[key] = tuple(right) or known
         return bool(right)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether values of 0 have left it open whether some names are sums or means."""
-        return any("sum" in ways and ways[0] != "sum" for ways in self._ways.values())
-
     def merge(self, calls: Sequence[LogCall], parts: Sequence[tuple[float, int]]) -> list[LogCall]:
         """Return the calls that the whole batch would have made.
 

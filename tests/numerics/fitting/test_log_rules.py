@@ -64,9 +64,9 @@ def test_a_value_for_each_sample_stays_one_for_each_sample() -> None:
     assert [float(call.value) for call in rules.merge(parts, [(2.0, 2), (1.0, 1)])] == [1.0, 2.0, 3.0]
 
 
-def test_values_of_zero_leave_it_open() -> None:
+def test_values_of_zero_tell_nothing() -> None:
     rules = LogRules()
     rules.compare(calls([0.0]), calls([0.0, 0.0]), PARTS, 1e-6)
-    assert rules.is_open
     rules.compare(calls([6.0]), calls([2.0, 4.0]), PARTS, 1e-6)
-    assert not rules.is_open
+    (merged,) = rules.merge(calls([2.0, 4.0]), PARTS)
+    assert float(merged.value) == 6.0
