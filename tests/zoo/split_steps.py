@@ -844,11 +844,11 @@ def limited(kind: type[Curriculum], limit: float) -> type[Toy]:
 EXACT = (
     *(SumLoss, Classes, ClassWeighted, HiddenWeightsWithHook, Tokens, Named, FloatMask, Shifted, OwnIgnoredIndex),
     *(Padded, Lengths, *WRITING, Kept, Reading, TimeMajor, WithConstants, Popping, InPlace),
-    *(PlainBackward, SuperBackward, HookOfSums, Cleared, Masked, OnlyLooks, MovedInputs),
-    *(SomeMovedInputs, ClearsItself, OwnWindow, PaddedWithAToken, OneClassLeftOut, FirstMasked),
+    *(PlainBackward, SuperBackward, HookOfSums, Cleared, Masked, OnlyLooks),
+    *(OwnWindow, PaddedWithAToken, OneClassLeftOut, FirstMasked),
 )
-UNSHOWN = (Queue, Helpers, MadeInHelper, Replaced, Clamped, Normed, Noised)
-"""What the contract leaves out: queues of samples, objects that are no modules, hooks that change gradients."""
+UNSHOWN = (Queue, Helpers, MadeInHelper, Replaced, Clamped, Normed, Noised, MovedInputs, SomeMovedInputs, ClearsItself)
+"""Left out of the contract: queues of samples, objects that are no modules, steps and hooks that change gradients."""
 
 REFUSED = (
     *(Contrastive, Normalised, HiddenWeights, WrongHook, FunctionalNorm, Centred, Mixup, Balanced),

@@ -8,7 +8,7 @@ globals are not put back when a batch is repeated; metrics and the global genera
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -192,62 +192,30 @@ class StepState:
 class PartStates:
     """Puts together what the micro-batches of a batch write on the module.
 
-    Every micro-batch starts from what the batch started from. Afterwards floating values are the mean over samples,
-    lists, also those in dicts, have what each micro-batch has added, put together, and anything else is what the last
-    micro-batch left.
+    Every micro-batch starts from what the batch started from. Afterwards floating values are the mean over samples, and
+    anything else is what the last micro-batch left. Lists and generators of random numbers go on from one micro-batch
+    to the next.
 
     Args:
         places: Places to which steps write, by name.
         saved: What was there before the batch.
-        joined: Names of lists that get items for each sample; those that are seen to are added.
-        merge: Puts together what micro-batches have added to a list first, second ..., given their loss weights and
-            their numbers of samples.
-        goes_on: Whether micro-batches go on with what the one before has left, and only lists are put together.
     """
 
-    def __init__(
-        self,
-        places: dict[str, Place],
-        saved: Saved,
-        joined: set[str],
-        merge: Callable[[list[Any], list[float], list[int]], Any],
-        goes_on: bool = False,
-    ) -> None:
+    def __init__(self, places: dict[str, Place], saved: Saved) -> None:
         start = {name: saved.get(name, (place, None)) for name, place in places.items()}
-        self._saved = {name: one for name, one in start.items() if not _goes_on(one)}
-        self._merge = merge
-        self._joined = joined
-        self._only_lists = goes_on
-        self._lengths = {name: len(items) for name, items in self._all_lists()}
-        self._known = dict(self._lengths)
+        self._saved = {name: one for name, one in start.items() if not _goes_on(one[0].read())}
         self._numbers: dict[str, list[float]] = {}
         self._sums: dict[str, tuple[int, Any]] = {}
-        self._lists: dict[str, list[list[Any]]] = {}
-        self._weights: list[float] = []
         self._sizes: list[int] = []
-
-    def _all_lists(self) -> Iterator[tuple[str, list[Any]]]:
-        """The lists that there are now, by name."""
-        for name, (place, _) in self._saved.items():
-            value = place.read()
-            if isinstance(value, list):
-                yield name, value
-            elif isinstance(value, dict):
-                yield from ((f"{name}[{key!r}]", item) for key, item in value.items() if isinstance(item, list))
 
     def before_next(self) -> None:
         """Put back what the next micro-batch starts from."""
         put_back(self._saved)
 
-    def add(self, size: int, weight: float) -> None:
-        """Take what a micro-batch has written, given its number of samples and the weight of its loss."""
+    def add(self, size: int) -> None:
+        """Take what a micro-batch of so many samples has written."""
         self._sizes.append(size)
-        self._weights.append(weight)
-        for name, items in self._all_lists():
-            self._lists.setdefault(name, []).append(items[self._known.get(name, 0) :])
-            if self._only_lists:
-                self._known[name] = len(items)
-        for name, (place, _) in () if self._only_lists else self._saved.items():
+        for name, (place, _) in self._saved.items():
             value = place.read()
             if isinstance(value, float):
                 self._numbers.setdefault(name, []).append(value)
@@ -277,28 +245,12 @@ class PartStates:
                     now.copy_(total / num_samples)
             else:
                 place.write(total / num_samples)
-        for name, items in self._all_lists():
-            added = self._lists.get(name, [])
-            lengths = [len(one) for one in added]
-            if self._are_of_samples(lengths):
-                self._joined.add(name)
-            if name in self._joined or len(set(lengths)) > 1 or len(added) < len(self._sizes):
-                found = [item for one in added for item in one]
-            else:
-                found = [self._merge(list(row), self._weights, self._sizes) for row in zip(*added, strict=True)]
-            items[self._lengths.get(name, 0) :] = found
-
-    def _are_of_samples(self, lengths: list[int]) -> bool:
-        """Whether micro-batches have added as many items to a list as they have samples, or a multiple."""
-        if lengths == self._sizes:
-            return max(lengths) > 1
-        per_sample = {length / size for length, size in zip(lengths, self._sizes, strict=False)}
-        return len(set(self._sizes)) > 1 and len(per_sample) == 1 and per_sample != {0.0}
 
 
-def _goes_on(saved: tuple[Place, Held | None]) -> bool:
-    """Whether micro-batches go on with what the one before has left: draws from a generator."""
-    return saved[1] is not None and is_random_source(saved[1].back)
+def _goes_on(value: Any) -> bool:
+    """Whether micro-batches go on with what the one before has left."""
+    keeps_items = isinstance(value, dict) and any(isinstance(item, list) for item in value.values())
+    return keeps_items or isinstance(value, list) or is_random_source(value)
 
 
 def _is_averaged(value: Any) -> bool:

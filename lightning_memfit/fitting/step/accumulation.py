@@ -24,7 +24,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     sampled_weights,
 )
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.outputs import StepOutputs, merge
+from lightning_memfit.fitting.step.outputs import StepOutputs
 
 _SKIPS = (
     "`training_step` returned None, which skips a batch, for some micro-batches of a batch and not others: the "
@@ -47,9 +47,6 @@ class Accumulation:
 
     Attributes:
         written: Places of the module to which steps were seen to write, by name.
-        hides_gradients: Whether steps don't see the gradients so far, as they leave some, by a backward pass of their
-            own, or clear them: a run without micro-batches clears them before the backward pass of the batch.
-        changes_gradients: Whether a step that was checked has done so.
         before_forward: Called before every forward, while steps are compared.
     """
 
@@ -59,10 +56,7 @@ class Accumulation:
         self._once: dict[str, Place] = {}
         self._left: Saved = {}
         self._num_clears = 0
-        self._joined: set[str] = set()
         self.written: dict[str, Place] = {}
-        self.hides_gradients = False
-        self.changes_gradients = False
         self.before_forward: Callable[[], None] | None = None
 
     def run(
@@ -106,7 +100,7 @@ class Accumulation:
         states = None
         if last and self.written:
             places = {name: place for name, place in self.written.items() if name not in self._once}
-            states = PartStates(places, saved, self._joined, merge)
+            states = PartStates(places, saved)
         skips: set[bool] = set()
         outputs.begin(len(parts))
         result: ClosureResult | None = None
@@ -119,7 +113,9 @@ class Accumulation:
                     if states is not None:
                         states.before_next()
                 clears = clear is not None and not index
-                result = self._forward(request, part, divisors[index], clears)
+                if self.before_forward is not None:
+                    self.before_forward()
+                result = self._loop.forward(request, part, divisors[index])
                 del part
                 skips.add(result.closure_loss is None)
                 if len(skips) > 1:
@@ -134,7 +130,7 @@ class Accumulation:
                 if last:
                     outputs.add(result, weight, sizes[index])
                 if states is not None:
-                    states.add(sizes[index], weight)
+                    states.add(sizes[index])
         finally:
             outputs.end()
         if states is not None:
@@ -143,22 +139,6 @@ class Accumulation:
         return result
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
-
-    def _forward(self, request: StepRequest, part: Any, divisor: float, clears: bool) -> ClosureResult:
-        if self.before_forward is not None:
-            self.before_forward()
-        is_checked = self.before_forward is not None
-        if clears or self._is_sharded or not (self.hides_gradients or is_checked):
-            return self._loop.forward(request, part, divisor)
-        before = [(weight, weight.grad) for weight in self._loop.module.parameters() if weight.requires_grad]
-        try:
-            for parameter, _ in before if self.hides_gradients else ():
-                parameter.grad = None
-            return self._loop.forward(request, part, divisor)
-        finally:
-            self.changes_gradients |= is_checked and any(p.grad is not grad for p, grad in before)
-            for parameter, grad in before if self.hides_gradients else ():
-                parameter.grad = grad
 
     def _clear(self, clear: Callable[[], None], saved: Saved, is_split: bool) -> None:
         """Clear the gradients, once for all micro-batches: what hooks write then is not for the next ones to see.

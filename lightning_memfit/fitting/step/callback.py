@@ -60,8 +60,9 @@ class MicroBatching(KeepsRandomNumbers):
     `loss_weight` says what it is a mean over. Tensors whose first dimension is the batch are cut, everything else is
     passed whole, or `split_batch` cuts it. Every micro-batch starts from the buffers and attributes that the batch
     started from; afterwards floating values are the mean over samples, anything else is what the last micro-batch
-    left. Noise is drawn for each micro-batch. Before the first split, at split steps 2, 4 ... 64 and at new kinds of
-    cuts, samples are run together and in parts: a step that doesn't keep the contract is refused before weights change.
+    left. Lists go on. Noise is drawn for each micro-batch. Before the first split, at split steps 2, 4 ... 64 and at
+    new kinds of cuts, samples are run together and in parts: a step that doesn't keep the contract is refused before
+    weights change.
 
     Works with automatic optimization on one device, with DDP and with FSDP2 (recovery needs torch 2.13 there), where
     one rank may run out of memory alone. With tensor parallelism it recovers while a size or shape is new. With ZeRO

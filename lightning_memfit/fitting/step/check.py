@@ -501,10 +501,11 @@ class SelfCheck:
 
 _ONE_AFTER_THE_OTHER = (
     "Micro-batches would give other weights than the whole batch: the gradients of {} and {} samples add up to that of "
-    "all, but not where one runs after the other. A hook on weights changes gradients, which are those of a "
-    "micro-batch and not of the batch yet, or the step changes something that the next micro-batch sees: {}. Change "
-    "gradients in `on_before_optimizer_step` and other things in `on_train_batch_end`, which are called once per "
-    "batch, or keep the whole share in one micro-batch."
+    "all, but not where one runs after the other. The step runs a backward pass of its own or clears gradients, a hook "
+    "on weights changes them, which are those of a micro-batch and not of the batch yet, or the step changes something "
+    "that the next micro-batch sees: {}. Take gradients by `torch.autograd.grad`, change those of weights in "
+    "`on_before_optimizer_step` and other things in `on_train_batch_end`, which are called once per batch, or keep the "
+    "whole share in one micro-batch."
 )
 
 

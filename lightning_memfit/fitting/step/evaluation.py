@@ -21,11 +21,9 @@ from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
     MODULE_INTERNALS,
-    PartStates,
     Place,
     Saved,
     alike,
-    changed_since,
     held,
     hidden_metrics,
     places_of,
@@ -93,8 +91,7 @@ class EvaluationSplitter:
         self._splitter = splitter
         self._find_weights = weights
         self.sizes = sizes
-        self._written: dict[_Kind, dict[str, Place]] = {}
-        self._joined: dict[_Kind, set[str]] = {}
+        self._checked: set[_Kind] = set()
         self._kind: _Kind = ("", 0)
         self._guards: dict[_Kind, BatchGuard] = {}
         self._undo: list[Callable[[], None]] = []
@@ -168,7 +165,7 @@ class EvaluationSplitter:
 
     def _is_to_check(self, ranks: RankConsensus, count: int, name: str) -> bool:
         """Whether a batch is about to be split, and none of its kind was compared in this run; on all ranks alike."""
-        if self._kind in self._written:
+        if self._kind in self._checked:
             return False
         is_due = count > self.sizes.get(name, 0)
         return ranks.any_of([is_due])[0] if ranks.stops_together else is_due
@@ -215,9 +212,6 @@ class EvaluationSplitter:
         sizes = sizes_of(count, micro_batch_size)
         parts = self._splitter.split(batch, sizes)
         weights = self._weights.read(batch, count).weights_of(parts, sizes)
-        written = self._written.get(self._kind, {})
-        joined = self._joined.setdefault(self._kind, set())
-        states = PartStates(written, {}, joined, merge, goes_on=True)
         self._metrics.begin()
         outputs = []
         try:
@@ -225,12 +219,9 @@ class EvaluationSplitter:
                 logs.begin_part(weight, size)
                 with self._captured(name, logs):
                     outputs.append(one(part))
-                states.add(size, weight)
         finally:
             self._metrics.end()
         self._metrics.finish(logs.metrics_on_step())
-        if len(sizes) > 1:
-            states.finish()
         return merge(outputs, weights, sizes)
 
     def _results(self, name: str) -> Any:
@@ -245,7 +236,7 @@ class EvaluationSplitter:
         Raises:
             MisconfigurationException: If they don't.
         """
-        self._written[self._kind] = {}
+        self._checked.add(self._kind)
         found: list[str] | None = None
         while size > 1:
             part = batch if size == count else self._splitter.split(batch, [size, count - size])[0]
@@ -282,10 +273,8 @@ class EvaluationSplitter:
             values = self._values(name, one, with_own_tensors(part), size, micro_batch_size)
             return values, self._readings()
 
-        start = held(places_of(self._module).values())
         try:
             whole = run(size)
-            self._written[self._kind] = changed_since(start, self._module)
             parts = run(size - max(1, size // 3))
             found = [_unlike(*pair, tolerance) for pair in zip(whole, parts, strict=True)]
             # The second run at once draws other random numbers; ranks that meet in a step make equally many.

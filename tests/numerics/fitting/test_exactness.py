@@ -220,10 +220,11 @@ class Listing(Toy):
         return loss
 
 
-@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (5, ()), (BATCH, (3,)), (4, (2, 6))])
-def test_lists_have_an_item_for_each_batch_or_sample(size: int, fails_at: tuple[int, ...]) -> None:
-    plain, ours = assert_exact(Listing, size, fails_at)
-    torch.testing.assert_close(ours.losses, plain.losses)
+@pytest.mark.parametrize(("size", "fails_at"), [(2, ()), (4, (2, 6))])
+def test_lists_keep_what_every_micro_batch_adds(size: int, fails_at: tuple[int, ...]) -> None:
+    with pytest.warns(match="changes `losses` of the module per micro-batch"):
+        plain, ours = assert_exact(Listing, size, fails_at)
+    assert len(ours.losses) > len(plain.losses)
     assert ours.firsts == plain.firsts
 
 
