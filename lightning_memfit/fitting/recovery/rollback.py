@@ -2,11 +2,10 @@
 
 `Rollback` goes back to the start of an effective batch whose attempt failed; it is used in every step and saves only
 what forward and backward change. `TrainingSnapshot` is for passes of a check: after `restore`, training continues
-exactly as it would have without them. `OptimizerSnapshot` is the part that an optimizer step changes.
+exactly as it would have without them. `OptimizerSnapshot` is what an optimizer step changes.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,29 +111,20 @@ class OptimizerSnapshot:
 class TrainingSnapshot:
     """All state of a module in training that passes which are undone may change.
 
-    Weights in training, gradients, optimizers, what `step_state` lists, metrics, random generators, training flags, and
-    cuDNN's switches.
+    Weights in training, gradients, what `step_state` lists, metrics, random generators, training flags, and cuDNN's
+    switches.
 
     Args:
         module: The module in training.
-        optimizers: Its optimizers, if the passes step them.
         device: The device in use.
         with_parameters: Whether to save parameters and gradients; passes of forward alone don't change them.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Iterable[Optimizer],
-        device: torch.device,
-        with_parameters: bool = True,
-    ) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, with_parameters: bool = True) -> None:
         self._module = module
         self._random = RandomState(device)
-        self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
-        stepped = {id(p) for snapshot in self._optimizers for p, _ in snapshot._parameters}
         parameters = [p for p in module.parameters() if with_parameters]
-        trained = [p for p in parameters if p.requires_grad and id(p) not in stepped]
+        trained = [p for p in parameters if p.requires_grad]
         self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in trained]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
@@ -147,8 +137,6 @@ class TrainingSnapshot:
 
     def restore(self) -> None:
         """Put everything back."""
-        for snapshot in self._optimizers:
-            snapshot.restore()
         self.restore_weights()
         for parameter, requires_grad in self._flags:
             parameter.requires_grad_(requires_grad)
@@ -165,7 +153,7 @@ class TrainingSnapshot:
         self._random.restore()
 
     def restore_weights(self) -> None:
-        """Put the weights in training back that no optimizer's snapshot holds."""
+        """Put the weights in training back."""
         for parameter, copy in self._parameters:
             copy.restore(parameter)
 

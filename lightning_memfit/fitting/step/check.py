@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_memfit.fitting.recovery.step_state import Saved, alike, is_look
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.step.accumulation import Accumulation
-from lightning_memfit.fitting.step.log_rules import LogRules, check_metrics
+from lightning_memfit.fitting.step.log_rules import check_metrics
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
 from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes
@@ -80,7 +80,6 @@ class SelfCheck:
         splitter: Splits batches.
         weights: Candidates for what the loss is a mean over; those that a comparison refutes are left out.
         consensus: Communication between the ranks.
-        rules: How logged values are put together.
         accumulation: Runs the parts; learns what steps write on the module.
         holds_statistics: Whether layers of batch statistics are held fixed, which the user accepts.
         device_memory: The device's memory; None if it is not limited, so that any batch fits at once.
@@ -96,7 +95,6 @@ class SelfCheck:
         splitter: BatchSplitter,
         weights: LossWeights,
         consensus: RankConsensus,
-        rules: LogRules,
         accumulation: Accumulation,
         holds_statistics: bool,
         device_memory: DeviceMemory | None,
@@ -106,12 +104,11 @@ class SelfCheck:
         self._splitter = splitter
         self._weights = weights
         self._consensus = consensus
-        self._rules = rules
         self._accumulation = accumulation
         self._holds_statistics = holds_statistics
         self._memory = device_memory
         self._only_weights = only_weights
-        self._passes = Passes(loop, rules, accumulation, holds_statistics)
+        self._passes = Passes(loop, accumulation, holds_statistics)
         self._last_number = self._num_runs = 0
         self._cuts: set[frozenset[Any]] = set()
         self._warned: set[str] = set()
@@ -119,7 +116,7 @@ class SelfCheck:
 
     def of_weights(self) -> "SelfCheck":
         """Return a check that learns nothing but what losses are means over."""
-        shared = (self._loop, self._splitter, self._weights, self._consensus, LogRules(), self._accumulation)
+        shared = (self._loop, self._splitter, self._weights, self._consensus, self._accumulation)
         return SelfCheck(*shared, self._holds_statistics, self._memory, only_weights=True)
 
     def is_due(self, batch: Any, number: int) -> bool:
@@ -456,7 +453,7 @@ class SelfCheck:
 
     def _judge_logs(self, whole: Pass, parts: Pass, sizes: list[int], weights: list[float], turn: int) -> None:
         tolerance = tolerance_of(self._loop.module, whole, parts).state
-        self._rules.compare(whole.logs, parts.logs, list(zip(weights, sizes, strict=True)), tolerance)
+        self._accumulation.rules.compare(whole.logs, parts.logs, list(zip(weights, sizes, strict=True)), tolerance)
         if not turn:
             new = {n: v for n, v in whole.metrics.items() if n not in self._warned}
             self._warned.update(check_metrics(new, parts.metrics, max(tolerance, 1e-5)))

@@ -22,12 +22,12 @@ from lightning_memfit.fitting.recovery.host_states import fetch_states
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import held
+from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.shapes import ProvenShapes, ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.check import SelfCheck
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
-from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
 from lightning_memfit.fitting.step.outputs import StepOutputs
@@ -84,14 +84,13 @@ class EffectiveStep:
         loop: Runs forward and backward.
         splitter: Splits batches.
         weights: Weighs micro-batches.
-        check: Compares samples together with samples apart.
-        accumulation: Runs micro-batches.
         sizes: The micro-batch size in use.
         consensus: Communication between the ranks.
         reducer: Sums gradients over ranks; None for one rank and for strategies that reduce in backward.
         recover: Whether an attempt that ran out of memory is repeated, if ranks don't communicate in it.
         shortage: Decides what follows when memory runs out.
-        rules: How logged values of micro-batches make that of the batch.
+        device_memory: The device's memory; None if it is not limited.
+        holds_statistics: Whether layers of batch statistics are held fixed in checks.
     """
 
     def __init__(
@@ -99,20 +98,19 @@ class EffectiveStep:
         loop: MicroBatchLoop,
         splitter: BatchSplitter,
         weights: LossWeights,
-        check: SelfCheck,
-        accumulation: Accumulation,
         sizes: MicroBatchSize,
         consensus: RankConsensus,
         reducer: GradientReducer | None,
         recover: bool,
         shortage: Shortage,
-        rules: LogRules,
+        device_memory: DeviceMemory | None,
+        holds_statistics: bool,
     ) -> None:
         self._loop = loop
         self._splitter = splitter
         self._weights = weights
-        self._check = check
-        self._accumulation = accumulation
+        self._accumulation = accumulation = Accumulation(loop, loop.is_sharded)
+        self._check = SelfCheck(loop, splitter, weights, consensus, accumulation, holds_statistics, device_memory)
         self._sizes = sizes
         self._shortage = shortage
         self._consensus = consensus
@@ -127,7 +125,7 @@ class EffectiveStep:
         self._proven = ProvenShapes()
         self._device: torch.device = loop.trainer.strategy.root_device
         self._rollback = Rollback(loop.module, self._device)
-        self._outputs = StepOutputs(loop.module, loop.results, rules)
+        self._outputs = StepOutputs(loop.module, loop.results, accumulation.rules)
         self._guard = BatchGuard()
         self._window = Window(loop, weights, consensus, self._is_sharded)
         self._num_weighings = _MAX_WEIGHINGS

@@ -262,7 +262,7 @@ class EvaluationSplitter:
     def _differences(self, name: str, one: _Run, part: Any, size: int) -> list[str]:
         """Run samples at once and in unequal parts, and return in words what differs."""
         device = self._trainer.strategy.root_device
-        snapshot = TrainingSnapshot(self._module, (), device, with_parameters=False)
+        snapshot = TrainingSnapshot(self._module, device, with_parameters=False)
         tolerance = _LOW_PRECISION if "16" in str(self._trainer.precision) else 0.0
 
         def run(micro_batch_size: int, is_random: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

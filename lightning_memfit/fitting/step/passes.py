@@ -25,7 +25,7 @@ from lightning_memfit.fitting.recovery.step_state import (
     sampled_weights,
 )
 from lightning_memfit.fitting.step.accumulation import Accumulation
-from lightning_memfit.fitting.step.log_rules import LogCall, LogRules, metric_values
+from lightning_memfit.fitting.step.log_rules import LogCall, metric_values
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import SameNoise, without_recurrent_dropout
 from lightning_memfit.fitting.step.outputs import StepOutputs, returned
@@ -98,7 +98,6 @@ class Passes:
 
     Args:
         loop: Runs forward and backward.
-        rules: How logged values are put together.
         accumulation: Runs the parts; learns what steps write on the module.
         holds_statistics: Whether layers of batch statistics are held fixed.
 
@@ -109,11 +108,8 @@ class Passes:
         logger_names: Names under which steps have written to the loggers themselves.
     """
 
-    def __init__(
-        self, loop: MicroBatchLoop, rules: LogRules, accumulation: Accumulation, holds_statistics: bool
-    ) -> None:
+    def __init__(self, loop: MicroBatchLoop, accumulation: Accumulation, holds_statistics: bool) -> None:
         self._loop = loop
-        self._rules = rules
         self._accumulation = accumulation
         self._holds_statistics = holds_statistics
         self._snapshot: TrainingSnapshot
@@ -126,9 +122,6 @@ class Passes:
     def undone(self, autocast: bool) -> Iterator[None]:
         """Run passes that leave no trace."""
         module, trainer, accumulation = self._loop.module, self._loop.trainer, self._accumulation
-        steps_in_backward = self._loop.engine is None and any(
-            getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters()
-        )
         with ExitStack() as stack:
             loggers = stack.enter_context(silenced(trainer))
             stack.enter_context(without_recurrent_dropout(module))
@@ -137,8 +130,7 @@ class Passes:
             if not autocast:
                 stack.enter_context(_without_autocast(trainer))
             self._settle()
-            optimizers = trainer.optimizers if steps_in_backward else ()
-            self._snapshot = TrainingSnapshot(module, optimizers, trainer.strategy.root_device)
+            self._snapshot = TrainingSnapshot(module, trainer.strategy.root_device)
             try:
                 if self._holds_statistics:
                     for child in module.modules():
@@ -198,7 +190,11 @@ class Passes:
             parameter.grad = None
         self._settle()
         before = sampled_weights(module)
-        noise, outputs, sketches = SameNoise(), StepOutputs(module, loop.results, self._rules), Sketches(module)
+        noise, outputs, sketches = (
+            SameNoise(),
+            StepOutputs(module, loop.results, self._accumulation.rules),
+            Sketches(module),
+        )
 
         def begin_part() -> None:
             snapshot.restore_random()

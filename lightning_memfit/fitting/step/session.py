@@ -36,11 +36,8 @@ from lightning_memfit.fitting.size.search import (
 )
 from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
 from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
-from lightning_memfit.fitting.step.accumulation import Accumulation
-from lightning_memfit.fitting.step.check import SelfCheck
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
 from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
-from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.passes import PartFailedError
@@ -217,7 +214,6 @@ class FitSession:
         has_host = kind.has_own_memory or (kind.is_host and device_memory is not None)
         rungs = rungs_up_to(options.last_resort, module, trainer.optimizers[0], has_host, trainer.num_devices)
         self._ladder = Ladder(rungs, self._consensus)
-        self._rules = LogRules()
         self.sizes: MicroBatchSize | None = None
         self._search: SizeSearch | None = None
         self._step: EffectiveStep
@@ -254,31 +250,19 @@ class FitSession:
             share_added()
         options = self._options
         self.sizes = sizes = MicroBatchSize(self._splitter.count(request.batch), 1)
-        accumulation = Accumulation(self._loop, self._loop.is_sharded)
-        check = SelfCheck(
-            self._loop,
-            self._splitter,
-            self._weights,
-            self._consensus,
-            self._rules,
-            accumulation,
-            options.allow_batch_statistics,
-            self._memory,
-        )
         hint = "" if options.last_resort == "offload" else _HINT
         shortage = Shortage(self._loop, self._splitter, sizes, self._ladder, self._consensus, self._note, hint)
         self._step = EffectiveStep(
             self._loop,
             self._splitter,
             self._weights,
-            check,
-            accumulation,
             sizes,
             self._consensus,
             self._reducer,
             options.recover,
             shortage,
-            self._rules,
+            self._memory,
+            options.allow_batch_statistics,
         )
         self._start(request, sizes)
         self._loop.run_step = self._step.run

@@ -72,14 +72,14 @@ def test_training_snapshot_restores_bitwise(steps_before: int, make: object) -> 
         optimizer = make(module.parameters())  # type: ignore[operator]
         for _ in range(steps_before):
             step(module, optimizer)
-        snapshot = TrainingSnapshot(module, [optimizer], CPU)
+        snapshots = [OptimizerSnapshot(optimizer), TrainingSnapshot(module, CPU)]
         for _ in range(tries):
             optimizer.param_groups[0]["lr"] = 7.0
             step(module, optimizer)
             module.eval()
             module.layer.weight.requires_grad_(False)
             torch.backends.cudnn.benchmark = True
-        if tries:
+        for snapshot in snapshots if tries else ():
             snapshot.restore()
         assert torch.backends.cudnn.benchmark is False
         assert module.layer.weight.requires_grad

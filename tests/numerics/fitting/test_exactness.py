@@ -22,7 +22,6 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.step_state import alike, places_of, reading_of
 from lightning_memfit.fitting.step.check import SelfCheck
-from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.reliability.non_finite import NonFiniteGuard
 from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
@@ -773,7 +772,7 @@ def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batc
     memory: Any = SimpleNamespace(reset_peak=lambda: None)
     anything: Any = None
     splitter: Any = SimpleNamespace(cuts=lambda batch: frozenset())
-    check = Failing(anything, splitter, LossWeights(), consensus, LogRules(), anything, False, memory)
+    check = Failing(anything, splitter, LossWeights(), consensus, anything, False, memory)
     with pytest.warns(UserWarning, match="not even two samples"):
         check.run(anything, anything, num_samples=2 * size - 4, size=size, has_failed=False)
     assert counts == tried
