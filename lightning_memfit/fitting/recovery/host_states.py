@@ -105,7 +105,7 @@ def reason_to_stay(optimizer: Optimizer, free_bytes: int) -> str | None:
         return "with `capturable=True` a captured step expects them where they are"
     size_bytes = sum(state.nbytes for state in _present(optimizer))
     if not size_bytes and not absent_bytes(optimizer):
-        return f"{name} has {_kinds(optimizer)}"
+        return f"{name} has no plain states of {MIN_OFFLOAD_BYTES >> 10} KiB or more on the device"
     if size_bytes > free_bytes:
         return f"they take {format_bytes(size_bytes)}, and {format_bytes(free_bytes)} of host memory are free for them"
     return None
@@ -148,14 +148,3 @@ def _present(optimizer: Optimizer) -> Iterator[Tensor]:
             is_alone = state.untyped_storage().nbytes() == state.nbytes and state._base is None
             if is_alone and state.nbytes >= MIN_OFFLOAD_BYTES and not is_on_host(state) and state not in _AWAY:
                 yield state
-
-
-def _kinds(optimizer: Optimizer) -> str:
-    """Describe the states of an optimizer that has none that can leave."""
-    states = [state for _, state in _states(optimizer)]
-    if not states:
-        return "no states yet, or never any"
-    wrapped = {type(state).__name__ for state in states} - {"Tensor"}
-    if wrapped:
-        return f"states of a kind of their own ({', '.join(sorted(wrapped))}), which stay where they are"
-    return f"no states of {MIN_OFFLOAD_BYTES >> 10} KiB or more on the device"

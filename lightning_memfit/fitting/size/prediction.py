@@ -365,12 +365,11 @@ def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
 class MemoryPrediction(Callback):
     """Predict the peak memory of a run before it starts, for the report at its end.
 
-    It passes its figure to every `MemoryMonitor` of the Trainer. Where a batch can't be read before the run, as the
-    data come from a generator, a queue or an open file, it says so and predicts from the first batch that training
-    gets. If the step can't be traced, or the run has several ranks, whose memory depends on the strategy (`memfit
-    estimate` has it), it says so, and the run continues without a prediction. DeepSpeed on one device, which may keep
-    parts of the model elsewhere, is predicted as `memfit estimate` does. With `MicroBatching`, which predicts for
-    the size it chooses, it does nothing.
+    It passes its figure to every `MemoryMonitor` of the Trainer. If the step can't be traced, a batch can't be read
+    before the run (from a queue, or from the device), or the run has several ranks, whose memory depends on the
+    strategy (`memfit estimate` has it), it says so, and the run continues without a prediction. DeepSpeed on one
+    device, which may keep parts of the model elsewhere, is predicted as `memfit estimate` does. With `MicroBatching`,
+    which predicts for the size it chooses, it does nothing.
 
     Attributes:
         estimate: The prediction; None before `fit` and if there is none.
@@ -387,7 +386,6 @@ class MemoryPrediction(Callback):
         self._no_build = ""
         if stage != "fit" or _others_predict(trainer):
             return
-        self._predict_from(None)
         if trainer.world_size > 1:
             rank_zero_info(
                 f"MemoryPrediction: no prediction for this run, as it has {trainer.world_size} ranks. `memfit estimate "
@@ -402,47 +400,18 @@ class MemoryPrediction(Callback):
             return
         try:
             batch = first_batch(trainer)
-        except ValueError as error:
-            if division is None:
-                self._wait_for_batch(trainer, pl_module, error)
-            else:
-                rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
-            return
-        precision = None if division is None else division.traced_precision(str(trainer.precision))
-        self._predict(trainer, lambda: profile_fit(trainer, pl_module, batch, precision=precision), division)
-
-    def _wait_for_batch(self, trainer: Trainer, module: LightningModule, reason: ValueError) -> None:
-        try:
-            tracer = _StepTracer(trainer, module)
-        except (LostError, NoProcessError) as error:
-            rank_zero_warn(
-                f"MemoryPrediction: no prediction for this run. {reason} No step can be traced here: {error}"
-            )
-            return
-        rank_zero_warn(f"MemoryPrediction: the prediction comes with the first batch of training. {reason}")
-        self._predict_from(tracer)
-
-    def _predict_from(self, tracer: "_StepTracer | None") -> None:
-        """Predict once from a batch that training gets; with None, hide the hook that does so again."""
-
-        def predict(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-            self._predict_from(None)
-            assert tracer is not None
-            own = _on_host(batch)
-            self._predict(trainer, lambda: tracer.trace(lambda _: own, 0, is_whole=True))
-
-        vars(self)["on_train_batch_start"] = None if tracer is None else predict
-
-    def _predict(self, trainer: Trainer, trace: Callable[[], ModelProfile], division: Division | None = None) -> None:
-        try:
-            profile = trace()
-        except (TraceError, NoPrediction, ValueError) as error:
+            precision = None if division is None else division.traced_precision(str(trainer.precision))
+            profile = profile_fit(trainer, pl_module, batch, precision=precision)
+        except (TraceError, ValueError) as error:
             words = f"MemoryPrediction: no prediction for this run. {error}"
             if isinstance(error, TraceError) and error.in_build:
                 self._no_build = words  # Lightning is about to build the module, and to end in the same mistake
             else:
                 rank_zero_warn(words)
             return
+        self._predict(trainer, profile, division)
+
+    def _predict(self, trainer: Trainer, profile: ModelProfile, division: Division | None) -> None:
         if profile.growth is not None:
             profile = profile.after(batches_per_epoch(trainer) or 0)
         for caution in profile.cautions:
