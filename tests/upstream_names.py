@@ -204,7 +204,6 @@ NAMES: dict[str, str] = {
     "_unique2": "torch.ops.aten",
     "_unsafe_view": "torch.ops.aten",
     "_unsharded_param": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
-    "_update_count": "torchmetrics.Metric",
     "_use_post_forward_mesh": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_sequence_nr": "torch.autograd.graph.Node",
     "_version": "torch.Tensor",

@@ -22,6 +22,7 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.division import Division, NotDividedError, division_in_plans
 from lightning_memfit.estimate.target import Target, device_target, host_target
 from lightning_memfit.fitting.recovery.ladder import LastResort
+from lightning_memfit.fitting.size.prediction import step_options
 from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, own_method, refuse_batch_size_finder
 from lightning_memfit.memory import parse_bytes
 from lightning_memfit.memory.kind import DeviceKind, index_of
@@ -42,7 +43,6 @@ from lightning_memfit.planner.workload import (
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.process import Elsewhere
-from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import TraceError, somewhere
 from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
 from lightning_memfit.techniques.core import precision as of_techniques
@@ -182,12 +182,7 @@ class MemFit(pl.Callback):
     def _workload(
         self, trainer: pl.Trainer, batch: Any, target: Target, division: Division | None, elsewhere: Elsewhere
     ) -> Workload:
-        options = StepOptions(
-            trainer.precision,  # type: ignore[arg-type]
-            trainer.accumulate_grad_batches,
-            trainer.gradient_clip_val,
-            trainer.gradient_clip_algorithm,
-        )
+        options = step_options(trainer)
         host = self.host_bytes if self.host_bytes is not None else probe_host().available_bytes
         return Workload(
             module=trainer.lightning_module,

@@ -6,8 +6,8 @@ that of the run as it is configured.
 
 import copy
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,7 +46,6 @@ def profile_fit(
     module: LightningModule,
     batch: Any,
     any_micro_batch: bool = False,
-    accumulate_grad_batches: int | None = None,
     precision: str | None = None,
 ) -> ModelProfile:
     """Profile the training step that a Trainer is about to run.
@@ -59,31 +58,41 @@ def profile_fit(
         module: The Trainer's module, which is not changed.
         batch: A real batch of the size of interest.
         any_micro_batch: Profile a second size, so that every other can be computed from the two.
-        accumulate_grad_batches: Micro-batches per step; by default those of the Trainer.
         precision: Lightning's name of the precision to trace; by default that of the Trainer.
 
     Raises:
         TraceError: If the step can't be traced.
     """
     techniques = tuple(techniques_of(trainer))
-    options = StepOptions(
-        precision or trainer.precision,  # type: ignore[arg-type]
-        accumulate_grad_batches or trainer.accumulate_grad_batches,
-        trainer.gradient_clip_val,
-        trainer.gradient_clip_algorithm,
-    )
-    with ExitStack() as stack:
-        for technique in reversed(techniques):  # left, and applied again, in their own order
-            stack.enter_context(technique.taken_off(trainer, module))
+    with _taken_off(techniques, trainer, module):
         return profile_module(
             module,
             batch,
-            options,
+            step_options(trainer, precision),
             emulation_of(trainer),
             techniques,
             any_micro_batch=any_micro_batch,
             cache=ProfileCache(),
         )
+
+
+def step_options(trainer: Trainer, precision: str | None = None) -> StepOptions:
+    """Return how a Trainer steps, but for its precision if one is given."""
+    return StepOptions(
+        precision or trainer.precision,  # type: ignore[arg-type]
+        trainer.accumulate_grad_batches,
+        trainer.gradient_clip_val,
+        trainer.gradient_clip_algorithm,
+    )
+
+
+@contextmanager
+def _taken_off(techniques: Sequence[Any], trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Leave techniques out, which traces apply themselves."""
+    with ExitStack() as stack:
+        for technique in reversed(techniques):  # left, and applied again, in their own order
+            stack.enter_context(technique.taken_off(trainer, module))
+        yield
 
 
 def division_in_run(trainer: Trainer) -> Division | None:
@@ -120,7 +129,8 @@ class SizePrediction:
     sizes are, until the largest that fits is bracketed. A trace takes time, but no memory of the device.
 
     A process keeps the module as it was before anything was configured, without its memory, so that traces can be made
-    in the middle of training, for batches of new shapes.
+    in the middle of training, for batches of new shapes. They come as training has them on the device, so that the
+    transfer hooks do nothing there.
 
     Args:
         trainer: The Trainer that is about to fit.
@@ -131,7 +141,13 @@ class SizePrediction:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._tracer = _StepTracer(trainer, module)
+        self._module = module
+        self._techniques = tuple(techniques_of(trainer))
+        self._options = step_options(trainer)
+        self._emulation = emulation_of(trainer)
+        with _taken_off(self._techniques, trainer, module):
+            self._worker = Worker(module, self._techniques)
+        self._worker.run(partial(_prepare, module))
         self._runtime = runtime_of(trainer)
         self._batch: Any = None
         self._take_of: Callable[[Any, int], Any] | None = None
@@ -252,9 +268,23 @@ class SizePrediction:
         return live_bytes - self._traced_live_bytes[is_after_step]
 
     def _trace(self, size: int) -> ModelProfile:
+        """Trace a step of micro-batches that are all alike; of one, unless the Trainer accumulates, if it is the batch.
+
+        Raises:
+            NoPrediction: If the step can't be traced.
+        """
         size = min(size, self._local_batch_size)
         if size not in self._profiles:
-            self._profiles[size] = self._tracer.trace(self._take, size, size == self._local_batch_size)
+            options, least = self._options, 1 if size == self._local_batch_size else 2
+            options = replace(options, accumulate_grad_batches=max(least, options.accumulate_grad_batches))
+            with _disable_current_modes():
+                batch = self._take(size)
+            what = (self._module, batch, options, self._emulation, self._techniques)
+            trace = partial(profile_module, *what, any_micro_batch=False, cache=ProfileCache())
+            try:
+                self._profiles[size] = self._worker.run(trace)
+            except (TraceError, ValueError, LostError, NoProcessError) as error:
+                raise NoPrediction(str(error)) from error
         return self._profiles[size]
 
     def _replay(self) -> ModelProfile | None:
@@ -281,47 +311,6 @@ class SizePrediction:
 def _end_of_step(events: EventList) -> int:
     """The last event of the last step, when what is alive stays alive until the next one."""
     return max(next((at for at, name in events.phases if name == "end"), len(events)) - 1, 0)
-
-
-class _StepTracer:
-    """Traces steps of a module as it was before it was configured, at any time of the run, in a process of their own.
-
-    Batches are given as training has them on the device, so the transfer hooks do nothing there.
-    """
-
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._module = module
-        self._techniques = tuple(techniques_of(trainer))
-        self._accumulate = trainer.accumulate_grad_batches
-        self._settings = trainer.precision, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        self._emulation = emulation_of(trainer)
-        with ExitStack() as stack:
-            for technique in reversed(self._techniques):
-                stack.enter_context(technique.taken_off(trainer, module))
-            self._worker = Worker(module, self._techniques)
-        self._worker.run(partial(_prepare, module))
-
-    def trace(self, take: Callable[[int], Any], size: int, is_whole: bool) -> ModelProfile:
-        """Trace a step whose micro-batches are all alike.
-
-        Args:
-            take: Returns a micro-batch of a size.
-            size: The size.
-            is_whole: Whether it is a device's whole batch, and the only one of the step unless the Trainer accumulates.
-
-        Raises:
-            NoPrediction: If the step can't be traced.
-        """
-        precision, *clipping = self._settings
-        accumulate = self._accumulate if is_whole else max(2, self._accumulate)
-        options = StepOptions(precision, accumulate, *clipping)  # type: ignore[arg-type]
-        with _disable_current_modes():
-            batch = take(size)
-        what = (self._module, batch, options, self._emulation, self._techniques)
-        try:
-            return self._worker.run(partial(profile_module, *what, any_micro_batch=False, cache=ProfileCache()))
-        except (TraceError, ValueError, LostError, NoProcessError) as error:
-            raise NoPrediction(str(error)) from error
 
 
 def _prepare(module: LightningModule) -> None:
