@@ -8,7 +8,7 @@ agree. What the loss is a mean over is found by trying candidates: a wrong one c
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -25,12 +25,11 @@ from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWe
 from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus, ShortElsewhere
+from lightning_memfit.reliability.consensus import Outcome, RankConsensus, ShortElsewhere, outcome_of
 from lightning_memfit.techniques.core.facts import batch_statistics
 
 _DIVISORS = (1.0, 2.0**8, 2.0**16)
 """Of the loss, each tried where gradients of 16 bits overflow with the one before; scalers begin at 65536."""
-_OK, _OUT_OF_MEMORY, _FAILED, _OVERFLOWED, _UNSEEN = range(5)
 _USERS = Rule("users")
 _MAX_WINDOWS = 4
 _ACCEPT = "or keep the whole share in one micro-batch."
@@ -152,21 +151,15 @@ class SelfCheck:
             count = max(2, min(together, num_samples // 2))
         self._passes.divisor, larger = _DIVISORS[0], iter(_DIVISORS[1:])
         while True:
-            status, failure = self._attempt(request, batch, num_samples, count, size)
-            told: set[float] = {_OUT_OF_MEMORY}
-            most, statuses = count, []
+            outcome, failure = self._attempt(request, batch, num_samples, count, size)
+            told, most = {float(Outcome.OUT_OF_MEMORY)}, count
             if not isinstance(failure, ShortElsewhere):
-                statuses = self._consensus.exchange(status, count)
-                told, most = {theirs for theirs, _ in statuses}, int(max(theirs for _, theirs in statuses))
-            if _FAILED in told:
-                rank = [theirs for theirs, _ in statuses].index(_FAILED)
-                said = self._consensus.from_rank(rank, f"{type(failure).__name__}: {failure}")
-                if status == _FAILED and failure is not None:
-                    self._raise(failure)
-                raise PeerFailed(f"Rank {rank} failed before this step: {said}\nThis rank stops, too.")
+                outcomes, counts = zip(*self._consensus.exchange(outcome, count), strict=True)
+                told, most = set(outcomes), int(max(counts))
+                self._consensus.raise_failure(outcomes, outcome, failure, "before this step")
             if failure is not None:
                 release(failure)
-            if _OUT_OF_MEMORY in told:
+            if Outcome.OUT_OF_MEMORY in told:
                 if most <= 2:  # on all ranks alike, whose batches may have different numbers of samples
                     rank_zero_warn(
                         "MicroBatching: not even two samples fit at once, so that nothing could show whether "
@@ -175,7 +168,7 @@ class SelfCheck:
                     )
                     break
                 count = max(2, min(count // 2, size))
-            elif _OVERFLOWED not in told:
+            elif Outcome.OVERFLOWED not in told:
                 break
             else:
                 self._passes.divisor = next(larger)
@@ -183,7 +176,7 @@ class SelfCheck:
         self._warn_of_loggers()
         if self._memory is not None:
             self._memory.reset_peak()
-        if _UNSEEN not in told:
+        if Outcome.UNSEEN not in told:
             self.is_done = True
             self._cuts.add(self._splitter.cuts(batch))
 
@@ -197,10 +190,10 @@ class SelfCheck:
 
     def _attempt(
         self, request: StepRequest, batch: Any, num_samples: int, count: int, size: int
-    ) -> tuple[int, Exception | None]:
+    ) -> tuple[Outcome, Exception | None]:
         """Compare on all ranks; return how it went on this one, and the error if it failed."""
         if num_samples < 2:
-            return _OK, None
+            return Outcome.OK, None
 
         def compare() -> Exception | None:
             try:
@@ -214,17 +207,21 @@ class SelfCheck:
         unseen, failure = self._consensus.together(compare)
         failure = failure or unseen
         if failure is None or isinstance(failure, ShortElsewhere):
-            return _OK, failure
+            return Outcome.OK, failure
         if isinstance(failure, NotFiniteError):
-            return _OVERFLOWED if failure.is_narrow and self._passes.divisor < _DIVISORS[-1] else _UNSEEN, failure
-        return _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED, failure
+            is_larger = failure.is_narrow and self._passes.divisor < _DIVISORS[-1]
+            return Outcome.OVERFLOWED if is_larger else Outcome.UNSEEN, failure
+        return outcome_of(failure), self._explained(failure)
 
-    def _raise(self, failure: Exception) -> NoReturn:
+    def _explained(self, failure: Exception) -> Exception:
+        """Return what to raise instead of an error, as layers of batch statistics have none of one sample."""
         is_alone = isinstance(failure, PartFailedError) and isinstance(failure.__cause__, ValueError)
-        layers = batch_statistics(self._loop.module) if is_alone else []
-        if layers and not self._holds_statistics:  # which have no statistics of one sample, and say so
-            raise MisconfigurationException(normalised(layers)) from failure
-        raise failure
+        layers = batch_statistics(self._loop.module) if is_alone and not self._holds_statistics else []
+        if not layers:
+            return failure
+        explained = MisconfigurationException(normalised(layers))
+        explained.__cause__ = failure
+        return explained
 
     def _agree(self, batch: Any, num_samples: int) -> None:
         """Let all ranks weigh by the same rules: what one has refuted is refuted for all."""

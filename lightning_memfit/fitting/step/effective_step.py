@@ -3,7 +3,6 @@
 run(batch) -> attempt -> consensus of ranks -> reduce and commit | roll back, lower the micro-batch or climb the ladder
 """
 
-import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,9 +35,8 @@ from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes
 from lightning_memfit.fitting.step.window import PastBatch, Window
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import At, PeerFailed, RankConsensus
+from lightning_memfit.reliability.consensus import At, Outcome, PeerFailed, RankConsensus, outcome_of
 
-_OK, _OUT_OF_MEMORY, _FAILED = range(3)
 _CLOSURES = (
     "The optimizer calls its closure more than once per step, and with `accumulate_grad_batches` the closure runs the "
     "last batch of a window only: no call but the first gives the gradients of the effective batch. Leave "
@@ -53,7 +51,6 @@ _MAX_WEIGHINGS = 3
 _LAST_CHOICE = 64
 """The last split step at which batches are weighed by all candidates, to see whether it matters which is right."""
 _HOST_SHARE = 0.5  # of free memory: runs that split nothing need none of it otherwise
-_LET_OTHERS_SPEAK = 2.0  # seconds
 _ALWAYS_RISKY = 2
 """Steps at first, of which the first one makes the optimizer's states."""
 
@@ -416,18 +413,12 @@ class EffectiveStep:
         if self._is_alone:
             self._failed_size = size
             return error is None
-        status = _OK if error is None else _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
-        if not self._recovers and status == _OUT_OF_MEMORY:
-            status = _FAILED
-        told = self._consensus.exchange(status, size, self._sizes.current, at=At.ATTEMPTED)
-        failed = [rank for rank, (theirs, *_) in enumerate(told) if theirs == _FAILED]
-        if failed:
-            said = self._consensus.from_rank(failed[0], f"{type(error).__name__}: {error}")
-            if error is not None and status == _FAILED:
-                raise error
-            time.sleep(_LET_OTHERS_SPEAK)  # who is first to stop is often the only one that is heard
-            raise PeerFailed(f"Rank {failed[0]} failed in this step: {said}\nThis rank stops, too.")
-        self._failed_size = int(max((size for theirs, size, _ in told if theirs == _OUT_OF_MEMORY), default=0))
+        outcome = outcome_of(error)
+        if not self._recovers and outcome == Outcome.OUT_OF_MEMORY:
+            outcome = Outcome.FAILED
+        told = self._consensus.exchange(outcome, size, self._sizes.current, at=At.ATTEMPTED)
+        self._consensus.raise_failure([theirs for theirs, *_ in told], outcome, error, "in this step")
+        self._failed_size = int(max((size for theirs, size, _ in told if theirs == Outcome.OUT_OF_MEMORY), default=0))
         self._sizes.current = min(self._sizes.current, int(min(current for *_, current in told)))
         return not self._failed_size
 

@@ -36,10 +36,17 @@ from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of, with_own_tensors
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.ledger import tensors_among
-from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.memory.oom import release
 from lightning_memfit.memory.state import is_random_source
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.reliability.consensus import At, PeerFailed, RankConsensus, require_as_many_batches
+from lightning_memfit.reliability.consensus import (
+    At,
+    Outcome,
+    PeerFailed,
+    RankConsensus,
+    outcome_of,
+    require_as_many_batches,
+)
 
 _LIMITS = {
     "validation_step": "limit_val_batches",
@@ -47,7 +54,6 @@ _LIMITS = {
     "predict_step": "limit_predict_batches",
 }
 _EXACT, _TOLERANCE, _LOW_PRECISION = 1e-9, 1e-3, 3e-2  # TF32 rounds to the second
-_OK, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
 
 _Run = Callable[[Any], Any]
 """An evaluation step as a function of the batch alone."""
@@ -332,20 +338,15 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, pro
         MisconfigurationException: If this batch is the last one on some of the ranks that share the module.
         Exception: If a rank failed for a reason other than memory; on that rank the same exception.
     """
-    status = _OK if failure is None else _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED
+    outcome = outcome_of(failure)
     if not ranks.stops_together:
-        if failure is not None and (status == _FAILED or ranks.meets_inside):
+        if failure is not None and (outcome == Outcome.FAILED or ranks.meets_inside):
             raise failure
-        return status == _OUT_OF_MEMORY
-    sent = ranks.exchange(status, progress.is_last_batch, at=At.EVALUATED)
-    told = [int(theirs) for theirs, _ in sent]
-    if _FAILED in told:
-        rank = told.index(_FAILED)
-        said = ranks.from_rank(rank, f"{type(failure).__name__}: {failure}")
-        if failure is not None and status == _FAILED:
-            raise failure
-        raise PeerFailed(f"Rank {rank} failed in `{name}`: {said}\nThis rank stops, too.")
-    if _OUT_OF_MEMORY in told:
+        return outcome == Outcome.OUT_OF_MEMORY
+    sent = ranks.exchange(outcome, progress.is_last_batch, at=At.EVALUATED)
+    told = [theirs for theirs, _ in sent]
+    ranks.raise_failure(told, outcome, failure, f"in `{name}`")
+    if Outcome.OUT_OF_MEMORY in told:
         ranks.start_anew()
         return True
     require_as_many_batches([last for _, last in sent], progress.current.ready, _LIMITS[name])

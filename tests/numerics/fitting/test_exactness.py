@@ -767,7 +767,10 @@ def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batc
 
     told = iter([8, 4, 2])  # of another rank
     consensus: Any = SimpleNamespace(
-        world_size=1, can_repeat=can_repeat, exchange=lambda *mine: [mine, (1, next(told))]
+        world_size=1,
+        can_repeat=can_repeat,
+        exchange=lambda *mine: [mine, (1, next(told))],
+        raise_failure=lambda *_: None,
     )
     memory: Any = SimpleNamespace(reset_peak=lambda: None)
     anything: Any = None
