@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -71,14 +70,14 @@ class Preemption(KeepsRandomNumbers):
 
     A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows, the start
     of a validation, and the end of one of its batches; the run that goes on validates anew, so that whatever looks at
-    its figures sees them. Weights with which Lightning's `WeightAveraging` validates are exchanged for those of
-    training first; where others do so, or where a scheduler on a plateau steps after the validation by what the batch
-    before it has logged, the run ends after the next step. With several ranks, of which one that gets a
-    signal ends all together, no validation is broken off, as they may have different numbers of batches: the next
-    step's end comes after it. What the signal meets (forward, backward, the optimizer, a save) is finished first.
-    Before the first step there is nothing to save, and the run ends at once. A second signal, and the end of the grace
-    time, end it without a checkpoint; once the checkpoint is being saved, the grace time counts no longer. Processes
-    that load data go on meanwhile, except after a SIGTERM that they get themselves.
+    its figures sees them. Where a callback validates with other weights (`WeightAveraging`), or where a scheduler on a
+    plateau steps after the validation by what the batch before it has logged, the run ends after the next step. With
+    several ranks, of which one that gets a signal ends all together, no validation is broken off, as they may have
+    different numbers of batches: the next step's end comes after it. What the signal meets (forward, backward, the
+    optimizer, a save) is finished first. Before the first step there is nothing to save, and the run ends at once. A
+    second signal, and the end of the grace time, end it without a checkpoint; once the checkpoint is being saved, the
+    grace time counts no longer. Processes that load data go on meanwhile, except after a SIGTERM that they get
+    themselves.
 
     In a run that goes on within an epoch, by whichever checkpoint, schedulers on a plateau step at that epoch's end as
     they would have; Lightning alone leaves that step out. Means over an epoch (`self.log(..., on_epoch=True)`) are
@@ -95,8 +94,8 @@ class Preemption(KeepsRandomNumbers):
     Put it last among the callbacks: those after it don't see the end of a run that got its signal in its last step.
 
     Args:
-        grace_seconds: How long a signal may wait for a step boundary. It has to cover a validation where others than
-            `WeightAveraging` exchange weights for it, or where a scheduler on a plateau steps after it, as above.
+        grace_seconds: How long a signal may wait for a step boundary. It has to cover a validation where callbacks
+            exchange weights for it, or where a scheduler on a plateau steps after it, as above.
         dirpath: Folder or URL of the checkpoint; a folder is tried before training. Null: that of the first
             `ModelCheckpoint`, else `checkpoints` in the run's.
         signals: Names of the signals.
@@ -136,7 +135,6 @@ class Preemption(KeepsRandomNumbers):
         self._requeue: Callable[[], Any] | None = None
         self._is_requeued = False
         self._trained: list[Tensor] = []
-        self._put_back: list[WeightAveraging] = []
         self._terminals: list[int] = []
         hide_idle_hooks(self)
 
@@ -149,7 +147,7 @@ class Preemption(KeepsRandomNumbers):
         self._before = {}
         self.error, self._received, self._is_over, self._has_stepped = None, None, False, False
         self._is_boundary = False
-        self._requeue, self._is_requeued, self._put_back = None, False, []
+        self._requeue, self._is_requeued = None, False
         self._install(trainer)
         watch_ranks(trainer.strategy)
         self.follow_random_numbers(trainer, stage)
@@ -332,24 +330,8 @@ class Preemption(KeepsRandomNumbers):
         """End the run as told, if the signal came after its last step."""
         self._end_if_told(trainer)
 
-    def _has_trained_weights(self, trainer: Trainer) -> bool:
-        """Whether the module holds the weights of training in a validation, from which alone a run goes on.
-
-        Callbacks validate with others, such as a mean over steps. Those of Lightning are asked to put them back.
-        """
-        module = trainer.lightning_module
-        if self._are_trained(module):
-            return True
-        averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]  # type: ignore[attr-defined]
-        for callback in averaging:
-            callback.on_validation_epoch_end(trainer, module)
-        if self._are_trained(module):
-            self._put_back = averaging
-            return True
-        _exchange_weights(averaging, trainer)
-        return False
-
     def _are_trained(self, module: nn.Module) -> bool:
+        """Whether a module holds the weights of training in a validation, from which alone a run goes on."""
         now = _samples(module)
         return len(now) == len(self._trained) and all(map(torch.equal, now, self._trained))
 
@@ -358,7 +340,7 @@ class Preemption(KeepsRandomNumbers):
     ) -> None:
         told, is_requeued = self._received is not None, self._is_requeued
         is_told = told or is_requeued
-        has_others = validates and is_told and not self._has_trained_weights(trainer)
+        has_others = validates and is_told and not self._are_trained(trainer.lightning_module)
         if self._consensus is not None:
             told, is_requeued, has_others = self._consensus.any_of([told, is_requeued, has_others])
         if has_others:  # the next step's end comes after the validation
@@ -367,8 +349,6 @@ class Preemption(KeepsRandomNumbers):
             self._is_requeued = False
             self._requeue()
         if not told:
-            _exchange_weights(self._put_back, trainer)  # for the rest of the validation
-            self._put_back = []
             return
         self._stop_timer()
         prepare()
@@ -376,12 +356,6 @@ class Preemption(KeepsRandomNumbers):
         path = unused_checkpoint(trainer, folder, f"preempted-step={trainer.global_step}")
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
-
-
-def _exchange_weights(averaging: list[WeightAveraging], trainer: Trainer) -> None:
-    """Let callbacks validate with their weights again."""
-    for callback in averaging:
-        callback.on_validation_epoch_start(trainer, trainer.lightning_module)
 
 
 def _samples(module: nn.Module) -> list[Tensor]:
