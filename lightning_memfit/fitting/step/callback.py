@@ -131,7 +131,7 @@ class MicroBatching(KeepsRandomNumbers):
             predictor=predictor,
             limit_bytes=limit_bytes,
         )
-        self._hooks = (loss_weight, split_batch, num_samples)
+        self._hooks = {"loss_weight": loss_weight, "split_batch": split_batch, "num_samples": num_samples}
         self.changes: list[tuple[int, int, str]] = []
         self.description = ""
         self._kept: dict[str, Any] = {}
@@ -270,10 +270,7 @@ class MicroBatching(KeepsRandomNumbers):
 
     def _wants_prediction(self, trainer: Trainer) -> bool:
         """Whether a prediction can help a search for the size, or tell a `MemoryPrediction` what a given one takes."""
-        _, split_batch, num_samples = self._hooks
-        module = trainer.lightning_module
-        hooks = (split_batch or own_method(module, "split_batch"), num_samples or own_method(module, "num_samples"))
-        if any(hooks):
+        if any(self._hook(trainer.lightning_module, name) for name in ("split_batch", "num_samples")):
             return False
         if self.options.micro_batch_size != "auto":
             return any(isinstance(callback, MemoryPrediction) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -294,16 +291,14 @@ class MicroBatching(KeepsRandomNumbers):
     def _splitter(
         self, module: LightningModule, expected: int | None = None, remainder: int | None = None
     ) -> BatchSplitter:
-        _, split_batch, num_samples = self._hooks
-        return BatchSplitter(
-            split_batch or own_method(module, "split_batch"),
-            num_samples or own_method(module, "num_samples"),
-            expected,
-            remainder,
-        )
+        hooks = self._hook(module, "split_batch"), self._hook(module, "num_samples")
+        return BatchSplitter(*hooks, expected, remainder)
 
     def _weights(self, module: LightningModule) -> LossWeights:
-        return LossWeights(self._hooks[0] or own_method(module, "loss_weight"), module)
+        return LossWeights(self._hook(module, "loss_weight"), module)
+
+    def _hook(self, module: LightningModule, name: str) -> Callable[..., Any] | None:
+        return self._hooks[name] or own_method(module, name)
 
     def _undo(self, trainer: Trainer) -> None:
         if self._session is not None:

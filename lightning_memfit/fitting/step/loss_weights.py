@@ -9,6 +9,7 @@ not matter which is right; the first batch on which they differ has to be compar
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -290,8 +291,8 @@ _ROWS_AT_ONCE = 256
 
 
 def _sums(rows: list[float], sizes: list[int]) -> list[float]:
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [float(sum(rows[end - size : end])) for size, end in zip(sizes, ends, strict=True)]
+    found = iter(rows)
+    return [float(sum(islice(found, size))) for size in sizes]
 
 
 def _proportional(one: list[float], other: list[float]) -> bool:

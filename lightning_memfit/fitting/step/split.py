@@ -236,8 +236,7 @@ def _split_graphs(batch: Any, sizes: list[int]) -> list[Any]:
             f"A `{type(batch).__name__}` of {batch.num_graphs} graphs can't be split: it has no `index_select` and "
             "`from_data_list`. Define `split_batch(batch, sizes)`."
         )
-    ends = list(accumulate(sizes))
-    parts = (batch.index_select(list(range(end - size, end))) for end, size in zip(ends, sizes, strict=True))
+    parts = (batch.index_select(list(range(e - size, e))) for e, size in zip(accumulate(sizes), sizes, strict=True))
     return [together.from_data_list(part) for part in parts]  # type: ignore[attr-defined]
 
 
@@ -471,8 +470,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _slices(value: Any, sizes: list[int], dim: int = 0) -> list[Any]:
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    rows = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    rows = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     return [value[(slice(None),) * dim + (row,)] if dim else value[row] for row in rows]
 
 
