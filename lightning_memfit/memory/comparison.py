@@ -1,18 +1,20 @@
 """Compare what two runs of the same code computed, of which only a few numbers are kept in between.
 
 Random projections of a tensor tell it from any other: equal tensors have equal ones, and those of two others differ by
-about as much, relative to their size, as the tensors do (Johnson and Lindenstrauss, 1984).
+about as much, relative to their size, as the tensors do. They are count sketches: Charikar, Chen, Farach-Colton,
+"Finding frequent items in data streams", 2002.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-_NUM_PROJECTIONS = 4
-_LENGTH = 1 << 13
+NUM_PROJECTIONS = 32
+CHUNK = 1 << 18
 """Elements that are projected at a time."""
 
 EQUAL = 1e-12
@@ -67,15 +69,22 @@ def projected(tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
+            tensor = torch.view_as_real(tensor.resolve_conj())
         dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
-        generator = torch.Generator("cpu").manual_seed(0)
-        shape = (_NUM_PROJECTIONS, min(_LENGTH, tensor.numel()))
-        pattern = (torch.rand(shape, generator=generator, dtype=dtype, device="cpu") * 2 - 1).to(tensor.device)
-        total = torch.zeros(_NUM_PROJECTIONS, dtype=dtype, device=tensor.device)
-        for number, part in enumerate(tensor.detach().reshape(-1).split(_LENGTH)):
-            total += pattern[:, : len(part)] @ part.to(dtype) * (1 + (number * 0.618034) % 1)
+        total = torch.zeros(NUM_PROJECTIONS, dtype=dtype, device=tensor.device)
+        for number, part in enumerate(tensor.detach().reshape(-1).split(CHUNK)):
+            signed = part.to(dtype) * signs(tensor.device)[: len(part)]
+            padded = nn.functional.pad(signed, (0, -len(part) % NUM_PROJECTIONS))
+            total += (1 if number.bit_count() % 2 else -1) * padded.view(-1, NUM_PROJECTIONS).sum(0)
         return total.cpu().double()
+
+
+@cache
+def signs(device: torch.device) -> Tensor:
+    """Random signs for a chunk of elements, which stay on their device until `signs.cache_clear()`."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    values = torch.randint(0, 2, (CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
+    return values.to(device)
 
 
 def explain_difference(

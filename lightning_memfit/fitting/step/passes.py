@@ -29,9 +29,10 @@ from lightning_memfit.fitting.step.log_rules import LogCall, metric_values
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import SameNoise, without_recurrent_dropout
 from lightning_memfit.fitting.step.outputs import StepOutputs, returned
-from lightning_memfit.fitting.step.sketches import Sketches, forget_signs, move_weights
+from lightning_memfit.fitting.step.sketches import Sketches, move_weights
 from lightning_memfit.fitting.step.split import with_own_tensors
 from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.memory.comparison import signs
 from lightning_memfit.memory.float32_products import exact_products
 from lightning_memfit.memory.oom import is_out_of_memory
 
@@ -146,7 +147,7 @@ class Passes:
                 self._snapshot.restore()
                 del self._snapshot  # which holds gradients
                 self.logger_names.update(name for logger in loggers for name in logger.names)
-                forget_signs()
+                signs.cache_clear()
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]
                     if isinstance(callback, MemoryMonitor):
                         callback.reset_peak()
