@@ -154,7 +154,8 @@ class MemFit(pl.Callback):
         except (TraceError, ValueError) as error:
             return error
         if plan.setting is None:
-            raise MisconfigurationException(f"`MemFit`: {plan.summary()} {' '.join(plan.advice[1:])}".rstrip())
+            said = " ".join(plan.advice) or f"nothing that `allow={list(self.allow)}` permits needs so little."
+            raise MisconfigurationException(f"`MemFit`: Nothing fits {plan.device}: {said}")
         return plan, batch_size(batch)
 
     def _check(self, trainer: pl.Trainer) -> Division | None:
