@@ -89,32 +89,6 @@ class ShapeGuard:
         return size
 
 
-class ProvenShapes:
-    """What has run without running out of memory: micro-batch sizes, and for each the largest shapes of batches."""
-
-    def __init__(self) -> None:
-        self._largest: dict[int, list[Any]] = {}
-        self._covered: set[tuple[int, Any]] = set()
-
-    def covers(self, batch: Any, size: int) -> bool:
-        """Whether a batch that was nowhere smaller has run in micro-batches of a size or of a larger one."""
-        shape = shape_of(batch)
-        if (size, shape) in self._covered:
-            return True
-        if any(larger >= size and _is_within(shape, one) for larger, known in self._largest.items() for one in known):
-            self._covered = {(size, shape)} if len(self._covered) >= _MAX_KNOWN else self._covered | {(size, shape)}
-            return True
-        return False
-
-    def add(self, batch: Any, size: int) -> None:
-        """Note that a batch has run in micro-batches of a size."""
-        if not self.covers(batch, size):
-            shape = shape_of(batch)
-            known = self._largest.get(size, [])
-            self._largest[size] = [*(one for one in known if not _is_within(one, shape)), shape]
-            self._covered.add((size, shape))
-
-
 def shape_of(value: Any) -> Any:
     """The shapes of all tensors in a batch, hashable; equal shapes stand for equal memory."""
     kind = type(value)

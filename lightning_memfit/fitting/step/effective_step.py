@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -22,7 +23,7 @@ from lightning_memfit.fitting.recovery.lockstep import TRAINING
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import held
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.fitting.size.shapes import ProvenShapes, ShapeGuard
+from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.check import SelfCheck
@@ -51,6 +52,7 @@ _MAX_WEIGHINGS = 3
 _LAST_CHOICE = 64
 """The last split step at which batches are weighed by all candidates, to see whether it matters which is right."""
 _HOST_SHARE = 0.5  # of free memory: runs that split nothing need none of it otherwise
+_MAX_PROVEN = 4096
 _ALWAYS_RISKY = 2
 """Steps at first, of which the first one makes the optimizer's states."""
 
@@ -119,7 +121,7 @@ class EffectiveStep:
         self._is_sharded = loop.is_sharded
         self._stops_alone = self._is_sharded and not consensus.stops_together
         self._recovers = recover and not self._stops_alone
-        self._proven = ProvenShapes()
+        self._proven: set[tuple[int, Any]] = set()  # micro-batch sizes and shapes of batches that have run
         self._device: torch.device = loop.trainer.strategy.root_device
         self._rollback = Rollback(loop.module, self._device)
         self._outputs = StepOutputs(loop.module, loop.results, accumulation.rules)
@@ -168,7 +170,7 @@ class EffectiveStep:
         if request.zero_grad is not None:
             self._is_cleared = False
         if self._is_sharded and self._engine is None:
-            is_proven = self._num_steps > _ALWAYS_RISKY and self._proven.covers(batch, size)
+            is_proven = self._num_steps > _ALWAYS_RISKY and (size, shape_of(batch)) in self._proven
             self._window.is_risky = not (is_proven and self._consensus.knows((TRAINING, _num_parts(local_batch, size))))
         needed = self._needed(request, local_batch, size)
         needed = self._window.begin(request, local_batch, needed, _num_parts(local_batch, size))
@@ -345,7 +347,8 @@ class EffectiveStep:
             if (self._is_alone and not is_expected) or self._stops_alone:
                 raise error
         if error is None and self._is_sharded:
-            self._proven.add(request.batch, size)
+            self._proven = self._proven if len(self._proven) < _MAX_PROVEN else set()
+            self._proven.add((size, shape_of(request.batch)))
         return result, error
 
     def _repeat_past(self, request: StepRequest, start: RollbackPoint, size: int) -> None:
