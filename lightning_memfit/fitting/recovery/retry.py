@@ -15,12 +15,11 @@ class MemoryExhausted(torch.OutOfMemoryError):
     """Memory ran out, and everything that can be tried has been; nobody should try again."""
 
 
-def explain_where(error: BaseException, num_devices: int) -> None:
+def explain_where(error: BaseException) -> None:
     """Add to an out-of-memory error that nothing could recover from where it happened, and what helps.
 
     Args:
         error: What ended the run; other errors, and those that explain themselves, stay as they are.
-        num_devices: Number of devices of the run.
     """
     if not is_out_of_memory(error) or any(isinstance(one, MemoryExhausted) for one in error_chain(error)):
         return
@@ -28,8 +27,6 @@ def explain_where(error: BaseException, num_devices: int) -> None:
     where = f"`{hook}`" if hook else "Lightning's loop, outside of hooks"
     what = (
         "repeats forward, backward and the first optimizer step, but not this, as nobody can tell what it had changed"
-        if num_devices == 1
-        else "repeats forward, backward and the first optimizer step, but not this, for all devices would have to do so"
     )
     if hook == "optimizer_step":
         what += ". Some weights may be updated and some not: resume from the last checkpoint"

@@ -245,7 +245,7 @@ class MicroBatching(KeepsRandomNumbers):
         """Restore what was replaced; Lightning calls no `teardown` after an exception."""
         is_own = self._watch is None or self._watch.explain(exception)
         if self.options.recover and is_own:
-            explain_where(exception, trainer.world_size)
+            explain_where(exception)
         self.leave_random_numbers()
         self._undo(trainer)
 
