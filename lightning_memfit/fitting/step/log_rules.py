@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_memfit.fitting.recovery.step_state import hidden_metrics
+from lightning_memfit.fitting.recovery.step_state import alike, hidden_metrics, reading_of
 
 Key = tuple[str, str]
 """The hook that logged, and the name."""
@@ -229,7 +229,8 @@ def check_metrics(whole: dict[str, Any], parts: dict[str, Any], tolerance: float
     Returns:
         The names of these metrics.
     """
-    names = [name for name in whole if name in parts and not _same(whole[name], parts[name], tolerance)]
+    pairs = {name: (reading_of(value), reading_of(parts[name])) for name, value in whole.items() if name in parts}
+    names = [name for name, (one, other) in pairs.items() if not alike(one, other, tolerance)]
     if names:
         rank_zero_warn(
             "With micro-batches these metrics will not be those of the whole batch: "
@@ -238,16 +239,3 @@ def check_metrics(whole: dict[str, Any], parts: dict[str, Any], tolerance: float
             "weight=num_tokens)`, or update them with samples instead of means."
         )
     return names
-
-
-def _same(one: Any, other: Any, tolerance: float) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape:
-            return False
-        one, other = (value.detach().to("cpu", torch.float64) for value in (one, other))
-        return bool(torch.allclose(one, other, rtol=tolerance, atol=1e-12, equal_nan=True))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key], tolerance) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(_same(a, b, tolerance) for a, b in zip(one, other, strict=True))
-    return type(one) is not int or one == other
