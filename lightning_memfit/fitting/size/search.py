@@ -79,27 +79,6 @@ class StepMemory:
     is_alike: bool = True
 
 
-@dataclass(frozen=True)
-class SizeSearchResult:
-    """What a search has found so far.
-
-    Attributes:
-        largest: The largest size that has room, as far as is known.
-        tried: The largest size that has run.
-        predicted_bytes: Predicted peak at `largest`, before anything was measured; None without prediction.
-        num_steps: Training steps that ran during the search.
-        num_failed: How often memory ran out meanwhile.
-        is_done: Whether the search has ended.
-    """
-
-    largest: int
-    tried: int
-    predicted_bytes: int | None
-    num_steps: int
-    num_failed: int
-    is_done: bool
-
-
 class SizeSearch:
     """Names the micro-batch size of the next training step, from a prediction and from what the last ones took.
 
@@ -120,6 +99,10 @@ class SizeSearch:
 
     Attributes:
         largest: The largest size that has room, as far as is known.
+        tried: The largest size that has run.
+        predicted_bytes: Predicted peak at `largest`, before anything was measured; None without prediction.
+        num_steps: Training steps that ran during the search.
+        num_failed: How often memory ran out meanwhile.
         no_prediction: Why there is no prediction, if one was expected.
         missed_bytes: What was measured beyond an exact prediction.
         is_done: Whether the search has ended.
@@ -141,11 +124,11 @@ class SizeSearch:
         self._is_measured = is_measured
         self._agree = agree
         self._failed = upper + 1
-        self._num_failed = self._num_failed_in_step = 0
-        self._num_steps = 0
+        self.num_failed = self._num_failed_in_step = 0
+        self.num_steps = 0
         self._num_raises = 0
-        self._best = 0
-        self._predicted_bytes: int | None = None
+        self.tried = 0
+        self.predicted_bytes: int | None = None
         self._measured: list[StepMemory] = []
         self._rest_bytes = 0
         self.largest = 0
@@ -157,13 +140,6 @@ class SizeSearch:
     def is_predicted(self) -> bool:
         """Whether a prediction names sizes."""
         return self._predict is not None
-
-    @property
-    def result(self) -> SizeSearchResult:
-        """What has been found so far."""
-        return SizeSearchResult(
-            self.largest, self._best, self._predicted_bytes, self._num_steps, self._num_failed, self.is_done
-        )
 
     def first(self, live_bytes: int | None = None) -> int:
         """Return the size of the first step.
@@ -177,7 +153,7 @@ class SizeSearch:
         if self._predict is not None and self._can_fail:
             self.largest = min(max(1, promised), self._upper)
             with contextlib.suppress(NoPrediction):
-                self._predicted_bytes = self._predict(self.largest)
+                self.predicted_bytes = self._predict(self.largest)
         elif self._is_measured or not self._can_fail:
             self.largest = min(_FEWEST, self._upper)
         else:
@@ -186,7 +162,7 @@ class SizeSearch:
 
     def needs_more(self, size: int) -> int:
         """Return the size to begin with if the module can't run so few samples; 0 if there is none above."""
-        if self._num_steps or self._num_failed or size >= self._upper:
+        if self.num_steps or self.num_failed or size >= self._upper:
             return 0
         self.largest = min(2 * size, self._upper)
         return self.largest
@@ -194,13 +170,13 @@ class SizeSearch:
     def fail(self, size: int) -> int:
         """Return the size with which a batch is repeated after memory has run out; 0 if there is none below."""
         self._failed = min(self._failed, size)
-        self._num_failed += 1
+        self.num_failed += 1
         self._num_failed_in_step += 1
         shares = _SHARES[self._num_failed_in_step - 1 :] if self.is_predicted else ()
         share = shares[0] if shares else _FAILING_SHARE
         smaller = min(math.ceil(size * share) if share == _STEP_BACK else int(size * share), size - 1)
-        if 0 < self._best < size:
-            smaller = max(smaller, self._best) if share == _STEP_BACK else self._best
+        if 0 < self.tried < size:
+            smaller = max(smaller, self.tried) if share == _STEP_BACK else self.tried
         self.largest = smaller
         return smaller
 
@@ -210,15 +186,15 @@ class SizeSearch:
         Args:
             step: What it took.
         """
-        self._num_steps += 1
+        self.num_steps += 1
         self._num_failed_in_step = 0
-        self._best = max(self._best, step.size)
+        self.tried = max(self.tried, step.size)
         self._rest_bytes = step.rest_bytes
         if isinstance(self._predict, ExactPredictor) and self._is_measured:
             self._predict.calibrate(step.rest_bytes, is_after_step=True)
-        if not self._is_measured or (self._num_steps >= MAX_STEPS):
+        if not self._is_measured or (self.num_steps >= MAX_STEPS):
             self.is_done = True
-        elif self._num_steps == 1:  # in which the optimizer has made its states
+        elif self.num_steps == 1:  # in which the optimizer has made its states
             if self._predict is not None and self._can_fail:
                 return self._name(min(step.size, max(1, self._promised())))
         elif step.is_alike:
@@ -227,7 +203,7 @@ class SizeSearch:
         return self._name(step.size)
 
     def _name(self, size: int) -> int:
-        self.largest = max(size, self._best) if self.is_done else size
+        self.largest = max(size, self.tried) if self.is_done else size
         return self.largest
 
     # --- with a prediction ------------------------------------------------------------------------------------------
@@ -303,9 +279,9 @@ class SizeSearch:
             line = largest_under(_through(dict(points[-2:])), int(room), self._upper)
             named = min(named, line if len(points) > 1 else int(size * math.sqrt(room / used)))
         named = self._agree(min(named, self._failed - 1))
-        if named <= self._best or len(self._measured) >= MAX_MEASURED:
+        if named <= self.tried or len(self._measured) >= MAX_MEASURED:
             self.is_done = True
-            return self._best
+            return self.tried
         return named
 
 

@@ -27,7 +27,7 @@ from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import MemoryPrediction, SizePrediction, is_divided, predict_sizes
-from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearchResult
+from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearch
 from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
 from lightning_memfit.fitting.step.loss_weights import LossWeight, LossWeights
@@ -154,8 +154,8 @@ class MicroBatching(KeepsRandomNumbers):
         return None if self._session is None or self._session.sizes is None else self._session.sizes.current
 
     @property
-    def found(self) -> SizeSearchResult | None:
-        """What the search for the size has found so far; None if there is no search."""
+    def found(self) -> SizeSearch | None:
+        """The search for the size, with what it has found so far; None if there is none."""
         return None if self._session is None else self._session.found
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from lightning_memfit.fitting.size.prediction import SizePrediction
 from lightning_memfit.fitting.size.search import (
     PeakPredictor,
     SizeSearch,
-    SizeSearchResult,
     StepMemory,
     longest_samples,
 )
@@ -227,9 +226,9 @@ class FitSession:
         loop.run_step = self._run_first
 
     @property
-    def found(self) -> SizeSearchResult | None:
-        """What the search has found so far; None if there is none."""
-        return None if self._search is None else self._search.result
+    def found(self) -> SizeSearch | None:
+        """The search with what it has found so far; None if there is none."""
+        return self._search
 
     def close(self) -> None:
         """Undo everything that the ladder did."""
@@ -341,7 +340,7 @@ class FitSession:
                     sizes.name_smaller, self._loop.run_step = None, self._step.run
                     return self._step.run(request)
             self._is_alike = True
-            self._num_failed = search.result.num_failed
+            self._num_failed = search.num_failed
             if memory is not None:
                 memory.reset_peak()
         shape, count = shape_of(request.batch), self._splitter.count(request.batch)
@@ -369,7 +368,7 @@ class FitSession:
         """Take what the step before this batch has shown, and go on with the size that the search names."""
         memory, before = self._memory, sizes.current
         peak_bytes, rest_bytes = (0, 0) if memory is None else (memory.peak_bytes, memory.live_bytes)
-        is_alike = self._is_alike and search.result.num_failed == self._num_failed
+        is_alike = self._is_alike and search.num_failed == self._num_failed
         told = self._consensus.exchange(work_bytes, peak_bytes, rest_bytes, not is_alike, at=At.BATCH)
         work, peak, rest, unlike = (int(max(numbers)) for numbers in zip(*told, strict=True))
         largest = search.after(StepMemory(before, peak, work, rest, not unlike))
@@ -381,19 +380,19 @@ class FitSession:
 
     def _described(self, search: SizeSearch, size: int, local_batch_size: int) -> str:
         """Return one line that says which size is in use, and why."""
-        found, why = search.result, "so far"
-        if found.num_steps:
+        why = "so far"
+        if search.num_steps:
             why = "by what the first steps took"
-        elif found.predicted_bytes is not None and found.predicted_bytes > self._limit_bytes:
+        elif search.predicted_bytes is not None and search.predicted_bytes > self._limit_bytes:
             return (
                 f"MicroBatching: not even one sample fits {format_bytes(self._limit_bytes)}, by its prediction of "
-                f"{format_bytes(found.predicted_bytes)}; training begins with one, and saves memory where it can."
+                f"{format_bytes(search.predicted_bytes)}; training begins with one, and saves memory where it can."
             )
-        elif found.predicted_bytes is not None:
-            why = f"by its prediction of {format_bytes(found.predicted_bytes)}"
+        elif search.predicted_bytes is not None:
+            why = f"by its prediction of {format_bytes(search.predicted_bytes)}"
         return (
             f"MicroBatching: micro-batch {size} x {math.ceil(local_batch_size / size)} for {local_batch_size} samples "
-            f"per device; {format_bytes(self._limit_bytes)} have room for {found.largest}, {why} "
+            f"per device; {format_bytes(self._limit_bytes)} have room for {search.largest}, {why} "
             f"({time.monotonic() - self._started:.1f} s)."
         )
 

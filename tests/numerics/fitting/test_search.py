@@ -65,7 +65,7 @@ def test_the_maximum_is_found(seed: int) -> None:
     search = SizeSearch(600, device.limit, predict, can_fail=True)
     tried = train(search, device.peak, device.limit)
     assert search.is_done
-    best = search.result.tried
+    best = search.tried
     assert 1 <= best <= largest
     assert -(-600 // best) <= -(-600 // max(1, int(0.97 * largest))) or best >= largest - 1
     assert len(tried) <= 10
@@ -76,15 +76,15 @@ def test_a_wrong_prediction_ends_with_a_size_that_was_tried(true: int) -> None:
     search = SizeSearch(100, 80, lambda n: n, can_fail=True, is_measured=False)
     tried = train(search, lambda n: n, true)
     assert tried[:2] == [80, 78]
-    assert search.result.tried in tried
-    assert true / 2 <= search.result.tried <= true
+    assert search.tried in tried
+    assert true / 2 <= search.tried <= true
     assert len(tried) <= 8
 
 
 def test_nothing_fits() -> None:
     search = SizeSearch(100, 80, lambda n: n, can_fail=True)
     assert train(search, lambda n: 81, 80)[-1] == 1
-    assert not search.result.tried
+    assert not search.tried
 
 
 def test_the_whole_share_is_tried_at_once() -> None:
@@ -96,7 +96,7 @@ def test_the_whole_share_is_tried_at_once() -> None:
 def test_without_measured_peaks_the_first_good_size_is_the_last() -> None:
     search = SizeSearch(100, 50, lambda n: n, can_fail=True, is_measured=False)
     assert train(search, lambda n: n, 50) == [50]
-    assert search.result.largest == 50
+    assert search.largest == 50
 
 
 def test_largest_under() -> None:
@@ -159,8 +159,8 @@ def test_a_traced_prediction_of_any_curve_is_right_at_once(name: str, true: int)
     curve = Curve((CURVES | STEPPED)[name], true)
     search = SizeSearch(1024, curve.limit, curve, can_fail=True)
     tried = train(search, curve, curve.limit, REST)
-    assert is_near(search.result.largest, min(curve.true, 1024))
-    assert set(tried) == {search.result.tried}
+    assert is_near(search.largest, min(curve.true, 1024))
+    assert set(tried) == {search.tried}
     assert len(tried) == 2
     assert len(set(curve.asked)) <= 20
 
@@ -186,7 +186,7 @@ def test_a_traced_prediction_that_is_wrong_is_corrected_by_what_was_measured() -
         wrong = Curve(lambda n, f=factor: round(f * CURVES["distances"](n)), 300)  # type: ignore[misc]
         search = SizeSearch(1024, curve.limit, wrong, can_fail=True)
         tried = train(search, curve, curve.limit, REST)
-        assert wanted * 300 <= search.result.tried <= 300
+        assert wanted * 300 <= search.tried <= 300
         assert len(set(tried)) <= 3
 
 
@@ -210,7 +210,7 @@ def test_a_smooth_curve_is_found_in_six_steps(name: str, true: int) -> None:
     curve = Curve(CURVES[name], true)
     search = SizeSearch(1024, curve.limit, None, can_fail=True)
     tried = train(search, curve, curve.limit, REST)
-    assert is_near(search.result.tried, true)
+    assert is_near(search.tried, true)
     assert len(tried) <= 8
     assert sum(size > true for size in tried) <= 1
 
@@ -221,8 +221,8 @@ def test_steps_end_with_a_size_that_was_tried_and_fits(name: str, true: int) -> 
     curve = Curve((CURVES | STEPPED)[name], true)
     search = SizeSearch(1024, curve.limit, None, can_fail=True)
     tried = train(search, curve, curve.limit, REST)
-    assert 1 <= search.result.tried <= curve.true
-    assert search.result.tried in tried
+    assert 1 <= search.tried <= curve.true
+    assert search.tried in tried
     assert len(tried) <= 10
 
 
@@ -231,7 +231,7 @@ def test_a_share_that_fits_is_tried_whole(upper: int) -> None:
     curve = Curve(CURVES["line"], 900)
     search = SizeSearch(upper, curve.limit, None, can_fail=True)
     train(search, curve, curve.limit, REST)
-    assert search.result.tried == upper
+    assert search.tried == upper
 
 
 @pytest.mark.parametrize("name", ["none", "exact", "too low"])
@@ -243,7 +243,7 @@ def test_where_a_failure_ends_the_run_none_happens(name: str, true: int) -> None
     search = SizeSearch(1024, curve.limit, predict, can_fail=False)
     tried = train(search, curve, curve.limit, REST)
     assert max(tried) <= true
-    assert search.result.tried >= min(0.85 * true, true - 2)
+    assert search.tried >= min(0.85 * true, true - 2)
 
 
 def test_a_refused_trace_leaves_nothing_alive() -> None:
@@ -291,7 +291,7 @@ def test_a_measured_flat_curve_is_flat(room: int) -> None:
     """The optimizer step takes 1,000 bytes at any size, forward and backward 600 and two for each sample."""
     search = SizeSearch(48, 1000 + room, TooSteep(), can_fail=True)
     tried = train(search, lambda n: 600 + 2 * n, 1000 + room, 500, flat=1000)
-    assert search.result.tried == 48
+    assert search.tried == 48
     assert len(set(tried)) <= 3
 
 
