@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -38,7 +38,6 @@ class NoPrediction(Exception):
     """There is no prediction for a size; the message says why."""
 
 
-@runtime_checkable
 class ExactPredictor(Protocol):
     """A prediction of any curve, one traced size at a time."""
 
@@ -112,7 +111,7 @@ class SizeSearch:
         self,
         upper: int,
         limit_bytes: int,
-        predict: PeakPredictor | ExactPredictor | None,
+        predict: ExactPredictor | None,
         can_fail: bool,
         is_measured: bool = True,
         agree: Callable[[int], int] = int,
@@ -147,7 +146,7 @@ class SizeSearch:
         Args:
             live_bytes: Bytes that are alive before it; None if they can't be measured.
         """
-        if live_bytes is not None and isinstance(self._predict, ExactPredictor):
+        if live_bytes is not None and self._predict is not None:
             self._predict.calibrate(live_bytes, is_after_step=False)
         promised = self._promised()
         if self._predict is not None and self._can_fail:
@@ -190,7 +189,7 @@ class SizeSearch:
         self._num_failed_in_step = 0
         self.tried = max(self.tried, step.size)
         self._rest_bytes = step.rest_bytes
-        if isinstance(self._predict, ExactPredictor) and self._is_measured:
+        if self._predict is not None and self._is_measured:
             self._predict.calibrate(step.rest_bytes, is_after_step=True)
         if not self._is_measured or (self.num_steps >= MAX_STEPS):
             self.is_done = True
@@ -237,8 +236,6 @@ class SizeSearch:
         if not self._can_fail and measured:
             limit_bytes -= int(_ENDING_MARGIN * max(0, limit_bytes - measured[0].peak_bytes))
         try:
-            if not isinstance(predict, ExactPredictor):
-                return largest_under(_corrected(predict, measured), limit_bytes, self._upper), ""
             if self._can_fail and _is_flat(measured):
                 work = _through({step.size: step.work_bytes for step in measured[-2:]})
                 return largest_under(work, limit_bytes, self._upper), ""
@@ -305,15 +302,6 @@ def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _corrected(predict: PeakPredictor, measured: Sequence[StepMemory]) -> PeakPredictor:
-    """A prediction with the error found at one size, or the line through those of the last two."""
-    if not measured:
-        return predict
-    errors = {step.size: step.peak_bytes - predict(step.size) for step in measured[-2:]}
-    error = _through(errors)
-    return lambda n: predict(n) + error(n)
 
 
 # --- a curve of which single values are expensive -------------------------------------------------------------------

@@ -7,7 +7,6 @@ batches of validation, test and prediction.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.prediction import MemoryPrediction, SizePrediction, is_divided, predict_sizes
-from lightning_memfit.fitting.size.search import PeakPredictor, SizeSearch
+from lightning_memfit.fitting.size.search import SizeSearch
 from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
 from lightning_memfit.fitting.step.loss_weights import LossWeight, LossWeights
@@ -73,15 +72,14 @@ class MicroBatching(KeepsRandomNumbers):
         global_batch_size: Samples per optimizer step over all devices. Checked against the loader's batch size x
             devices x `accumulate_grad_batches`; a `batch_size` attribute of the datamodule or module is set to
             match. None takes what the loader delivers.
-        micro_batch_size: `auto`, or a number of samples.
+        micro_batch_size: `auto`, or a number of samples. `auto` begins with what a trace of the training step says; if
+            that can't be traced, the size grows in the first steps.
         allow_batch_statistics: Accept that BatchNorm layers take their statistics over a micro-batch. Everything else
             is compared with them held fixed.
         recover: Whether to recover from out-of-memory errors; False lets such an error end the run.
         last_resort: How far to go, step by step, when not even one sample fits any more, instead of ending the run:
             `recompute` the activations of all repeated blocks, or `offload` as well: first the inputs of these
             blocks, then the optimizer states go to host memory. All of it is exact, and undone when no longer needed.
-        predictor: Function from a micro-batch size to the predicted peak in bytes. By default the memory model, from a
-            trace of the training step; if that can't be traced, the size grows in the first steps instead.
         limit_bytes: Memory that may be used, in bytes. By default what the device reports.
         loss_weight: Function from a batch, or a part of it, to the number that its loss is averaged over. By default
             the module's method `loss_weight`, else unmasked label tokens if the batch has integer `labels`, else
@@ -103,7 +101,6 @@ class MicroBatching(KeepsRandomNumbers):
         allow_batch_statistics: bool = False,
         recover: bool = True,
         last_resort: LastResort = "none",
-        predictor: PeakPredictor | None = None,
         limit_bytes: int | None = None,
         loss_weight: LossWeight | None = None,
         split_batch: SplitHook | None = None,
@@ -128,7 +125,6 @@ class MicroBatching(KeepsRandomNumbers):
             allow_batch_statistics=allow_batch_statistics,
             recover=recover,
             last_resort=last_resort,
-            predictor=predictor,
             limit_bytes=limit_bytes,
         )
         self._hooks = {"loss_weight": loss_weight, "split_batch": split_batch, "num_samples": num_samples}
@@ -143,7 +139,7 @@ class MicroBatching(KeepsRandomNumbers):
         self._session: FitSession | None = None
         self._evaluation: EvaluationSplitter | None = None
         self._lent: tuple[Any, int] | None = None
-        self._predictor = predictor
+        self._predictor: SizePrediction | None = None
         self.may_trace = True  # to predict sizes; `MemFit` says so where it found that there can be no traces
         self._is_divided = False
         hide_idle_hooks(self)
@@ -181,9 +177,9 @@ class MicroBatching(KeepsRandomNumbers):
         _check_support(trainer, pl_module, self.options)
         if self.global_batch_size is not None:
             self._lent = lend_batch_size(trainer, pl_module, local_batch_size_for(trainer, self.global_batch_size))
-        self._predictor = self.options.predictor
+        self._predictor = None
         self._is_divided = is_divided(trainer)
-        if self._predictor is None and self.may_trace and self._wants_prediction(trainer):
+        if self.may_trace and self._wants_prediction(trainer):
             self._predictor = predict_sizes(trainer, pl_module)
         self._whole_steps.setup(trainer, pl_module, stage)
         self.follow_random_numbers(trainer, stage)
@@ -204,11 +200,11 @@ class MicroBatching(KeepsRandomNumbers):
             self.state_dict()
             self._session.close()
         splitter = self._splitter(pl_module, loader_batch_size(trainer), loader_remainder(trainer))
-        options = replace(self.options, predictor=self._predictor)
         memory = find_device_memory(trainer)
         self._session = FitSession(
             self._loop,
-            options,
+            self.options,
+            self._predictor,
             splitter,
             self._weights(pl_module),
             memory,
@@ -266,7 +262,7 @@ class MicroBatching(KeepsRandomNumbers):
     @property
     def predicts_memory(self) -> bool:
         """Whether this callback predicts memory for the size in use."""
-        return isinstance(self._predictor, SizePrediction) and not self._is_divided
+        return self._predictor is not None and not self._is_divided
 
     def _wants_prediction(self, trainer: Trainer) -> bool:
         """Whether a prediction can help a search for the size, or tell a `MemoryPrediction` what a given one takes."""
@@ -283,7 +279,7 @@ class MicroBatching(KeepsRandomNumbers):
         self.description = reason if reason.startswith("MicroBatching:") else self.description
         if reason.startswith("MicroBatching:"):
             rank_zero_info(reason)
-        if isinstance(self._predictor, SizePrediction):
+        if self._predictor is not None:
             self._predictor.tell_monitors(trainer, size)
         for logger in trainer.loggers:
             logger.log_metrics({"micro_batch_size": float(size)}, step=trainer.global_step)

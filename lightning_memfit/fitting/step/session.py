@@ -28,7 +28,6 @@ from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.prediction import SizePrediction
 from lightning_memfit.fitting.size.search import (
-    PeakPredictor,
     SizeSearch,
     StepMemory,
     longest_samples,
@@ -147,7 +146,6 @@ class Options:
     allow_batch_statistics: bool
     recover: bool
     last_resort: LastResort
-    predictor: PeakPredictor | None
     limit_bytes: int | None
 
 
@@ -159,6 +157,7 @@ class FitSession:
     Args:
         loop: The loop in training.
         options: The user's options.
+        prediction: Predicts the peak at any size; None if there are no traces.
         splitter: Splits batches.
         weights: Weighs micro-batches.
         device_memory: The device's memory; None if it has no known limit.
@@ -178,6 +177,7 @@ class FitSession:
         self,
         loop: MicroBatchLoop,
         options: Options,
+        prediction: SizePrediction | None,
         splitter: BatchSplitter,
         weights: LossWeights,
         device_memory: DeviceMemory | None,
@@ -191,6 +191,7 @@ class FitSession:
             check_global_batch(trainer, options.global_batch_size, loader_size)
         self._loop = loop
         self._options = options
+        self._prediction = prediction
         self._splitter = splitter
         self._weights = weights
         self._memory = device_memory
@@ -310,7 +311,7 @@ class FitSession:
         self._search = search = SizeSearch(
             local_batch_size,
             limit_bytes,
-            self._options.predictor,
+            self._prediction,
             self._step.can_fail,
             memory is not None,
             self._smallest,
@@ -404,8 +405,8 @@ class FitSession:
 
     def _guard(self, shape: Any, size: int, limit_bytes: int | None) -> ShapeGuard:
         """Return what gives batches of larger shapes than this one a smaller size."""
-        prediction = self._options.predictor
-        if not isinstance(prediction, SizePrediction) or limit_bytes is None:
+        prediction = self._prediction
+        if prediction is None or limit_bytes is None:
             return ShapeGuard(shape, size, None)
 
         def predict(other: Any, upper: int) -> int:
@@ -421,8 +422,8 @@ class FitSession:
         return self._splitter.split(batch, [size, rest])[0] if rest > 0 else batch
 
     def _predict_for(self, batch: Any, local_batch_size: int) -> None:
-        if isinstance(self._options.predictor, SizePrediction):
-            self._options.predictor.begin(batch, local_batch_size, self._take)
+        if self._prediction is not None:
+            self._prediction.begin(batch, local_batch_size, self._take)
 
     def _worst_case(self, batch: Any, local_batch_size: int) -> Any:
         random = RandomState(self._device)  # from which data sets, collators and transfers may draw

@@ -27,6 +27,22 @@ class Device:
         return round(max(offset + slope * size for offset, slope in self.lines))
 
 
+class Exact:
+    """A traced prediction."""
+
+    def __init__(self, peak: Callable[[int], int]) -> None:
+        self.peak = peak
+
+    def __call__(self, size: int) -> int:
+        return self.peak(size)
+
+    def calibrate(self, live_bytes: int, is_after_step: bool) -> None:
+        pass
+
+    def largest_under(self, limit_bytes: int, upper: int) -> int:
+        return largest_under(self.peak, limit_bytes, upper)
+
+
 def train(search: SizeSearch, peak: Callable[[int], int], limit: int, rest: int = 0, flat: int = 0) -> list[int]:
     """Run steps until the search has ended; the sizes that were tried, those that failed as well.
 
@@ -62,7 +78,7 @@ def test_the_maximum_is_found(seed: int) -> None:
     def predict(size: int) -> int:
         return round((device.peak(size) - device.peak(1)) * factor + shift)
 
-    search = SizeSearch(600, device.limit, predict, can_fail=True)
+    search = SizeSearch(600, device.limit, Exact(predict), can_fail=True)
     tried = train(search, device.peak, device.limit)
     assert search.is_done
     best = search.tried
@@ -73,7 +89,7 @@ def test_the_maximum_is_found(seed: int) -> None:
 
 @pytest.mark.parametrize("true", [1, 2, 30, 57, 77, 78, 79])
 def test_a_wrong_prediction_ends_with_a_size_that_was_tried(true: int) -> None:
-    search = SizeSearch(100, 80, lambda n: n, can_fail=True, is_measured=False)
+    search = SizeSearch(100, 80, Exact(lambda n: n), can_fail=True, is_measured=False)
     tried = train(search, lambda n: n, true)
     assert tried[:2] == [80, 78]
     assert search.tried in tried
@@ -82,19 +98,19 @@ def test_a_wrong_prediction_ends_with_a_size_that_was_tried(true: int) -> None:
 
 
 def test_nothing_fits() -> None:
-    search = SizeSearch(100, 80, lambda n: n, can_fail=True)
+    search = SizeSearch(100, 80, Exact(lambda n: n), can_fail=True)
     assert train(search, lambda n: 81, 80)[-1] == 1
     assert not search.tried
 
 
 def test_the_whole_share_is_tried_at_once() -> None:
     device = Device(random.Random(0), 400)
-    search = SizeSearch(64, device.limit, device.peak, can_fail=True)
+    search = SizeSearch(64, device.limit, Exact(device.peak), can_fail=True)
     assert train(search, device.peak, device.limit) == [64, 64]
 
 
 def test_without_measured_peaks_the_first_good_size_is_the_last() -> None:
-    search = SizeSearch(100, 50, lambda n: n, can_fail=True, is_measured=False)
+    search = SizeSearch(100, 50, Exact(lambda n: n), can_fail=True, is_measured=False)
     assert train(search, lambda n: n, 50) == [50]
     assert search.largest == 50
 
@@ -191,14 +207,14 @@ def test_a_traced_prediction_that_is_wrong_is_corrected_by_what_was_measured() -
 
 
 def test_no_prediction_on_one_rank_is_none_on_all() -> None:
-    search = SizeSearch(64, 80, lambda n: n, can_fail=True, agree=lambda size: -1)
+    search = SizeSearch(64, 80, Exact(lambda n: n), can_fail=True, agree=lambda size: -1)
     assert search.first() == 2
     assert "another rank" in search.no_prediction
     assert not search.is_predicted
 
 
 def test_ranks_take_the_size_that_all_of_them_predict() -> None:
-    assert SizeSearch(64, 50, lambda n: n, can_fail=True, agree=lambda n: min(n, 40)).first() == 40
+    assert SizeSearch(64, 50, Exact(lambda n: n), can_fail=True, agree=lambda n: min(n, 40)).first() == 40
 
 
 # --- without a prediction -------------------------------------------------------------------------------------------
@@ -273,23 +289,10 @@ def test_a_refused_trace_leaves_nothing_alive() -> None:
         assert alive[0]() is None
 
 
-class TooSteep:
-    """A traced prediction that lets the optimizer step grow with the samples, which it doesn't."""
-
-    def __call__(self, size: int) -> int:
-        return 1000 + 10 * size
-
-    def calibrate(self, live_bytes: int, is_after_step: bool) -> None:
-        pass
-
-    def largest_under(self, limit_bytes: int, upper: int) -> int:
-        return largest_under(self, limit_bytes, upper)
-
-
 @pytest.mark.parametrize("room", [0, 5, 20, 100, 500])
 def test_a_measured_flat_curve_is_flat(room: int) -> None:
-    """The optimizer step takes 1,000 bytes at any size, forward and backward 600 and two for each sample."""
-    search = SizeSearch(48, 1000 + room, TooSteep(), can_fail=True)
+    """The optimizer step takes 1,000 bytes at any size, and not more with the samples as predicted."""
+    search = SizeSearch(48, 1000 + room, Exact(lambda n: 1000 + 10 * n), can_fail=True)
     tried = train(search, lambda n: 600 + 2 * n, 1000 + room, 500, flat=1000)
     assert search.tried == 48
     assert len(set(tried)) <= 3
