@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, Protocol, get_args
 
 from torch import nn
@@ -31,7 +31,7 @@ class Rung(Protocol):
     Gradients, random numbers and updates stay bitwise what they are.
 
     Attributes:
-        name: Name of the rung in checkpoints.
+        name: Name of the rung, for messages.
     """
 
     name: str
@@ -70,11 +70,6 @@ class Ladder:
         self._backoff = Backoff()
         self._is_trying_without = False
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the rungs taken, for `climb_to`."""
-        return [rung.name for rung in self._taken]
-
     def climb(self) -> str | None:
         """Take the next rung that helps and return what it did; None if none is left."""
         self._backoff.restart()
@@ -88,11 +83,6 @@ class Ladder:
         self._backoff.fail()
         self._is_trying_without = False
         return next((rung.description for rung in self._left[:1] if self._take(rung)), None)
-
-    def climb_to(self, names: Sequence[str]) -> str | None:
-        """Take the rungs that an earlier run had taken, as far as they help here, and return what they did."""
-        taken = [rung.description for rung in list(self._left) if rung.name in names and self._take(rung)]
-        return " and ".join(taken) or None
 
     def succeed(self) -> str | None:
         """Count a batch without failure; if it is time, give up the rung that was taken last, and return which."""

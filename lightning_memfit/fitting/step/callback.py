@@ -247,7 +247,7 @@ class MicroBatching(KeepsRandomNumbers):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the size found and the rungs in use, with the device and the number of ranks that they are for."""
+        """Return the size found, with the device and the number of ranks that it is for."""
         if self._session is not None and self._session.sizes is not None:
             self._kept = self._session.kept()
         return self._kept

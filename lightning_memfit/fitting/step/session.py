@@ -236,9 +236,9 @@ class FitSession:
         self._ladder.close()
 
     def kept(self) -> dict[str, Any]:
-        """Return what a later run needs to reuse the size and the rungs of the ladder."""
+        """Return what a later run needs to reuse the size."""
         assert self.sizes is not None
-        return {"micro_batch_size": self.sizes.target, "rungs": self._ladder.names, **self._setting()}
+        return {"micro_batch_size": self.sizes.target, **self._setting()}
 
     # --- the first batch --------------------------------------------------------------------------------------------
 
@@ -273,14 +273,13 @@ class FitSession:
     def _start(self, request: StepRequest, sizes: MicroBatchSize) -> None:
         if self._options.global_batch_size is not None and loader_batch_size(self._loop.trainer) is None:
             check_global_batch(self._loop.trainer, self._options.global_batch_size, sizes.local_batch_size)
-        again = self._ladder.climb_to(self._kept.get("rungs", ())) if self._is_as_kept() else None
         size, reason = self._choose(request, sizes)
         # All ranks use the smallest size; their batches may differ.
         size = int(min(theirs for (theirs,) in self._consensus.exchange(size, at=At.BATCH)))
         wanted = self._options.micro_batch_size
         is_unlimited = wanted == "auto" and self._options.limit_bytes is None and self._memory is None
         sizes.begin(size, sys.maxsize if is_unlimited else size if wanted == "auto" else max(size, wanted))
-        self._note(size, f"{reason} As before, with {again}." if again else reason)
+        self._note(size, reason)
 
     def _choose(self, request: StepRequest, sizes: MicroBatchSize) -> tuple[int, str]:
         wanted, kept, local_batch_size = self._options.micro_batch_size, self._kept, sizes.local_batch_size
