@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.size.device_memory import find_device_memory
-from lightning_memfit.fitting.size.prediction import is_divided, profile_fit, runtime_of
+from lightning_memfit.fitting.size.prediction import finds_its_size, is_divided, profile_fit, runtime_of
 from lightning_memfit.fitting.size.search import largest_under
 from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import format_bytes
@@ -126,7 +126,7 @@ class OutOfMemoryReport(Callback):
             self._without_profile = "several processes are not traced"
         elif is_divided(trainer):
             self._without_profile = f"{type(trainer.strategy).__name__} divides or moves parts of the model"
-        elif not _finds_its_size(trainer):
+        elif not finds_its_size(trainer):
             try:
                 self._profile = profile_fit(trainer, pl_module, first_batch(trainer), any_micro_batch=True)
             except (TraceError, ValueError) as error:
@@ -220,7 +220,7 @@ class OutOfMemoryReport(Callback):
         if running is None or trainer.world_size > 1 or not module.automatic_optimization:
             return lambda: None
         batch, batch_idx = running
-        if _finds_its_size(trainer):
+        if finds_its_size(trainer):
             batch = _one_sample(batch)
         for one in error_chain(error):
             traceback.clear_frames(one.__traceback__)
@@ -236,7 +236,7 @@ class OutOfMemoryReport(Callback):
         return step
 
     def _what_fits(self, trainer: Trainer) -> str:
-        if _finds_its_size(trainer):
+        if finds_its_size(trainer):
             return f"`MicroBatching` found no micro-batch that fits. {_ADVICE}"
         memory = find_device_memory(trainer)
         if memory is None:
@@ -277,10 +277,6 @@ def _what_is_held(trainer: Trainer, module: LightningModule) -> str:
 
 def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}."
-
-
-def _finds_its_size(trainer: Trainer) -> bool:
-    return any(getattr(callback, "predicts_memory", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _one_sample(batch: Any) -> Any:

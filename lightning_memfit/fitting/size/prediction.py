@@ -373,7 +373,7 @@ class MemoryPrediction(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict in another process."""
         self._no_build = ""
-        if stage != "fit" or _others_predict(trainer):
+        if stage != "fit" or finds_its_size(trainer):
             return
         if trainer.world_size > 1:
             rank_zero_info(
@@ -424,7 +424,8 @@ class MemoryPrediction(Callback):
             rank_zero_warn(self._no_build)
 
 
-def _others_predict(trainer: Trainer) -> bool:
+def finds_its_size(trainer: Trainer) -> bool:
+    """Whether a callback of a Trainer finds the micro-batch, and predicts memory for it."""
     return any(getattr(callback, "predicts_memory", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
