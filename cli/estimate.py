@@ -85,9 +85,9 @@ def main(argv: list[str]) -> int:
 def _report(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport | None:
     """Return the report for a recipe or for a model's name; only the code for that one is imported."""
     if arguments.config is not None:
-        from .estimate_recipe import estimate_recipe
+        from .estimate_recipe import EstimateRequest, estimate_recipe
 
-        return estimate_recipe(arguments, overrides)
+        return estimate_recipe(EstimateRequest.of(arguments, overrides))
     return estimate_named(arguments)
 
 

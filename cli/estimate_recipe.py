@@ -9,8 +9,8 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.report import EstimateReport, build_report
 from lightning_memfit.estimate.target import Target, host_target, live_target, named_target, unnamed_target
 from lightning_memfit.memory import format_bytes
-from lightning_memfit.memory.kind import allows_cuda
+from lightning_memfit.memory.kind import CPU, allows_cuda
 from lightning_memfit.profile.build import batch_size, measure_step, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.fake import tensors_in
@@ -43,35 +43,78 @@ _NO_DEVICE = (
 )
 
 
-def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport | None:
-    """Estimate a recipe; if its step can't be traced, say why and return None."""
-    for name in NAMED_OPTIONS:
-        if getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
-            )
-    with quiet(), load_recipe(overrides, arguments.batch_shape, arguments.real_batch, arguments.measure) as run:
+@dataclass(frozen=True)
+class EstimateRequest:
+    """What a command line asks of the estimate of a recipe, read once."""
+
+    recipe: tuple[str, ...]
+    """Its words for the recipe, as for `memfit fit`."""
+    device: str | None = None
+    """Name of one device; None for what is here."""
+    num_devices: int | None = None
+    """How many of them were named; None if that is left to the recipe."""
+    micro_batch_size: int | None = None
+    batch_shape: str | None = None
+    real_batch: bool = False
+    measure: bool = False
+    shorten: bool = True
+    use_cache: bool = True
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> EstimateRequest:
+        """Read the command's own arguments.
+
+        Raises:
+            ValueError: If one makes no sense, or is for models that are only named.
+        """
+        for name in NAMED_OPTIONS:
+            if getattr(arguments, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
+                )
         count, device = split_device(arguments.device)
-        run = run if count is None else _on_devices(run, count)
-        target = target_of(device, run)
-        run = run if arguments.device is not None else _on_all_here(run, target)
+        return cls(
+            tuple(recipe),
+            device,
+            count,
+            arguments.micro_batch_size,
+            arguments.batch_shape,
+            arguments.real_batch,
+            arguments.measure,
+            not arguments.no_shorten,
+            not arguments.no_cache,
+        )
+
+
+def estimate_recipe(request: EstimateRequest) -> EstimateReport | None:
+    """Estimate a recipe; if its step can't be traced, say why and return None."""
+    words, size = list(request.recipe), request.micro_batch_size
+    with quiet(), load_recipe(words, request.batch_shape, request.real_batch, request.measure) as run:
+        target = target_of(request.device, run)
+        run = replace(run, devices=devices_here(run, request.device, request.num_devices, target))
+        if request.num_devices not in (None, (run.devices or 1) * run.num_nodes):
+            said = f"{run.devices} devices on {run.num_nodes} machine{'s' * (run.num_nodes > 1)}"
+            raise ValueError(
+                f"`--device` names {request.num_devices} devices, the recipe {said}. Set `trainer.devices`, the number "
+                "on each machine."
+            )
         division, notes = division_of_recipe(run)
         notes += run.notes
         precision = run.options.precision
         if division is not None:
             traced = division.traced_precision(precision)
             run = replace(run, options=replace(run.options, precision=traced))  # type: ignore[arg-type]
-        run, waiting_bytes, left_out = _as_cut(run, division, arguments.micro_batch_size)
+        run, waiting_bytes, left_out = _as_cut(run, division, size)
         notes += left_out
         ranks = _ranks(run, division) if division is not None and division.traced else None
         try:
-            profile = _profile(run, target, arguments, ranks)
+            profile = _profile(run, target, request, ranks)
         except TraceError as error:
             mistake = user_mistake(error)  # a mistake in the recipe, which would also stop a measurement
             if mistake is not None:
                 raise mistake from None
-            if not arguments.measure:
+            if not request.measure:
                 told = f"{error} On the command line that is `--measure`. {run.example}".rstrip()
                 print(f"memfit: cannot tell: {told}", file=sys.stderr)
                 return None
@@ -82,12 +125,12 @@ def estimate_recipe(arguments: argparse.Namespace, overrides: list[str]) -> Esti
     notes += [_NO_DEVICE] if target.capacity_bytes is None else []
     profile = replace(profile, precision=precision)
     try:
-        return build_report(profile, target, arguments.micro_batch_size, tuple(notes), division, waiting_bytes)
+        return build_report(profile, target, size, tuple(notes), division, waiting_bytes)
     except ValueError as error:
         if type(error).__name__ != "NotDividedError" or division is None:
             raise
         notes.insert(0, _not_in_figures(division.name, error))
-        return build_report(profile, target, arguments.micro_batch_size, tuple(notes), None, waiting_bytes)
+        return build_report(profile, target, size, tuple(notes), None, waiting_bytes)
 
 
 def _as_cut(run: RecipeRun, division: Division | None, asked: int | None) -> tuple[RecipeRun, int, list[str]]:
@@ -103,41 +146,22 @@ def _as_cut(run: RecipeRun, division: Division | None, asked: int | None) -> tup
     Returns:
         The run, bytes on the device of samples that wait for their micro-batch, and what the figures don't say.
     """
-    fitting = sys.modules.get("lightning_memfit.fitting.step.callback")  # where a recipe names it, it is imported
-    own = None if fitting is None else next((c for c in run.callbacks if isinstance(c, fitting.MicroBatching)), None)
-    if own is None:
+    if run.batching is None:
         return run, 0, []
     replicas = (run.devices or 1) * run.num_nodes // ranks_together(run.strategy)
-    rows, accumulate = batch_size(run.batch), run.options.accumulate_grad_batches
-    loaded = loaded_samples(run, own, replicas)
-    cut = own.options.micro_batch_size
-    size = loaded if cut == "auto" else min(asked or cut, loaded)
-    accumulate *= -(-loaded // size)
+    loaded, size, accumulate = run.sizes(replicas, asked)
     if division is not None and division.stage == 0 and division.ranks > 1:
         accumulate = max(2, accumulate)  # it synchronizes no pass, as Lightning does none but the last
     options = replace(run.options, accumulate_grad_batches=accumulate)
-    if cut == "auto":
+    if run.batching.options.micro_batch_size == "auto":
         return replace(run, options=options), 0, []
+    rows = batch_size(run.batch)
     try:
         batch = resize_batch(run.batch, rows, size)
     except ValueError as error:
         return run, 0, [f"`MicroBatching` is not in the figures, which are those of the whole batch: {error}."]
     waiting = sum(tensor.nbytes for tensor in tensors_in(run.batch)) * (loaded - size) // rows
     return replace(run, batch=batch, options=options), waiting, []
-
-
-def loaded_samples(run: RecipeRun, batching: Any, replicas: int) -> int:
-    """Samples that the recipe's loader gives a device at once; `MicroBatching` may set it to others than it has.
-
-    Args:
-        run: The recipe.
-        batching: Its `MicroBatching`; None if it has none.
-        replicas: Devices, or groups of them, with samples of their own.
-    """
-    whole = getattr(batching, "global_batch_size", None)
-    if whole is None:
-        return batch_size(run.batch)
-    return max(1, int(whole) // (replicas * run.options.accumulate_grad_batches))
 
 
 def ranks_together(strategy: Any) -> int:
@@ -148,32 +172,33 @@ def ranks_together(strategy: Any) -> int:
         return 1
 
 
-def _on_devices(run: RecipeRun, count: int) -> RecipeRun:
-    """The run on so many devices in all.
-
-    Raises:
-        ValueError: If the recipe says another number.
-    """
-    if count % run.num_nodes or run.devices not in (None, count // run.num_nodes):
-        said = f"{run.devices or 'auto'} devices on {run.num_nodes} machine{'s' * (run.num_nodes > 1)}"
-        raise ValueError(
-            f"`--device` names {count} devices, the recipe {said}. Set `trainer.devices`, the number on each machine."
-        )
-    return replace(run, devices=count // run.num_nodes)
-
-
-def _on_all_here(run: RecipeRun, target: Target) -> RecipeRun:
-    """The run on all GPUs of this machine, where the recipe takes all there are (`devices: auto`) and nobody named one.
+def devices_here(run: RecipeRun, device: str | None, named: int | None, target: Target) -> int | None:
+    """Devices of each machine: the recipe's, else those that the user named, else all GPUs here; None if unknown.
 
     Args:
         run: The recipe.
-        target: What `target_of` has found here.
-    """
-    if run.devices is not None or not target.device_kind.has_own_memory or target.capacity_bytes is None:
-        return run
-    import torch
+        device: Name of one device, if the user gave one.
+        named: Number of them, if the user gave one.
+        target: What `target_of` has found.
 
-    return replace(run, devices=torch.cuda.device_count())
+    Raises:
+        ValueError: If the recipe's machines can't share the named devices.
+    """
+    if run.devices is not None:
+        return run.devices
+    if named is not None:
+        here, left = divmod(named, run.num_nodes)
+        if left:
+            raise ValueError(
+                f"`--device` names {named} devices, which the recipe's {run.num_nodes} machines can't share. Name a "
+                f"multiple of {run.num_nodes}, or set `--trainer.num_nodes=1`."
+            )
+        return here
+    if device is None and target.device_kind.has_own_memory and target.capacity_bytes is not None:
+        import torch
+
+        return torch.cuda.device_count()
+    return None
 
 
 def division_of_recipe(run: RecipeRun) -> tuple[Division | None, list[str]]:
@@ -275,23 +300,23 @@ def target_of(name: str | None, run: RecipeRun) -> Target:
     Raises:
         ValueError: If the recipe's accelerator is another, or none of its GPUs is here.
     """
-    if name is not None:
-        return named_target(name)
     limits = [callback.limit_bytes for callback in run.callbacks if isinstance(callback, MemoryLimit)]
-    if allows_cuda(run.accelerator):
+    if name is not None and name.strip().lower() != CPU:
+        return named_target(name)
+    if name is None and allows_cuda(run.accelerator):
         live = live_target(run.device_numbers, limits)
         if live is not None:
             return live
         if run.accelerator != "auto":
             return unnamed_target()
-    elif run.accelerator != "cpu":
+    elif name is None and run.accelerator != CPU:
         raise ValueError(
             f"`trainer.accelerator={run.accelerator!r}`: estimates are for CUDA and the CPU. Pass `--device`."
         )
     return host_target(min(limits) if limits else None)
 
 
-def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace, ranks: Ranks | None) -> ModelProfile:
+def _profile(run: RecipeRun, target: Target, request: EstimateRequest, ranks: Ranks | None) -> ModelProfile:
     """Profile the step from the recipe's batch, or at the size asked for if the batch tells nothing about that size."""
 
     def profile(batch: Any) -> ModelProfile:
@@ -301,13 +326,13 @@ def _profile(run: RecipeRun, target: Target, arguments: argparse.Namespace, rank
             run.options,
             Emulation(target.kind, target.capability),
             _techniques(run),
-            shorten=not arguments.no_shorten,
-            cache=None if arguments.no_cache else ProfileCache(),
+            shorten=request.shorten,
+            cache=ProfileCache() if request.use_cache else None,
             ranks=ranks,
         )
 
     found, size = profile(run.batch), batch_size(run.batch)
-    wanted = arguments.micro_batch_size or size
+    wanted = request.micro_batch_size or size
     if wanted == size or found.knows_every_size:
         return found
     _check_room(run.batch, size, wanted)

@@ -281,14 +281,14 @@ def plan_file(arguments: Sequence[str]) -> Path:
 
 def _made(arguments: list[str]) -> Path:
     from .arguments import split_arguments
-    from .plan import make_parser, write_overlay
-    from .plan_recipe import plan_recipe
+    from .plan import write_overlay
+    from .plan_recipe import PlanRequest, plan_recipe
 
     of_fit_alone = argparse.ArgumentParser()
     of_fit_alone.add_argument("--ckpt-path")
     of_fit_alone.add_argument("--memfit")
     _, of_recipe = split_arguments(of_fit_alone, arguments)
-    made = plan_recipe(make_parser().parse_args([]), of_recipe, compare=False)
+    made = plan_recipe(PlanRequest(tuple(of_recipe)), compare=False)
     if made is None:
         raise ValueError("`memfit: auto`: without a trace there is no plan. Choose techniques yourself: `memfit: off`.")
     plan = made[0]

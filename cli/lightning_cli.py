@@ -71,7 +71,6 @@ class MemFitCLI(LightningCLI):
         self._arguments: list[str] | None = None
         self._given = list(arguments) if isinstance(arguments, Sequence) else []
         self.planned_for: str | None = None
-        self._plan_file: tuple[str, Any] | None = None
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
             recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
@@ -115,29 +114,15 @@ class MemFitCLI(LightningCLI):
             found = made_for.differences(stamp, made_for.written(_section(recipe)), recounted)
             if found:
                 shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-                raise ValueError(_of_another(path, "recipe", shown, made_for.PLAN_AGAIN))
-            self._plan_file = path, stamp
+                raise ValueError(
+                    f"`--config {path}` was made for another recipe: {shown}. Plan again (`memfit plan`). To train by "
+                    f"it all the same, write `{MADE_FOR}: {{}}` in it."
+                )
             both, before = (_as_list(_section(parsed).trainer.callbacks) for parsed in (config, recipe))
             trainer.callbacks = made_for.laid_over(both, before, path)
         self.planned_for = stamp.get("device")
         _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
         return config
-
-    @override
-    def instantiate_classes(self) -> None:
-        """Make everything; under a plan, see that the model is as large as the one that it was made for.
-
-        Raises:
-            ValueError: If it has other parameters.
-        """
-        super().instantiate_classes()
-        if self._plan_file is not None:
-            from .made_for import other_parameters
-
-            path, stamp = self._plan_file
-            found = other_parameters(stamp, self.model)
-            if found is not None:
-                raise ValueError(_of_another(path, "model", *found))
 
     def _sections(self) -> Iterator[Namespace]:
         """Yield the parsed sections of the command that runs, if there is one."""
@@ -191,14 +176,6 @@ class MemFitCLI(LightningCLI):
         callbacks = self.trainer.checkpoint_callbacks
         paths = [getattr(one, name, "") for one in callbacks for name in ("best_model_path", "last_model_path")]
         return next(filter(None, paths), "")
-
-
-def _of_another(path: str, what: str, differences: str, fix: str) -> str:
-    """Say that a plan's file was made for something else."""
-    return (
-        f"`--config {path}` was made for another {what}: {differences}. {fix} To train by it all the same, write "
-        f"`{MADE_FOR}: {{}}` in it."
-    )
 
 
 def _name_unlimited_epochs(trainer: Trainer) -> None:

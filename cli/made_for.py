@@ -7,21 +7,15 @@ elsewhere. Its callbacks replace those of the recipe's techniques and leave all 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-import torch
 from jsonargparse import Namespace
-from torch.nn.parameter import is_lazy
 
 from lightning_memfit.device.catalogue import find_device
-from lightning_memfit.planner.lock import Sources, source_of
 from lightning_memfit.planner.plan import is_planned
-from lightning_memfit.profile.trace import TraceError, of_built
 
 _RELEVANT = (
     "precision",
@@ -54,69 +48,14 @@ _LOADING = frozenset({"num_workers", "tokenize_workers", "pin_memory", "persiste
 """Arguments of data modules that change how fast batches come, and nothing about them."""
 
 
-def made_for(config: Namespace, device: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+def made_for(config: Namespace, device: str) -> dict[str, Any]:
     """Return what a plan names itself as made for.
 
     Args:
         config: The recipe as parsed, nothing instantiated.
         device: Name of the device.
-        parameters: `parameters_of` the model.
     """
-    modules = dict(Sources.now().modules)
-    return {"device": device, "recipe": written(config), "modules": modules, "parameters": parameters}
-
-
-def parameters_of(model: torch.nn.Module) -> dict[str, Any] | None:
-    """Return the number of a model's parameters, and a digest of their names and shapes; None if they can't be told.
-
-    The recipe and the source don't tell them where the model reads a file or the environment. Types aren't among them,
-    as pretrained weights bring their own, and a plan is made without these.
-
-    A model that builds itself (`configure_model`) is built in a copy without memory, where a plan is made and in a run
-    alike: what a run builds has other shapes and names under a strategy that divides it, and under techniques.
-
-    Args:
-        model: What was instantiated, before its `setup`, which has data only in a run.
-    """
-    try:
-        return of_built(model, _parameters_of)
-    except TraceError:
-        return None
-
-
-def _parameters_of(built: torch.nn.Module) -> dict[str, Any]:
-    known = [(name, one) for name, one in built.named_parameters(remove_duplicate=False) if not is_lazy(one)]
-    table = [(name, list(one.shape)) for name, one in known]
-    return {
-        "number": sum(one.numel() for one in {id(one): one for _, one in known}.values()),
-        "digest": hashlib.sha256(json.dumps(table).encode()).hexdigest()[:24],
-    }
-
-
-def other_parameters(stamp: Mapping[str, Any], model: torch.nn.Module) -> tuple[str, str] | None:
-    """Return how a model differs from the one that a plan was made for and what to do, in words; None if it doesn't.
-
-    Args:
-        stamp: `made_for` of the plan's file.
-        model: What was instantiated, before its `setup`.
-    """
-    then = stamp.get("parameters")
-    if not isinstance(then, Mapping):
-        return None
-    now = parameters_of(model)
-    if now is None or then == now:
-        return None
-    number = then.get("number")
-    if not isinstance(number, int) or number == now["number"]:
-        return f"parameters of `model` have other names or shapes{_BY_WHAT}", PLAN_AGAIN
-    found = f"`model` had {number:,} parameters and has {now['number']:,}"
-    if then.get("digest") != now["digest"]:
-        return f"{found}{_BY_WHAT}", PLAN_AGAIN
-    return (
-        f"{found}, as other ones of them are shared (tied weights)",
-        "If planning again (`memfit plan`) finds the same number as before, the pretrained weights untie them, which a "
-        "plan doesn't read: say so in the model's configuration (`tie_word_embeddings: false`), then plan again.",
-    )
+    return {"device": device, "recipe": written(config)}
 
 
 def written(config: Namespace) -> dict[str, Any]:
@@ -165,12 +104,6 @@ def _class_name(spec: Any) -> str:
     return str(path).rpartition(".")[2] if isinstance(path, str) else ""
 
 
-PLAN_AGAIN = "Plan again (`memfit plan`)."
-"""What to do where a plan was made for something else."""
-
-_BY_WHAT = ", by a file or variable that it reads"
-
-
 def differences(stamp: Mapping[str, Any], now: Mapping[str, Any], recounted: Collection[str] = ()) -> list[str]:
     """Return what is not as it was when a plan was made, in words.
 
@@ -185,11 +118,6 @@ def differences(stamp: Mapping[str, Any], now: Mapping[str, Any], recounted: Col
         free = {f"trainer.{name}" for name in COUNT_BATCHES if name not in recounted}
         keys = (key for key in sorted({*then, *now} - free) if then.get(key) != now.get(key))
         found += [f"`{key}` was {_shown(then, key)} and is {_shown(now, key)}" for key in keys]
-    modules = stamp.get("modules")
-    if isinstance(modules, Mapping):
-        # One that isn't found here is either not needed, or ends the run by itself.
-        here = {name: digest for name, digest in modules.items() if source_of(name) is not None}
-        found += [f"the module `{name}` is another" for name in Sources(modules=here).changed()]
     return found
 
 

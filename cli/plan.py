@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import errno
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -20,12 +19,11 @@ from rich.text import Text
 
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
+from lightning_memfit.planner.progress import unseen
 
 from .arguments import add_batch_options, check_new_file, next_line, of_batch, split_arguments
-from .recipe_files import overlay_text, resolve
-
-if TYPE_CHECKING:
-    from lightning_memfit.planner.lock import PlanLock
+from .progress import PlanningLine
+from .recipe_files import overlay_text
 
 _EPILOG = """\
 examples:
@@ -36,7 +34,7 @@ examples:
   memfit plan --config mine.yaml --device 24GiB --tolerance 0%         (the fastest, whatever it changes)
   memfit plan --config mine.yaml --device "2x RTX 3090" --host-memory 64GiB
   memfit plan --config mine.yaml --device 8GiB --disk 500GiB --disk-writes-per-day 1TiB
-  memfit plan --config mine.yaml --device 24GiB --lock plan.lock --dry-run     (in CI)
+  memfit plan --config mine.yaml --device 24GiB --dry-run     (in CI)
 
 exit codes: 0 something fits, 1 nothing fits, 2 cannot tell (or a mistake, which is explained)
 """
@@ -50,9 +48,17 @@ def main(argv: list[str]) -> int:
     if arguments.config is None:
         parser.error("give `--config RECIPE`")
     _check_files(arguments)
-    plan = _known_or_made(arguments, overrides)
-    if plan is None:
+    from .plan_recipe import PlanRequest, plan_recipe
+
+    request = PlanRequest.of(arguments, overrides)
+    with contextlib.nullcontext() if arguments.json else PlanningLine() as line:
+        made = plan_recipe(request, progress=line or unseen, with_page=arguments.html is not None)
+    if made is None:
         return 2
+    plan, page = made
+    if page is not None and not arguments.dry_run:
+        with Path(arguments.html).open("x", encoding="utf-8") as file:
+            file.write(page)
     is_written = arguments.out is not None and plan["fits"] and not arguments.dry_run
     if is_written:
         write_overlay(Path(arguments.out), plan)
@@ -101,14 +107,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
     parser.add_argument("--html", metavar="FILE.html", help="write a page that compares all settings at any limit")
     parser.add_argument(
-        "--lock", metavar="FILE", help="keep the plan here, and reuse it until something that it depends on changes"
-    )
-    parser.add_argument(
         "--verify", action="store_true", help="trace the plan itself as well, as a proof; takes seconds"
     )
     parser.add_argument("--dry-run", action="store_true", help="write no file; only print, and exit with 0 or 1")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached plans and traces")
+    parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached traces")
     return parser
 
 
@@ -149,119 +152,11 @@ def _check_files(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: If one exists, its folder does not, or it is named twice.
     """
-    taken = {} if arguments.lock is None else {Path(arguments.lock).resolve(): "--lock"}
-    for option, name in (("--out", arguments.out), ("--html", arguments.html)):
-        if name is None:
-            continue
-        other = taken.setdefault(Path(name).resolve(), option)
-        if other != option:
-            raise ValueError(f"`{option} {name}` is the file of `{other}`. Name another one.")
-        check_new_file(option, Path(name))
-
-
-def _known_or_made(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any] | None:
-    """Return the plan of a lock file or the cache if nothing that it depends on has changed; else make one."""
-    from lightning_memfit.device.host import probe_host
-    from lightning_memfit.memory.cache_files import default_cache_folder
-    from lightning_memfit.planner.lock import PlanLock, Sources, plan_key
-
-    recipes = [Path(resolve(name)) for name in arguments.config]
-    of_limits = (
-        "allow",
-        "tolerance",
-        "host_memory",
-        "pinned_memory",
-        "disk",
-        "nvme_path",
-        "disk_writes_per_day",
-        "verify",
-    )
-    limits = {name: getattr(arguments, name) for name in (*of_limits, "batch_shape", "real_batch")}
-    key = plan_key(recipes, overrides, arguments.device or "", limits)
-    lock, free = None, None
-    if arguments.lock is not None:
-        lock = PlanLock(Path(arguments.lock))
-    elif not (_is_of_here(arguments.device) or arguments.nvme_path or arguments.no_cache):
-        # The free memory and disk space of this machine change by the minute.
-        lock = PlanLock(default_cache_folder() / "plans" / f"{key.digest}.json")
-    if lock is not None:
-        free = probe_host().available_bytes if arguments.host_memory is None else None
-        room_of = _room_of if _is_of_here(arguments.device) else None
-        load = partial(lock.load, key, free, room_of)
-        known, changed = _load(lock, load, arguments.lock is not None)
-        if known is not None and arguments.html is None:  # what a search knows beside its plan isn't kept
-            return known
-        if changed and arguments.lock is not None:
-            print(f"memfit: planning anew, as this changed: {', '.join(changed)}", file=sys.stderr)
-
-    environment = dict(os.environ)  # before the recipe's own modules may set something
-
-    from .plan_recipe import plan_recipe
-
-    with_page = arguments.html is not None
-    if arguments.json:
-        made = plan_recipe(arguments, overrides, with_page=with_page)
-    else:
-        from .progress import PlanningLine
-
-        with PlanningLine() as line:
-            made = plan_recipe(arguments, overrides, progress=line, with_page=with_page)
-    if made is None:
-        return None
-    plan, files, page = made
-    if page is not None and not arguments.dry_run:
-        with Path(arguments.html).open("x", encoding="utf-8") as file:
-            file.write(page)
-    if lock is not None and not (arguments.dry_run and arguments.lock is not None):
-        room = _room_of(plan) if _is_of_here(arguments.device) else None
-        save = partial(lock.save, key, plan, Sources.now(files, environment), free, room)
-        _save(lock, save, arguments.lock is not None)
-    return plan
-
-
-def _is_of_here(device: str | None) -> bool:
-    """Whether the device that is planned for is this machine's, of which as much counts as is free."""
-    return device is None or device.strip().lower() == "cpu"
-
-
-def _room_of(plan: Mapping[str, Any]) -> list[int]:
-    """What is usable now of the devices of this machine, one of which a plan is for."""
-    from lightning_memfit.estimate.target import room_here
-
-    return room_here(plan["device"])
-
-
-def _load(
-    lock: PlanLock, load: Callable[[], tuple[dict[str, Any] | None, list[str]]], is_named: bool
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return what a lock file or the cache's knows; one of the cache that can't be used stops nothing."""
-    from lightning_memfit.memory.cache_files import is_own, tell_once
-
-    if is_named:
-        return load()
-    try:
-        return load() if lock.path.is_file() and is_own(lock.path.parent) else (None, [])
-    except (ValueError, OSError) as error:
-        tell_once(lock.path.parent, f"{lock.path.name} is not used: {error.__cause__ or error}")
-        return None, []
-
-
-def _save(lock: PlanLock, save: Callable[[], None], is_named: bool) -> None:
-    """Write a lock file, or the cache's.
-
-    Raises:
-        ValueError: If the file that the user named can't be written.
-    """
-    from lightning_memfit.memory.cache_files import tell_once
-
-    try:
-        save()
-    except OSError as error:
-        if not is_named:
-            tell_once(lock.path.parent, f"entries can't be written: {error}")
-            return
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-        raise ValueError(f"`--lock {lock.path}` can't be written: {reason}. Name another file.") from error
+    named = {option: Path(name) for option, name in (("--out", arguments.out), ("--html", arguments.html)) if name}
+    for option, path in named.items():
+        check_new_file(option, path)
+    if len(named) > len({path.resolve() for path in named.values()}):
+        raise ValueError(f"`--html {arguments.html}` is the file of `--out`. Name another one.")
 
 
 def _next(

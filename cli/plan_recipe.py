@@ -6,9 +6,8 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from lightning_memfit.estimate.division import NotDividedError
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 from lightning_memfit.nvme.preflight import SAMPLE_BYTES
-from lightning_memfit.planner.lock import names_in
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, is_batching, overlay_of, own_adapter, technique_classes
 from lightning_memfit.planner.plan_page import render_plan
@@ -27,7 +25,6 @@ from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.time import (
     DISK_BYTES_PER_S,
     NETWORK_BYTES_PER_S,
-    CalibrationFile,
     Rates,
     calibrated,
     rates_of,
@@ -36,28 +33,28 @@ from lightning_memfit.planner.tried import Explored, tried_of
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
     DEFAULT_TOLERANCE,
+    Devices,
     Limits,
     Workload,
     check_allow,
     check_tolerance,
     check_trainable,
-    devices_for,
     facts_of,
-    parse_device_count,
 )
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.facts import defaults_of
 from lightning_memfit.techniques.core.precision import AnyTechnique
 from lightning_memfit.techniques.core.registry import strategy_of
 from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.technique import Numerics
 
+from .arguments import split_device
 from .errors import user_mistake
-from .estimate_recipe import division_in_plans_of, loaded_samples, quiet, ranks_together, target_of
-from .made_for import COUNT_BATCHES, made_for, written
-from .recipe_files import configs_of, overlay_text, resolve_arguments
+from .estimate_recipe import devices_here, division_in_plans_of, quiet, ranks_together, target_of
+from .made_for import COUNT_BATCHES, made_for
+from .recipe_files import overlay_text
 from .recipe_run import RecipeRun, load_recipe
 from .recipe_schema import MADE_FOR
 
@@ -65,38 +62,80 @@ _DISK_RESERVE = GIB
 """Disk space that ZeRO-Infinity leaves free on a drive."""
 
 
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a command line asks of a plan, read once; sizes in bytes."""
+
+    recipe: tuple[str, ...]
+    """Its words for the recipe, as for `memfit fit`."""
+    device: str | None = None
+    """Name of one device; None for what is here."""
+    num_devices: int | None = None
+    """How many of them were named; None if that is left to the recipe."""
+    allow: frozenset[Numerics] = DEFAULT_ALLOW
+    tolerance: float = DEFAULT_TOLERANCE
+    host_bytes: int | None = None
+    """None for what is free here."""
+    limits: Limits = field(default_factory=Limits)
+    """Of page-locked memory and disk."""
+    nvme_path: str | None = field(default_factory=lambda: os.environ.get("MEMFIT_NVME_PATH"))
+    batch_shape: str | None = None
+    real_batch: bool = False
+    verify: bool = False
+    use_cache: bool = True
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> PlanRequest:
+        """Read the command's own arguments.
+
+        Raises:
+            ValueError: If one makes no sense.
+        """
+        count, device = split_device(arguments.device)
+        bytes_of = {
+            name: None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
+            for name in ("host_memory", "pinned_memory", "disk", "disk_writes_per_day")
+            for text in [getattr(arguments, name)]
+        }
+        return cls(
+            tuple(recipe),
+            device,
+            count,
+            DEFAULT_ALLOW if arguments.allow is None else check_allow(arguments.allow.split(",")),
+            DEFAULT_TOLERANCE if arguments.tolerance is None else check_tolerance(arguments.tolerance, "--tolerance"),
+            bytes_of["host_memory"],
+            Limits(None, bytes_of["disk"], bytes_of["disk_writes_per_day"], bytes_of["pinned_memory"]),
+            arguments.nvme_path,
+            arguments.batch_shape,
+            arguments.real_batch,
+            arguments.verify,
+            not arguments.no_cache,
+        )
+
+
 def plan_recipe(
-    arguments: argparse.Namespace,
-    overrides: list[str],
-    compare: bool = True,
-    progress: Progress = unseen,
-    with_page: bool = False,
-) -> tuple[dict[str, Any], list[str], str | None] | None:
+    request: PlanRequest, compare: bool = True, progress: Progress = unseen, with_page: bool = False
+) -> tuple[dict[str, Any], str | None] | None:
     """Plan for a recipe; if its step can't be traced, say why and return None.
 
     Args:
-        arguments: The command's arguments.
-        overrides: Those of the recipe.
+        request: What is asked.
         compare: Compare the plan with the recipe as it is.
         progress: Is told how far the search is.
         with_page: Make the page of all settings that the search knows.
 
     Returns:
-        The plan as plain data with its overlay, and the files and folders that it was made from, some of which may not
-        exist.
+        The plan as plain data with its overlay, and the page.
     """
-    with quiet(), ExitStack() as loaded:
-        read = loaded.enter_context(files_read())  # to the end: modules build themselves, and steps run, in traces
-        run = loaded.enter_context(load_recipe(overrides, arguments.batch_shape, arguments.real_batch))
-        run = _of_own_size(run) if arguments.batch_shape is not None else run
-        named, device = (None, None) if arguments.device is None else parse_device_count(arguments.device)
+    with quiet(), load_recipe(list(request.recipe), request.batch_shape, request.real_batch) as run:
+        run = _of_own_size(run) if request.batch_shape is not None else run
         try:
-            workload = workload_of(run, target_of(device, run), arguments, named)
+            workload = workload_of(run, target_of(request.device, run), request)
             explored: list[Explored] = []
             plan = make_plan(
                 workload,
-                None if arguments.no_cache else ProfileCache(),
-                verify=arguments.verify,
+                ProfileCache() if request.use_cache else None,
+                verify=request.verify,
                 compare=compare,
                 progress=progress,
                 observe=(lambda *found: explored.append(tried_of(*found))) if with_page else None,
@@ -106,28 +145,28 @@ def plan_recipe(
             if mistake is None:
                 print(f"memfit: cannot tell: {error} {run.example}".rstrip(), file=sys.stderr)
                 return None
-            if "lora" in (arguments.allow or "") and own_adapter(run.callbacks, run.options.precision) is not None:
+            if "lora" in request.allow and own_adapter(run.callbacks, run.options.precision) is not None:
                 raise ValueError(
                     f"{mistake} A search that may choose adapters begins without those of the recipe. Leave `lora` out "
                     "of `--allow`, and every plan keeps them."
                 ) from None
             raise mistake from None
-        origin = {MADE_FOR: made_for(run.parsed[1], workload.target.name, run.parameters())}
     data = plan.to_dict()
 
     def laid(one: Plan) -> dict[str, Any]:
-        overlay = overlay_of(one, workload, arguments.nvme_path)
+        overlay = overlay_of(one, workload, request.nvme_path)
         trainer = overlay["trainer"]
         devices = trainer["devices"]
         if not workload.target.device_kind.is_host:  # of processors, Lightning takes a number
             devices = _devices_as_named(run, devices)
         recounted = _counted_in_batches(run, trainer["accumulate_grad_batches"])
-        return {**origin, **overlay, "trainer": {**trainer, "devices": devices, **recounted}}
+        stamp = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
+        return {**stamp, **overlay, "trainer": {**trainer, "devices": devices, **recounted}}
 
     data["overlay"] = laid(plan) if plan.fits else None
     if data["overlay"] is not None:
         data["notes"] += _said_of_counts(run, data["overlay"]["trainer"])
-    data["notes"] += [*run.notes, *_assumed(run, workload, plan, arguments)]
+    data["notes"] += [*run.notes, *_assumed(run, workload, plan, request.nvme_path)]
     if compare and workload.own is None:
         reason = own_setting(run, workload.devices.total)[1].rstrip(".")
         data["notes"].append(f"The recipe as it is was not compared: {reason}.")
@@ -135,32 +174,16 @@ def plan_recipe(
     if with_page:
         texts = [overlay_text(one.plan.summary(), laid(one.plan)) for one in explored[0].tried]
         page = render_plan(data, explored[0], texts)
-    return data, [*_files_of(run, read, overrides), str(CalibrationFile(workload.rates.name).path)], page
+    return data, page
 
 
-def _files_of(run: RecipeRun, read: Iterable[str], overrides: Sequence[str]) -> list[str]:
-    """Files and folders that a recipe is made of, beside its own: what was read for it, and what it names.
-
-    Folders that the Trainer's arguments name are written to, not read.
-    """
-    own = {os.path.abspath(path) for path in configs_of(resolve_arguments(overrides))}
-    read = {path for path in read if os.path.abspath(path) not in own}
-    named = written(run.parsed[1])
-    of_trainer = {key: value for key, value in named.items() if key.startswith("trainer.")}
-    others = {key: value for key, value in named.items() if key not in of_trainer}
-    return sorted({*read, *names_in(others), *filter(os.path.isfile, names_in(of_trainer))})
-
-
-def workload_of(
-    run: RecipeRun, target: Target, arguments: argparse.Namespace, named_devices: int | None = None
-) -> Workload:
+def workload_of(run: RecipeRun, target: Target, request: PlanRequest) -> Workload:
     """Return what a recipe trains on a target within the limits that the user gave.
 
     Args:
         run: The recipe.
         target: One device.
-        arguments: The command's arguments.
-        named_devices: Number of such devices that the user named; None if the user named none.
+        request: What is asked.
 
     Raises:
         ValueError: If the module can't be planned for, or a limit makes no sense.
@@ -170,21 +193,20 @@ def workload_of(
         raise ValueError(
             f"`--device`: no plan can be made. {target.lower_bound} `memfit estimate` shows the lower bound."
         )
-    allow = DEFAULT_ALLOW if arguments.allow is None else check_allow(arguments.allow.split(","))
-    tolerance = (
-        DEFAULT_TOLERANCE if arguments.tolerance is None else check_tolerance(arguments.tolerance, "--tolerance")
-    )
-    named = arguments.host_memory
-    host = parse_bytes(named, "--host-memory") if named is not None else probe_host().available_bytes
-    if named is not None and target.device_kind.is_host:
-        margin = safety_margin_bytes(host)
-        target = replace(target, capacity_bytes=host, margin_bytes=margin, source="--host-memory", counts_tensors=False)
-    here = run.devices or _named_here(named_devices, run) or _number_here(arguments.device, target)
-    named_here = None if here * run.num_nodes == named_devices else named_devices  # the recipe's machines
-    devices = devices_for(named_here, here, run.num_nodes, target.device_kind.is_host)
-    rates, disk_bytes = _disk(arguments, calibrated(rates_of(target)))
+    host = request.host_bytes if request.host_bytes is not None else probe_host().available_bytes
+    if request.host_bytes is not None and target.device_kind.is_host and not target.counts_tensors:
+        target = replace(target, capacity_bytes=host, margin_bytes=safety_margin_bytes(host), source="--host-memory")
+    here = devices_here(run, request.device, request.num_devices, target) or 1
+    is_named = request.num_devices not in (None, here * run.num_nodes)  # others than the recipe's machines have
+    devices = Devices(request.num_devices or 1) if is_named else Devices(here, run.num_nodes)
+    if target.device_kind.is_host and devices.total > 1:
+        raise ValueError(
+            f"{devices.total} processes on CPUs are not planned for: they share memory and cores. Set "
+            "`--trainer.devices 1`, or name a GPU with `--device`."
+        )
+    rates, disk_bytes = _disk(request, calibrated(rates_of(target)))
     replicas = here * run.num_nodes // ranks_together(run.strategy)
-    loaded = loaded_samples(run, _own_batching(run), replicas)
+    loaded, own_size, _ = run.sizes(replicas)
     sets_size = run.takes_batch_size and not _has_other_rows(run)
     if replicas > 1 and run.takes_batch_size and not sets_size:
         raise ValueError(f"{_other_rows(run)}, with {replicas} devices. Plan for one: `--trainer.devices 1`.")
@@ -202,21 +224,18 @@ def workload_of(
         target=target,
         rates=rates,
         facts=facts_of(run.module, target, run.options),
-        limits=Limits(
-            host_bytes=host if target.device_kind.has_own_memory else None,
-            pinned_bytes=_optional_bytes(arguments.pinned_memory, "--pinned-memory"),
-            disk_bytes=disk_bytes,
-            disk_writes_per_day=_optional_bytes(arguments.disk_writes_per_day, "--disk-writes-per-day"),
+        limits=replace(
+            request.limits, host_bytes=host if target.device_kind.has_own_memory else None, disk_bytes=disk_bytes
         ),
-        allow=allow,
+        allow=request.allow,
         fixed=fixed,
-        adapter=None if "lora" in allow else own_adapter(run.callbacks, run.options.precision),
+        adapter=None if "lora" in request.allow else own_adapter(run.callbacks, run.options.precision),
         loader_batch=None if sets_size else loaded,
-        own_micro_batch=_own_sizes(run, replicas)[0],
+        own_micro_batch=own_size,
         batching=_batching(run),
         devices=devices,
         strategies=sets_size,
-        tolerance=tolerance,
+        tolerance=request.tolerance,
         own=own_setting(run, devices.total)[0],
     )
 
@@ -292,32 +311,13 @@ def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
             setting = setting.choose(same.name, **({"num_nodes": run.num_nodes} if run.num_nodes > 1 else {}))
     except Exception as error:  # whatever its strategy's class raises is no reason to plan nothing
         return None, str(error)
-    size, accumulate = _own_sizes(run, ranks)
+    _, size, accumulate = run.sizes(ranks)
     return replace(setting, micro_batch_size=size, accumulate_grad_batches=accumulate, world_size=ranks), ""
 
 
-def _own_sizes(run: RecipeRun, replicas: int) -> tuple[int, int]:
-    """Samples of a micro-batch of the recipe itself on one device, and how many micro-batches it accumulates.
-
-    `MicroBatching` at `auto` cuts as few as fit, which are taken for the whole batch.
-    """
-    own, accumulate = _own_batching(run), run.options.accumulate_grad_batches
-    loaded = loaded_samples(run, own, replicas)
-    if own is None or own.options.micro_batch_size == "auto":
-        return loaded, accumulate
-    size = min(own.options.micro_batch_size, loaded)
-    return size, accumulate * -(-loaded // size)
-
-
-def _own_batching(run: RecipeRun) -> Any:
-    """The recipe's `MicroBatching`, which a plan replaces by its own; None if it has none."""
-    paths = ((one, f"{type(one).__module__}.{type(one).__name__}") for one in run.callbacks)
-    return next((one for one, path in paths if is_batching(path)), None)
-
-
 def _batching(run: RecipeRun) -> dict[str, Any] | None:
-    """The arguments that it has in the recipe, as YAML has them."""
-    own = _own_batching(run)
+    """The arguments of the recipe's `MicroBatching`, which a plan replaces by its own, as YAML has them."""
+    own = run.batching
     if own is None:
         return None
     specs = run.config["trainer"].get("callbacks") or []
@@ -361,46 +361,16 @@ def _of_own_size(run: RecipeRun) -> RecipeRun:
     return replace(run, batch=resize_batch(run.batch, given, said), notes=(*run.notes, note))
 
 
-def _named_here(named: int | None, run: RecipeRun) -> int | None:
-    """Devices of a machine, of those that the user named, where the recipe names no number.
-
-    Raises:
-        ValueError: If the recipe's machines can't share them.
-    """
-    if named is None:
-        return None
-    here, left = divmod(named, run.num_nodes)
-    if left:
-        raise ValueError(
-            f"`--device` names {named} devices, which the recipe's {run.num_nodes} machines can't share. Name a "
-            f"multiple of {run.num_nodes}, or set `--trainer.num_nodes=1`."
-        )
-    return here
-
-
-def _number_here(name: str | None, target: Target) -> int:
-    """Return the number of devices that `trainer.devices: auto` finds."""
-    if name is not None or target.device_kind.is_host:
-        return 1
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _optional_bytes(text: str | None, option: str) -> int | None:
-    return None if text is None else parse_bytes(text, option)
-
-
-def _disk(arguments: argparse.Namespace, rates: Rates) -> tuple[Rates, int]:
+def _disk(request: PlanRequest, rates: Rates) -> tuple[Rates, int]:
     """Return rates with the measured speed of a named folder, and the bytes of disk that may be used.
 
     Raises:
         ValueError: If the folder can't be written to, or has no room.
     """
-    offered = _optional_bytes(arguments.disk, "--disk")
-    if arguments.nvme_path is None:
+    offered = request.limits.disk_bytes
+    if request.nvme_path is None:
         return rates, offered or 0
-    folder = Path(arguments.nvme_path)
+    folder = Path(request.nvme_path)
     if not folder.is_dir():
         raise ValueError(f"`--nvme-path {folder}`: there is no such folder. Make it, or name another.")
     free = shutil.disk_usage(folder).free - _DISK_RESERVE
@@ -411,7 +381,7 @@ def _disk(arguments: argparse.Namespace, rates: Rates) -> tuple[Rates, int]:
     return replace(rates, disk_bytes_per_s=both), free if offered is None else min(free, offered)
 
 
-def _assumed(run: RecipeRun, workload: Workload, plan: Plan, arguments: argparse.Namespace) -> Iterator[str]:
+def _assumed(run: RecipeRun, workload: Workload, plan: Plan, nvme_path: str | None) -> Iterator[str]:
     """Yield the plan's assumptions that nobody has measured."""
     if run.takes_batch_size and not workload.strategies:
         yield f"{_other_rows(run)}: it stays, only one device is planned for, and nothing goes to disk."
@@ -423,20 +393,19 @@ def _assumed(run: RecipeRun, workload: Workload, plan: Plan, arguments: argparse
     setting = plan.setting
     if setting is not None and workload.kept_size is not None:
         yield f"Micro-batches stay as large as they are: {workload.kept_size}."
-    several = setting is not None and setting.world_size * setting.accumulate_grad_batches > 1
-    if setting is not None and several and workload.batching is not None and not workload.is_cut(setting):
-        yield (
-            "The recipe's `MicroBatching` is left out, as DeepSpeed accumulates by itself: a mean over tokens is one "
-            "over those of each micro-batch, and not over those of the whole step."
-        )
-    elif setting is not None and not workload.is_cut(setting) and setting.micro_batch_size != workload.own_micro_batch:
+    if (
+        setting is not None
+        and workload.batching is None
+        and not workload.is_cut(setting)
+        and setting.micro_batch_size != workload.own_micro_batch
+    ):
         yield (
             f"Batches have {setting.micro_batch_size} samples instead of {workload.own_micro_batch}, which is the same "
             "where a loss is a mean over samples. With `MicroBatching` in the recipe, a plan cuts its batches instead: "
             "means over tokens are over the whole step, and a loss that compares samples is refused."
         )
     if plan.written_bytes:
-        if arguments.nvme_path is None:
+        if nvme_path is None:
             rate = format_bytes(round(DISK_BYTES_PER_S))
             yield f"The disk is taken to read and write {rate} per second. Name its folder (`--nvme-path`) to measure."
         yield f"A day of training writes about {format_bytes(plan.written_per_day)} to disk on each machine."

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +33,7 @@ import lightning_memfit
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds
 from lightning_memfit.models import CausalLM
+from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.step import Precision, StepOptions
 from lightning_memfit.techniques.core.precision import TechniquePrecision
 
@@ -75,8 +76,6 @@ class RecipeRun:
     num_nodes: int
     parsed: tuple[ArgumentParser, Namespace]
     """The recipe's parser, and its configuration before anything was made of it."""
-    parameters: Callable[[], Mapping[str, Any] | None]
-    """Returns `made_for.parameters_of` the module as it was instantiated, also where a batch took its `setup`."""
     notes: tuple[str, ...] = ()
     """What the user should know of how the module and the batch were made."""
     example: str = ""
@@ -90,6 +89,29 @@ class RecipeRun:
         parser, config = self.parsed
         plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_link_targets=False))
         return plain
+
+    @property
+    def batching(self) -> Any:
+        """The recipe's `MicroBatching`; None if it has none."""
+        own = (one for one in self.callbacks if type(one).__name__ == "MicroBatching")
+        return next((one for one in own if type(one).__module__.startswith("lightning_memfit.")), None)
+
+    def sizes(self, replicas: int, asked: int | None = None) -> tuple[int, int, int]:
+        """Samples that the loader gives a device at once, those of a micro-batch, and micro-batches of a step.
+
+        `MicroBatching` may set what the loader gives. At `auto` it cuts as few micro-batches as fit, which are taken
+        for the whole batch.
+
+        Args:
+            replicas: Devices, or groups of them, with samples of their own.
+            asked: Micro-batch to take instead of the one that `MicroBatching` is told.
+        """
+        accumulate = self.options.accumulate_grad_batches
+        whole = getattr(self.batching, "global_batch_size", None)
+        loaded = batch_size(self.batch) if whole is None else max(1, int(whole) // (replicas * accumulate))
+        cut: Any = "auto" if self.batching is None else self.batching.options.micro_batch_size
+        size: int = loaded if cut == "auto" else min(asked or cut, loaded)
+        return loaded, size, accumulate * -(-loaded // size)
 
     @property
     def takes_batch_size(self) -> bool:
@@ -123,13 +145,6 @@ class _RecipeCLI(MemFitCLI):
         self.notes: tuple[str, ...] = ()
         self.example = ""
         super().__init__(arguments, run=False, save_config_callback=None)
-
-    @cached_property
-    def parameters(self) -> Mapping[str, Any] | None:
-        """`made_for.parameters_of` the model as it is when this is first asked for."""
-        from .made_for import parameters_of  # knows all techniques, which estimates don't need
-
-        return parameters_of(self.model)
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -266,7 +281,6 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
         devices,
         recipe["num_nodes"],
         (cli.parser, cli.as_written),
-        lambda: cli.parameters,
         cli.notes,
         cli.example,
         device_numbers(recipe["devices"]),
@@ -408,8 +422,6 @@ def _first_batch(cli: _RecipeCLI, processes: int) -> Any:
     owner.trainer = _PlannedTrainer(cli.trainer, processes) if data is not None else cli.trainer
     if data is None and not is_overridden("train_dataloader", cli.model):
         raise ValueError("The recipe has neither `data` nor a model with `train_dataloader`, so there is no batch.")
-    if data is None:
-        _ = cli.parameters  # of the model before its `setup`: a run by a plan compares it as it was instantiated
     owner.prepare_data()
     owner.setup("fit")
     loaders = owner.train_dataloader()

@@ -122,7 +122,6 @@ plan --device= --config=CONFIG
 plan --device=0GiB --config=CONFIG
 plan --allow=magic --config=CONFIG
 plan --host-memory=-1 --config=CONFIG
-plan --lock=CONFIG --config=CONFIG --device=1GiB
 plan --out=/nosuch/x.yaml --config=CONFIG --device=1GiB
 plan
 plan --config

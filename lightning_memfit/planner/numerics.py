@@ -27,6 +27,7 @@ class NumericsOf:
     """
 
     def __init__(self, workload: Workload) -> None:
+        self._workload = workload
         self._own, self._adapter = workload.options.precision, workload.adapter
         self._divided = workload.division is not None
         self.tolerance = max(workload.tolerance, UNSURE if workload.devices.total > 1 else 0.0)
@@ -54,6 +55,9 @@ class NumericsOf:
                 what = "optimizer states" if choice.technique.kind == "optimizer" else "frozen weights"
                 words = ", ".join(WORDS[name].format(what) for name in WORDS if name in classes)
                 found.append(f"{words} ({choice.name})")
+        several = setting.micro_batch_size and setting.world_size * setting.accumulate_grad_batches > 1
+        if several and self._workload.batching is not None and not self._workload.is_cut(setting):
+            found.append("means over the tokens of each micro-batch, as DeepSpeed accumulates without MicroBatching")
         return tuple(words for words in found if words)
 
     def _lossy(self, choice: TechniqueChoice, setting: Setting) -> frozenset[Numerics]:

@@ -400,24 +400,3 @@ def parse_device_count(name: str) -> tuple[int | None, str]:
     if count < 1:
         raise ValueError(f"`--device {name}`: there must be at least one device.")
     return count, match[2].strip()
-
-
-def devices_for(named: int | None, per_node: int, nodes: int, on_cpu: bool) -> Devices:
-    """Choose the devices to plan for: the named ones, on one machine, or else those of the recipe.
-
-    Args:
-        named: Number in the device's name, None if it has none.
-        per_node: `trainer.devices` of the recipe.
-        nodes: `trainer.num_nodes` of the recipe.
-        on_cpu: Whether the run is on the CPU.
-
-    Raises:
-        ValueError: If several processes are to share a CPU.
-    """
-    devices = Devices(named, 1) if named is not None else Devices(per_node, nodes)
-    if on_cpu and devices.total > 1:
-        raise ValueError(
-            f"{devices.total} processes on CPUs are not planned for: they share memory and cores. Set "
-            "`--trainer.devices 1`, or name a GPU with `--device`."
-        )
-    return devices

@@ -9,7 +9,7 @@ import torch
 
 from cli.arguments import split_arguments
 from cli.estimate import _callbacks_of, make_parser
-from cli.estimate_recipe import _on_all_here, division_of_recipe
+from cli.estimate_recipe import devices_here, division_of_recipe
 from cli.main import main
 from cli.recipe_run import RecipeRun
 from lightning_memfit.estimate.target import Target, unnamed_target
@@ -363,13 +363,17 @@ def test_ddp_adds_its_buckets(capsys):
 def test_all_gpus_of_this_machine_count_where_the_recipe_takes_all(monkeypatch):
     """Lightning makes it DDP, whose buckets were not in the figures."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    run = RecipeRun(None, None, None, (), "auto", "auto", None, 1, None, None)
+    run = RecipeRun(None, None, None, (), "auto", "auto", None, 1, None)
     here, cpu = Target("a card", "cuda", 1 << 30), Target("this CPU", "cpu", 1 << 30)
-    division, _ = division_of_recipe(_on_all_here(run, here))
+
+    def division_on(target, run=run):
+        return division_of_recipe(replace(run, devices=devices_here(run, None, None, target)))[0]
+
+    division = division_on(here)
     assert (division.stage, division.ranks, division.copies_gradients) == (0, 4, True)
-    assert division_of_recipe(_on_all_here(replace(run, devices=1), here))[0] is None
-    assert division_of_recipe(_on_all_here(run, cpu))[0] is None
-    assert division_of_recipe(_on_all_here(run, unnamed_target()))[0] is None
+    assert division_on(here, replace(run, devices=1)) is None
+    assert division_on(cpu) is None
+    assert division_on(unnamed_target()) is None
 
 
 @pytest.mark.nightly

@@ -1,5 +1,4 @@
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,16 +38,16 @@ def test_devices_are_counted_as_lightning_does(devices: Any, expected: int) -> N
 def test_the_plan_is_made_once_and_found_by_processes_that_are_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[list[str]] = []
+    asked: list[tuple[str, ...]] = []
 
-    def plan(arguments: Any, overrides: list[str], compare: bool) -> tuple[dict[str, Any], list[Path]]:
-        asked.append(overrides)
-        return FITTING, []
+    def plan(request: plan_recipe.PlanRequest, compare: bool) -> tuple[dict[str, Any], None]:
+        asked.append(request.recipe)
+        return FITTING, None
 
     monkeypatch.setattr(plan_recipe, "plan_recipe", plan)
     given = ["--config", "mine.yaml", "--memfit", "auto", "--ckpt_path=last", "--trainer.devices", "2", "--memfit=auto"]
     path = plan_file(given)
-    assert asked == [["--config", "mine.yaml", "--trainer.devices", "2"]]
+    assert asked == [("--config", "mine.yaml", "--trainer.devices", "2")]
     assert "memfit_zero_2" in path.read_text()
     assert plan_file(given) == path
     assert len(asked) == 1
@@ -58,7 +57,7 @@ def test_the_plan_is_made_once_and_found_by_processes_that_are_started(
 
 def test_what_fits_nowhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {"fits": False, "summary": "Nothing fits.", "advice": ["least", "A larger card would do."]}
-    monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *_, **__: (refused, []))
+    monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *_, **__: (refused, None))
     with pytest.raises(ValueError, match=r"Nothing fits\. A larger card would do\."):
         plan_file([])
 

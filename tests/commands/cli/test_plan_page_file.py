@@ -2,17 +2,13 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from cli.main import main
-from lightning_memfit.estimate import target as target_module
-from lightning_memfit.estimate.target import host_target
 from tests.rules.planner.test_plan_page import explored
 
 PAGE = "<!doctype html>the page"
@@ -29,7 +25,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
     def plan(*_: Any, with_page: bool = False, **__: Any) -> Any:
         asked.append(with_page)
         made = explored(1200)[0].to_dict()
-        return {**made, "overlay": {"trainer": {"max_steps": 1}}}, [], PAGE if with_page else None
+        return {**made, "overlay": {"trainer": {"max_steps": 1}}}, PAGE if with_page else None
 
     monkeypatch.setattr("cli.plan_recipe.plan_recipe", plan)
     return asked
@@ -51,11 +47,10 @@ def test_the_page_and_the_plan_are_written_and_named(planned: list[bool], capsys
 
 def test_a_file_that_exists_is_refused_before_planning(planned: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
     Path("page.html").write_text("mine")
-    assert run("--html", "page.html", "--out", "plan.yaml", "--lock", "plan.lock") == 2
+    assert run("--html", "page.html", "--out", "plan.yaml") == 2
     assert "`--html page.html` exists already. Name another file: none is overwritten." in capsys.readouterr().err
     assert Path("page.html").read_text() == "mine"
     assert not Path("plan.yaml").exists()
-    assert not Path("plan.lock").exists()
     assert planned == []
 
 
@@ -114,63 +109,10 @@ def test_one_file_for_page_and_plan_is_refused_before_planning(
 
 def test_a_dry_run_writes_no_file(planned: list[bool], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    assert run("--html", "page.html", "--out", "plan.yaml", "--lock", "plan.lock", "--dry-run") == 0
+    assert run("--html", "page.html", "--out", "plan.yaml", "--dry-run") == 0
     assert sorted(tmp_path.iterdir()) == before
     assert "Written" not in capsys.readouterr().out
     assert planned == [True]
-
-
-def test_a_lock_answers_without_planning_unless_a_page_is_asked_for(planned: list[bool]) -> None:
-    assert run("--html", "page.html", "--lock", "plan.lock") == 0
-    assert run("--lock", "plan.lock") == 0
-    assert planned == [True]
-    assert run("--html", "other.html", "--lock", "plan.lock") == 0  # what a search knows beside its plan isn't kept
-    assert planned == [True, True]
-    assert Path("other.html").read_text() == PAGE
-
-
-@pytest.mark.parametrize("options", [("--device", "cpu"), ("--device", " CPU"), ()])
-def test_a_lock_for_this_machine_counts_while_as_much_is_free(
-    planned: list[bool], options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plan for what was free went on saying that it fits when most of that was taken."""
-    made = explored(1200)[0]
-    cpu = host_target()
-    name, usable = (cpu.name if options else "NVIDIA card"), made.usable_bytes
-
-    def free(*sizes: int) -> None:
-        targets = [replace(cpu, name=name, capacity_bytes=size, margin_bytes=0) for size in sizes]
-        monkeypatch.setattr(target_module, "host_target", lambda: targets[0] if options else cpu)
-        monkeypatch.setattr(target_module, "live_target", lambda _: targets[0])
-        monkeypatch.setattr(target_module, "device_target", targets.__getitem__)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: len(targets))
-
-    monkeypatch.setattr("tests.commands.cli.test_plan_page_file.explored", lambda _: [replace(made, device=name)])
-    monkeypatch.setattr("lightning_memfit.device.host.probe_host", lambda: SimpleNamespace(available_bytes=8 << 30))
-    arguments = ["plan", "--config", "recipe.yaml", *options, "--lock", "plan.lock"]
-    for size, plannings in ((2 * usable, 1), (2 * usable, 1), (made.needed_bytes - 1, 2), (2 * usable, 3)):
-        free(size)  # with a limit of its own, a plan uses less than is there
-        assert main(arguments) == 0
-        assert len(planned) == plannings
-    free(2 * usable + 1)
-    assert main(arguments) == 0
-    assert len(planned) == 3
-    assert "as this changed: free memory of the device" in capsys.readouterr().err
-    free(usable)
-    for _ in range(2):  # without a lock, a plan for what is free isn't kept
-        assert main(arguments[:-2]) == 0
-    assert len(planned) == 5
-
-
-@pytest.mark.parametrize("option", ["--out", "--html"])
-def test_the_file_of_the_lock_is_refused_before_planning(
-    planned: list[bool], option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The plan or page would have been written, and the lock over it."""
-    assert run(option, "same.file", "--lock", "./same.file") == 2
-    assert f"`{option} same.file` is the file of `--lock`" in capsys.readouterr().err
-    assert not Path("same.file").exists()
-    assert planned == []
 
 
 def test_json_is_alone_on_stdout_with_a_page(planned: list[bool], capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,8 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cli import estimate_recipe, plan_recipe
-from cli.estimate_recipe import target_of
+from cli.estimate_recipe import devices_here, target_of
 from cli.main import main
-from cli.plan import make_parser
 from cli.recipe_run import RecipeRun, device_numbers, load_recipe
 from lightning_memfit import CausalLM, MicroBatching
 from lightning_memfit.adapters.lora import adapter_parameters
@@ -29,11 +28,13 @@ from lightning_memfit.techniques.lora import Lora
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights
 
+REQUEST = plan_recipe.PlanRequest((), host_bytes=64 << 30)
+
 
 def recipe(strategy: Any = "auto", devices: int | None = 1, precision: Any = "bf16-mixed") -> RecipeRun:
     batch, options = {"x": torch.zeros(4, 2)}, StepOptions(precision, 2)
     made: Any = SimpleNamespace
-    return RecipeRun(made(), batch, options, (Optimizer8bit(),), "auto", strategy, devices, 1, (made(), made()), dict)
+    return RecipeRun(made(), batch, options, (Optimizer8bit(),), "auto", strategy, devices, 1, (made(), made()))
 
 
 def sharded(**arguments: Any) -> dict[str, Any]:
@@ -138,10 +139,10 @@ SMALL = ("--model.config.n_layer=1", "--model.config.n_embd=32", "--model.config
 def test_a_plan_keeps_the_samples_of_a_step(
     config: str, device: str, changed: tuple[str, ...], expected: tuple[int, int, int]
 ) -> None:
-    arguments = make_parser().parse_args(["--host-memory", "64GiB"])
     with load_recipe(["--config", config, *SMALL, *changed]) as run:
         count, name = parse_device_count(device)
-        workload = plan_recipe.workload_of(run, target_of(name, run), arguments, count)
+        request = plan_recipe.PlanRequest((), name, count, host_bytes=64 << 30)
+        workload = plan_recipe.workload_of(run, target_of(name, run), request)
     devices = workload.devices
     assert (workload.samples_per_step, devices.per_machine, devices.machines) == expected
 
@@ -181,19 +182,18 @@ def test_a_recipe_tells_its_devices() -> None:
 
 def test_machines_that_cannot_share_the_named_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="names 3 devices, which the recipe's 2 machines can't share"):
-        plan_recipe._named_here(3, replace(recipe(devices=None), num_nodes=2))
+        devices_here(replace(recipe(devices=None), num_nodes=2), "T4", 3, named_target("T4"))
 
 
 @pytest.mark.parametrize(("config", "adapter"), [("chat_lora", "lora"), ("chat_qlora", "qlora")])
 def test_adapters_of_a_recipe_are_kept_as_they_are(config: str, adapter: str) -> None:
-    parser = make_parser()
     with load_recipe(["--config", config, "--config", "quick/chat"]) as run:
         target = target_of("12GiB", run)
-        workload = plan_recipe.workload_of(run, target, parser.parse_args(["--host-memory", "64GiB"]))
+        workload = plan_recipe.workload_of(run, target, REQUEST)
         own = next(one for one in run.callbacks if type(one).__name__ == "Lora")
         assert workload.adapter is not None
         assert (workload.adapter.name, workload.adapter.options["rank"]) == (adapter, own.rank)
-        allowed = parser.parse_args(["--host-memory", "64GiB", "--allow", "exact,lora"])
+        allowed = replace(REQUEST, allow=frozenset({"exact", "lora"}))
         assert plan_recipe.workload_of(run, target, allowed).adapter is None  # then a plan chooses them
 
 
@@ -257,11 +257,10 @@ def test_layers_that_take_statistics_over_a_micro_batch_keep_its_size(
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_batches_of_another_size_are_named(size: int) -> None:
-    arguments = make_parser().parse_args(["--host-memory", "64GiB"])
     with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=1"]) as run:
-        workload = plan_recipe.workload_of(run, target_of("A100 80GB", run), arguments)
+        workload = plan_recipe.workload_of(run, target_of("A100 80GB", run), REQUEST)
         setting = replace(workload.own, micro_batch_size=size)  # type: ignore[type-var]
-        notes = list(plan_recipe._assumed(run, workload, SimpleNamespace(setting=setting, written_bytes=0), arguments))  # type: ignore[arg-type]
+        notes = list(plan_recipe._assumed(run, workload, SimpleNamespace(setting=setting, written_bytes=0), None))  # type: ignore[arg-type]
     assert workload.own_micro_batch == 4
     assert any("Batches have 1 samples instead of 4" in note for note in notes) == (size == 1)
 
@@ -355,10 +354,9 @@ def test_a_plan_is_for_the_batch_that_micro_batching_gives_a_step_with_its_argum
 
 
 def test_a_loader_without_a_batch_size_to_set_keeps_its_own() -> None:
-    arguments = make_parser().parse_args(["--host-memory", "64GiB"])
     with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=2"]) as run:
         run.config["data"]["init_args"].pop("batch_size")
-        workload = plan_recipe.workload_of(run, target_of("A100 80GB", run), arguments)
+        workload = plan_recipe.workload_of(run, target_of("A100 80GB", run), REQUEST)
     assert workload.samples_per_step == 2 * 8 * 4
     assert workload.loader_batch == 4
     assert workload.sizes() == (1, 2, 4)
@@ -366,16 +364,15 @@ def test_a_loader_without_a_batch_size_to_set_keeps_its_own() -> None:
 
 def test_batches_whose_rows_are_not_their_samples_stay_as_they_are() -> None:
     """Packed sequences, say: a `batch_size` that was made of their rows would train other samples in a step."""
-    arguments = make_parser().parse_args(["--host-memory", "64GiB"])
     with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=1"]) as run:
         run = replace(run, batch=resize_batch(run.batch, 4, 1))
         target = target_of("A100 80GB", run)
-        workload = plan_recipe.workload_of(run, target, arguments)
+        workload = plan_recipe.workload_of(run, target, REQUEST)
         assert (workload.loader_batch, workload.samples_per_step, workload.strategies) == (1, 1 * 8, False)
         told = "`data.batch_size=4`, and a batch has 1 rows"
         with pytest.raises(ValueError, match=f"{told}.* with 2 devices"):
-            plan_recipe.workload_of(replace(run, devices=2), target, arguments)
+            plan_recipe.workload_of(replace(run, devices=2), target, REQUEST)
         shaped = plan_recipe._of_own_size(run)  # whose rows were given, for shapes alone
         assert "`--batch-shape` has 1 rows and `data.batch_size` is 4" in shaped.notes[-1]
-        workload = plan_recipe.workload_of(shaped, target, arguments)
+        workload = plan_recipe.workload_of(shaped, target, REQUEST)
         assert (workload.loader_batch, workload.samples_per_step, workload.strategies) == (None, 4 * 8, True)

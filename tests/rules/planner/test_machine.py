@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memfit.planner.workload import Devices, devices_for, parse_device_count
+from lightning_memfit.planner.workload import parse_device_count
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,3 @@ def test_a_name_may_say_how_many(name: str, found: tuple[int | None, str]) -> No
 def test_none_is_no_number_of_devices() -> None:
     with pytest.raises(ValueError, match="at least one device"):
         parse_device_count("0x 24GiB")
-
-
-def test_named_devices_are_on_one_machine_and_the_recipe_may_have_several() -> None:
-    assert devices_for(2, 8, 4, on_cpu=False) == Devices(2, 1)
-    assert devices_for(None, 8, 4, on_cpu=False).total == 32
-    assert devices_for(None, 1, 1, on_cpu=True) == Devices()
-
-
-def test_processes_on_a_cpu_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"2 processes .*`--trainer.devices 1`"):
-        devices_for(None, 2, 1, on_cpu=True)
