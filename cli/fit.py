@@ -37,7 +37,7 @@ from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
 from .noise import progress_on_stdout
 from .recipe_schema import MADE_FOR
-from .run_folder import RunFolder, SaveConfig
+from .run_folder import RunFolder, SaveConfig, check_places
 
 PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
 """Variable with the plan's file for the processes that a strategy starts, so that all of them use one plan."""
@@ -76,8 +76,7 @@ class FitCLI(MemFitCLI):
         except BaseException as error:
             if self._folder is None:
                 raise
-            callbacks = self.trainer.callbacks if hasattr(self, "trainer") else []
-            ended = [c.error for c in callbacks if isinstance(c, Preemption) and c.error]
+            ended = [c.error for c in self.trainer.callbacks if isinstance(c, Preemption) and c.error]
             if isinstance(error, SystemExit) and ended:
                 error = SystemExit(ended[0].exit_code)
             if isinstance(error, KeyError) and "contains only the model" in str(error):
@@ -98,8 +97,8 @@ class FitCLI(MemFitCLI):
             self._check_device(self.planned_for)
         elif self.subcommand in ("validate", "test", "predict") and self.config[self.subcommand].ckpt_path is None:
             print("memfit: no `--ckpt_path`: the weights are those that the model starts with.", file=sys.stderr)
-        if self._folder is not None:
-            self._folder.follow(self.trainer)
+        if self.subcommand is not None:
+            self._folder = RunFolder(self.trainer)
         guard_loggers(self.trainer.loggers)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         if self.subcommand == "fit":
@@ -161,10 +160,10 @@ class FitCLI(MemFitCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Plan if the recipe says so, and make the run's folder."""
+        """Plan if the recipe says so, and refuse places where nothing can be written."""
         self._plan()
         if getattr(self, "subcommand", None) is not None:
-            self._folder = RunFolder(self.config[self.subcommand].trainer)
+            check_places(self.config[self.subcommand].trainer)
 
     def _plan(self) -> None:
         """Replace the recipe's techniques if it says `memfit: auto`: by `MemFit`, or before ranks start by a plan."""

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import Namespace, _typehints, get_loader, set_loader, set_parsing_settings
+from jsonargparse import Namespace, _typehints, set_parsing_settings
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import RichProgressBar
@@ -23,7 +23,7 @@ from lightning_memfit.memory.wrapping import wrap_method
 
 from .explain import closest, empty_and_unknown, explain, import_public_names
 from .recipe_files import configs_of, resolve_arguments, without_config
-from .recipe_schema import MADE_FOR, bounded, check_finite, check_numbers, check_recipe
+from .recipe_schema import MADE_FOR, check_numbers, check_recipe
 
 # Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch have deprecated.
 _DEPRECATED_CALLS = (
@@ -54,7 +54,6 @@ class MemFitCLI(LightningCLI):
         arguments = sys.argv[1:] if args is None else args
         # They are read from the source of every class, for those who ask for help.
         set_parsing_settings(docstring_parse_attribute_docstrings=_asks_for_help(arguments))
-        _bound_yaml()
         _try_whole_numbers_first()
         super().__init__(
             args=args,
@@ -88,7 +87,6 @@ class MemFitCLI(LightningCLI):
         for section in self._sections():
             check_numbers(section)
             _check_choices(section.get("trainer") or {})
-            check_finite(section.as_dict())
 
     def parse_plan(self, parser: LightningArgumentParser, arguments: list[str]) -> Namespace:
         """Parse arguments; if a plan's file is among them, see that it was made for this recipe, and lay it over.
@@ -220,15 +218,6 @@ def _asks_for_help(args: ArgsType) -> bool:
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
-
-
-def _bound_yaml() -> None:
-    """Let the parser read YAML, in files and options, in bounded time only."""
-    load = get_loader("yaml")
-    if not getattr(load, "is_bounded", False):
-        checked = bounded(load)
-        checked.is_bounded = True  # type: ignore[attr-defined]
-        set_loader("yaml", checked, exceptions=(yaml.YAMLError,))
 
 
 def _try_whole_numbers_first() -> None:

@@ -48,7 +48,6 @@ def _cases(file: str, *rows: tuple[str, str, str]) -> tuple[Case, ...]:
 
 
 _CHECKPOINTS = "nightly/strategies/test_checkpoint_io.py"
-_LOCK = "rules/planner/test_lock.py"
 _MISTAKES = "commands/cli/test_mistakes.py"
 GROUPS: dict[str, tuple[Case, ...]] = {
     "Memory runs out": (
@@ -243,7 +242,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             "it never runs; one message and exit code 2",
             "test_checkpoints_of_each_strategy",
         ),
-        ("in a plan or a lock", "the same", "test_plans_and_locks"),
+        ("in a plan", "the same", "test_plans"),
         ("in entries of the cache", "it never runs, and they are made anew", "test_cache_entries_are_made_anew"),
         ("in a file of data", "it never runs; one message and exit code 2", "test_data_files"),
         ("in tokens that were kept", "the same", "test_tokens_in_the_cache_of_data"),
@@ -301,15 +300,6 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ("others may write into the folder", "it is not used", "test_a_folder_in_which_others_may_write"),
         ),
         *_cases(
-            _LOCK,
-            ("a lock was edited", "it is refused in one message", "test_a_lock_edited_by_hand_is_refused"),
-            (
-                "a plan of another folder with an equal recipe",
-                "it is made anew",
-                "test_a_plan_of_another_folder_does_not_count",
-            ),
-        ),
-        *_cases(
             "commands/test_plan.py",
             (
                 "a plan's file over an edited recipe",
@@ -322,7 +312,6 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         *_cases(
             _MISTAKES,
             ("in a recipe or an option, some 30 kinds", "one message, exit code 2, no folder", "test_mistakes"),
-            ("a YAML bomb", "refused at once", "test_a_bomb_of_aliases_is_refused_at_once"),
             (
                 "an error before the first step",
                 "the run leaves no folder",

@@ -1,7 +1,6 @@
 """Every mistake that can be seen before training ends in one message and exit code 2, and leaves no run folder."""
 
 import copy
-import time
 
 import pytest
 import yaml
@@ -91,9 +90,8 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
             {"init_args": {"model": {"learning_rat": {}}}},
             "CausalLM has no argument `learning_rat`. Closest: learning_rate",
         ),
-        ({"trainer": {"accumulate_grad_batches": -1}}, "`trainer.accumulate_grad_batches=-1` must be greater than or"),
-        ({"trainer": {"gradient_clip_val": float("nan")}}, "`trainer.gradient_clip_val=nan` must be a finite number"),
-        ({"init_args": {"model": {"learning_rate": float("nan")}}}, "`model.init_args.learning_rate=nan` is no number"),
+        ({"trainer": {"accumulate_grad_batches": -1}}, "`trainer.accumulate_grad_batches=-1` must be a number greater"),
+        ({"trainer": {"gradient_clip_val": float("nan")}}, "`trainer.gradient_clip_val=nan` must be a number"),
         (
             {"trainer": {"callbacks": [callback(LIMIT, limit="1GiB"), callback(LIMIT, limit="2GiB")]}},
             "There are 2 `MemoryLimit` callbacks (1.00 GiB, 2.00 GiB). Keep one.",
@@ -103,37 +101,20 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
             "`micro_batch_size=99` is more than `global_batch_size=8`",
         ),
         # Once ended in the words of what lies below:
-        ({"trainer": {"devices": -2}}, "`trainer.devices=-2` must be a number of devices, a list of"),
-        ({"trainer": {"devices": "-3"}}, "`trainer.devices=-3` must be a number of devices"),
-        ({"seed_everything": -1}, "`seed_everything=-1` must lie between 0 and 4294967295"),
-        ({"seed_everything": 1 << 32}, "`seed_everything=4294967296` must lie between 0 and 4294967295"),
         ({"text": yaml.safe_dump({**RECIPE, "trainer": None})}, "`trainer: null` is no section with arguments"),
-        *(
-            (
-                {"trainer": {"default_root_dir": root, "logger": logger}},
-                f"`trainer.default_root_dir='{root}'`: the folder '{root}",
-            )
-            for root in ("/proc/x", "recipe.yaml")
-            for logger in (None, False)
+        (
+            {"trainer": {"default_root_dir": "recipe.yaml/a"}},
+            "`trainer.default_root_dir='recipe.yaml/a'`: 'recipe.yaml'",
         ),
         (
-            {
-                "trainer": {
-                    "logger": {
-                        "class_path": "lightning.pytorch.loggers.CSVLogger",
-                        "init_args": {"save_dir": "recipe.yaml"},
-                    }
-                }
-            },
-            "`save_dir='recipe.yaml'` of CSVLogger: the folder 'recipe.yaml' can't be made: it is a file.",
+            {"trainer": {"logger": callback("lightning.pytorch.loggers.CSVLogger", save_dir="recipe.yaml")}},
+            "`save_dir='recipe.yaml'`: 'recipe.yaml' is a file.",
         ),
         # What can't be read:
         ({"text": b"\xff\xfe\x00m"}, "is no text in UTF-8 (byte 0). Save it as UTF-8."),
         ({"text": "[1, 2]"}, "is no recipe: it must have sections such as"),
         ({"text": "# nothing\n"}, "`--config recipe.yaml` is empty"),
-        ({"text": "model: &m {a: *m}"}, "a value contains itself (line 1)"),
         ({"text": "seed_everything: 1\nseed_everything: 2\n"}, "the key `seed_everything` stands twice (line 2)"),
-        ({"text": "model: " + "[" * 20000}, "nested more than 100 levels deep"),
     ],
 )
 def test_mistakes(run, tmp_path, changes, message):
@@ -167,19 +148,6 @@ def test_mistakes_of_options_name_option_and_value(run, command, option, message
 def test_a_text_with_an_enum_as_default_is_written_as_text():
     """As Lightning's `Timer(interval=Interval.step)`, which every recipe with one passes on."""
     assert yaml.safe_dump({"interval": Interval.step}) == "interval: step\n"
-
-
-def test_a_bomb_of_aliases_is_refused_at_once(run):
-    levels = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
-    started = time.process_time()
-    code, told = run(text="a: &a [x, x, x, x, x, x, x, x, x, x]\n" + levels)
-    assert code == 2
-    assert "with its aliases written out it has more than 100,000 values" in told
-    assert time.process_time() - started < 2
-
-
-def test_aliases_that_add_up_to_little_are_no_bomb(run):
-    assert run("fit", "--print_config", text="trainer: &t {max_steps: 3}\n", trainer={})[0] == 0
 
 
 @pytest.mark.parametrize("command", ["fit", "estimate", "plan"])
