@@ -41,8 +41,8 @@ class LowerBound:
     def refuse(self, setting: Setting) -> Rejected | None:
         """Why a combination can't fit, by closed form; None if it may."""
         budget, least = self._solver.budget, self.least_bytes(setting)
-        if least > budget.usable_bytes:
-            return Rejected(setting, budget.over(least, "weights, gradients and states alone need"), least)
+        if least > budget.usable_by(setting):
+            return Rejected(setting, budget.over(setting, least, "weights, gradients and states alone need"), least)
         placement = self._solver.models.deepspeed(setting)
         refusal = budget.refuse_off_device(placement.elsewhere, setting.world_size) if placement is not None else None
         return Rejected(setting, refusal, resource_limited=True) if refusal is not None else None
@@ -90,5 +90,5 @@ class LowerBound:
             return Unknown()
         found = self._solver.solve_with(model, setting)
         if isinstance(found, Rejected) and found.needed_bytes is not None:
-            return replace(found, reason=self._solver.budget.over(found.needed_bytes, "needs at least"))
+            return replace(found, reason=self._solver.budget.over(setting, found.needed_bytes, "needs at least"))
         return found

@@ -75,7 +75,7 @@ def make_plan(
         devices=workload.devices.total,
         usable_bytes=search.solver.budget.usable_bytes,
         setting=None,
-        alternatives=tuple(_alternatives(outcome)),
+        alternatives=tuple(_alternatives(search, outcome)),
         notes=(*_limits_of(search.plain), *(f"Assumed: {assumption}." for assumption in search.plain.assumptions)),
         rows=tuple(rows_of(search, outcome)) if compare else (),
         optimizer=search.plain.optimizer,
@@ -97,10 +97,9 @@ def make_plan(
 
 def _with_figures(search: Search, plan: Plan, best: Solution, verified: Solution | None, largest: int) -> Plan:
     """Complete a plan for the setting that was chosen."""
-    workload = search.workload
+    workload, shown = search.workload, search.figures(best)
     # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
-    is_estimate = verified is not None and best.setting.sharding is not None
-    shown = verified if verified is not None and is_estimate else best
+    is_estimate = shown is not best
     return replace(
         as_plan(search, plan, best),
         usable_bytes=(workload.target.usable_bytes or 0) if is_estimate else plan.usable_bytes,
@@ -139,7 +138,7 @@ def _limits_of(plain: ModelProfile) -> Iterator[str]:
 
 
 def _verified(search: Search, always: bool) -> tuple[Outcome, Solution | None]:
-    """Search until a trace of the plan itself fits, each time with less of the device by the bytes it was over.
+    """Search until a trace of the plan itself fits, each time with less of the device for its strategy.
 
     Args:
         search: The search.
@@ -153,8 +152,12 @@ def _verified(search: Search, always: bool) -> tuple[Outcome, Solution | None]:
         found = search.verify(outcome.best)
         if found is None or found.needed_bytes <= capacity:
             return outcome, found
-        # At some point nothing is left, and nothing fits.
-        search.solver.budget.withheld_bytes += found.needed_bytes - capacity
+        strategy = outcome.best.setting.of_kind("strategy")
+        over = found.needed_bytes - capacity
+        if strategy is None:
+            search.solver.budget.withheld_bytes += over
+        else:  # at some point nothing is left of it, and another one or nothing fits
+            search.solver.budget.withheld[strategy.name] += over
 
 
 def largest_micro_batch(search: Search, setting: Setting) -> int:
@@ -208,9 +211,9 @@ def _effects(search: Search, best: Solution) -> Iterator[TechniqueEffect]:
         yield TechniqueEffect(choice.name, saved, seconds)
 
 
-def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
+def _alternatives(search: Search, outcome: Outcome) -> Iterator[Alternative]:
     """The next best settings: slower ones first, then those that need too much, then refusals; each reason once."""
-    slower = sorted(_slower(outcome), key=lambda item: item[0])[: _NUM_ALTERNATIVES // 2]
+    slower = sorted(_slower(search, outcome), key=lambda item: item[0])[: _NUM_ALTERNATIVES // 2]
     yield from (alternative for _, alternative in slower)
     shown = len(slower)
     for rejected in by_need(outcome.rejected):
@@ -227,14 +230,14 @@ def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
             yield Alternative(label(rejected.setting), rejected.reason)
 
 
-def _slower(outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
+def _slower(search: Search, outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
     """Settings that would fit, with the share of the best one's time that they take longer."""
     best = outcome.best
     for solution in outcome.solutions:
         if best is not None and solution is not best:
             slower = solution.time.total / best.time.total - 1
             reason = why_slower(slower, solution.severity > best.severity)
-            needs = f"{reason}, needs {format_bytes(solution.needed_bytes)}"
+            needs = f"{reason}, needs {format_bytes(search.figures(solution).needed_bytes)}"
             yield slower, Alternative(label(solution.setting), needs)
     for rejected in outcome.rejected:
         if rejected.slower is not None:

@@ -27,7 +27,6 @@ from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.parameters import ParameterInfo, trained
 from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.planner.candidates import with_losses
-from lightning_memfit.planner.course import BlockRun, Course
 from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, TimeModel
 from lightning_memfit.planner.trace_store import CHOICES, TraceStore, passes_of
 from lightning_memfit.profile.events import CATEGORIES, EventList
@@ -64,7 +63,7 @@ class ForwardBackward:
         self._setting = setting
         self._figures: dict[tuple[Choice, int, ReleasedGradients], BlockFigures] = {}
         self._fragmentation: dict[tuple[Choice, int, bool], int] = {}
-        self._peaks: dict[tuple[Choice, int, ReleasedGradients], tuple[int, int]] = {}
+        self._peaks: dict[tuple[Choice, int, ReleasedGradients], int] = {}
         self._inputs: dict[int, int] = {}
         self._lender: ForwardBackward | None = None
 
@@ -161,21 +160,14 @@ class ForwardBackward:
 
     def peak_bytes(self, size: int, released: ReleasedGradients = (), choice: Choice = "none") -> int:
         """Highest level of forward and backward; `released` as in `figures`."""
-        return max(self.pass_peaks(size, released, choice))
-
-    def pass_peaks(self, size: int, released: ReleasedGradients = (), choice: Choice = "none") -> tuple[int, int]:
-        """Highest level of forward and of backward; `released` as in `figures`."""
         key = (choice, size, released)
         if key not in self._peaks:
             events = self._profile(choice).events_at(size)
             live = events.live_bytes(self.rounding)
             if released:
                 _, live = released_levels(events, self.rounding, released)
-            forward, backward = (
-                max((int(live[first:stop].max()) for first, stop in later_phases(events, name)), default=0)
-                for name in ("forward", "backward")
-            )
-            self._peaks[key] = (forward, backward)
+            spans = (span for name in ("forward", "backward") for span in later_phases(events, name))
+            self._peaks[key] = max((int(live[first:stop].max()) for first, stop in spans), default=0)
         return self._peaks[key]
 
     def input_bytes(self, size: int) -> int:
@@ -427,30 +419,6 @@ class MemoryModel:
             BlockOption(choice, 0, max(0, peak + shift), self._recompute_seconds(choice, size))
             for choice, peak in peaks.items()
         )
-
-    def course(self, choices: Sequence[Choice], size: int) -> Course:
-        """Levels of live tensors over a step, the highest of which is the peak of these choices.
-
-        Args:
-            choices: Checkpointing of every block, as `frontier` gives them; none if there are no blocks.
-            size: Micro-batch.
-        """
-        released, shift = self._steady_state(size).released_gradients, self._shift(size)
-        step = self._step_bytes(size)
-        if len(choices) > 1 and len(choices) == self.none.num_blocks:
-            figures = {choice: self._passes.figures(choice, size, released) for choice in self._passes.choices}
-            chosen = [figures[choice] for choice in choices]
-            runs = tuple(
-                BlockRun(int(found.kept[i]), *(int(level) + shift for level in found.runs[:, i]))
-                for i, found in enumerate(chosen)
-            )
-            head, outside = (
-                max(getattr(found, name) for found in figures.values()) + shift for name in ("head", "outside")
-            )
-            return Course(runs, max(0, head), outside, step)
-        choice = choices[0] if choices else "none"
-        forward, backward = self._passes.pass_peaks(size, released, choice)
-        return Course((BlockRun(0, forward + shift, backward + shift),), 0, 0, step)
 
     def peak_bytes(self, size: int) -> int:
         """Peak of live tensors without checkpointing."""

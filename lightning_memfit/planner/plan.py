@@ -73,27 +73,13 @@ class Sensitivity:
     """Share of the plan's time that it saves; below zero if it keeps more of the recipe's numbers instead."""
     changes: tuple[str, ...]
     """What differs from the recipe's numbers, in words; empty if nothing does."""
-    proved: bool
-    """Whether no combination that was not traced can be better."""
 
     @property
     def effect(self) -> str:
-        """What it brings, in words."""
+        """What it brings at least, in words: only what was traced is known."""
         if self.saved <= -0.005:
             return f"{-self.saved:.0%} slower, and closer to the recipe's numbers"
-        if self.saved >= 0.005:
-            return f"{'' if self.proved else 'at least '}{self.saved:.0%} less time"
-        return "no faster" if self.proved else "no faster, as far as was traced"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return {**asdict(self), "changes": list(self.changes), "effect": self.effect}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Sensitivity:
-        """Inverse of `to_dict`."""
-        own = {name: value for name, value in data.items() if name != "effect"}
-        return cls(**{**own, "changes": tuple(data["changes"])})
+        return f"at least {self.saved:.0%} less time" if self.saved >= 0.005 else "no faster, as far as was traced"
 
 
 @dataclass(frozen=True)
@@ -205,37 +191,13 @@ class Plan:
             "changes": list(self.changes),
             "numbers": self.numbers(),
             "rows": [{**asdict(row), "changes": list(row.changes)} for row in self.rows],
-            "sensitivities": [one.to_dict() for one in self.sensitivities],
+            "sensitivities": [
+                {**asdict(one), "changes": list(one.changes), "effect": one.effect} for one in self.sensitivities
+            ],
             "advice": list(self.advice),
             "notes": list(self.notes),
             "searched": dict(self.searched),
         }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: If it was written by another format version.
-        """
-        if data.get("format") != FORMAT:
-            raise ValueError(f"The plan has format {data.get('format')}, this version writes {FORMAT}. Plan again.")
-        setting = data["setting"]
-        return cls(
-            **{name: data[name] for name in _PLAIN},
-            setting=None if setting is None else Setting.from_dict(setting),
-            breakdown=MemoryBreakdown.from_dict(data["breakdown"]),
-            seconds=dict(data["seconds"]),
-            uncorrected=dict(data["uncorrected"]),
-            bought=tuple(TechniqueEffect(**item) for item in data["bought"]),
-            alternatives=tuple(Alternative(**item) for item in data["alternatives"]),
-            changes=tuple(data["changes"]),
-            rows=tuple(Row(**{**row, "changes": tuple(row["changes"])}) for row in data["rows"]),
-            sensitivities=tuple(Sensitivity.from_dict(one) for one in data["sensitivities"]),
-            advice=tuple(data["advice"]),
-            notes=tuple(data["notes"]),
-            searched=dict(data["searched"]),
-        )
 
     def numbers(self) -> str:
         """Precision and optimizer, and what changes in the recipe's numbers, in one line; empty if nothing fits."""

@@ -1,9 +1,8 @@
 "use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const {plan, tried, left, limits, yields, tie, colours} = DATA;
+const {plan, tried, limits, yields, tie, colours} = DATA;
 const $ = id => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const FIXED = ["parameter", "optimizer_state", "gradient", "buffer", "input", "communication"];
 let limit = DATA.planned, chosen = Math.max(0, tried.findIndex(dot => dot.is_plan));
 const off = {changes: new Set(), techniques: new Set()};
 
@@ -148,20 +147,10 @@ function sayBest(i) {
     button.id = "choose-best";
     button.addEventListener("click", () => { chosen = i; update(); });
   }
-  const rivals = limit === DATA.planned && !filtered() ? [] : left.filter(one => one.least_bytes !== null && shown(one) &&
-    one.least_bytes <= limits[limit].usable_bytes &&
-    (i < 0 || (limit <= DATA.planned ? one.least_cost_within : one.least_cost) < cost(tried[i])));
   tag("p", limit === DATA.planned && !filtered()
     ? "This is the limit that was planned for: the search has proved its plan against all combinations."
-    : rivals.length ? `${rivals.length} combinations that were not worked out may be better here. To know, plan for it: ` +
-      `--device ${size(limits[limit].capacity_bytes).replace(" ", "")}`
-    : "No combination that was left out can be better here, by bounds on time and memory.", out);
-  if (rivals.length) {
-    const more = tag("details", undefined, out);
-    tag("summary", "Which", more);
-    const list = tag("ul", undefined, more);
-    rivals.forEach(one => tag("li", one.label, list));
-  }
+    : `Combinations that were not traced may be better here. To know, plan for it: --device ` +
+      size(limits[limit].capacity_bytes).replace(" ", ""), out);
 }
 
 function sayChosen() {
@@ -183,56 +172,11 @@ function sayChosen() {
     tag("td", bytes(value), row);
   }
   $("yaml").value = dot.yaml;
-  drawCourse(dot);
-}
-
-function levelsOf({blocks, head, outside, step}) {
-  const all = blocks.flatMap(([count, ...run]) => Array(count).fill(run)), found = [];
-  const name = k => all.length > 1 ? `block ${k + 1}, ` : "";
-  let kept = 0;
-  all.forEach(([keeps, forward], k) => { found.push([`${name(k)}forward`, kept + forward, kept]); kept += keeps; });
-  if (head) found.push(["head and loss", kept + head, kept]);
-  for (let k = all.length - 1; k >= 0; k--) { kept -= all[k][0]; found.push([`${name(k)}backward`, kept + all[k][2], kept]); }
-  if (outside) found.push(["outside of the blocks", outside, 0]);
-  found.push(["optimizer step", step, 0]);
-  return found.filter(([, level]) => level > 0);
-}
-
-function drawCourse(dot) {
-  const svg = $("course"), width = Math.max(300, svg.clientWidth), height = 240, left = 72, right = 10, top = 16, bottom = 34;
-  svg.replaceChildren();
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.style.height = `${height}px`;
-  const moments = levelsOf(dot.course), most = Math.max(...moments.map(m => m[1]));
-  const Y = v => height - bottom - v / (most * 1.05) * (height - top - bottom), step = (width - left - right) / moments.length;
-  for (let k = 0; k <= 4; k++) {
-    svg.append(make("line", {class: "grid", x1: left, x2: width - right, y1: Y(most * k / 4), y2: Y(most * k / 4)}));
-    svg.append(make("text", {class: "soft", x: left - 6, y: Y(most * k / 4) + 4, "text-anchor": "end"}, bytes(Math.round(most * k / 4))));
-  }
-  moments.forEach(([name, level, kept], k) => {
-    let from = 0;
-    const group = make("g", {class: "moment"}), parts = [];
-    const put = (what, value, colour) => {
-      if (value <= 0) return;
-      group.append(make("rect", {x: left + k * step, width: Math.max(.5, step - (step > 4 ? .7 : 0)), y: Y(from + value),
-        height: Y(from) - Y(from + value), fill: colour}));
-      parts.push(`${what} ${bytes(value)}`);
-      from += value;
-    };
-    for (const category of FIXED)
-      put(words(category), Math.min((dot.breakdown.device || {})[category] || 0, level - kept - from), colours[category]);
-    put("kept by blocks", kept, colours.activation);
-    put("other activations and temporary", level - from, colours.temporary);
-    group.append(make("title", {}, `${name}: ${bytes(level)}\n${parts.join("\n")}`));
-    svg.append(group);
-  });
-  svg.append(make("text", {class: "soft", x: left, y: height - 10}, "blocks forward, then backward"));
-  svg.append(make("text", {class: "soft", x: width - right, y: height - 10, "text-anchor": "end"}, "optimizer step"));
 }
 
 function filters() {
   for (const kind of ["changes", "techniques"]) {
-    for (const name of [...new Set([...tried, ...left].flatMap(one => one[kind]))].sort()) {
+    for (const name of [...new Set(tried.flatMap(one => one[kind]))].sort()) {
       const line = tag("label", undefined, $(kind)), box = tag("input", undefined, line);
       box.type = "checkbox";
       box.checked = true;
@@ -270,11 +214,6 @@ $("copy").addEventListener("click", () => {
   const done = () => { $("copied").textContent = "Copied."; };
   if (navigator.clipboard) navigator.clipboard.writeText($("yaml").value).then(done, () => document.execCommand("copy") && done());
   else if (document.execCommand("copy")) done();
-});
-left.forEach(one => {
-  const row = tag("tr", undefined, $("left"));
-  tag("td", one.label, row);
-  tag("td", one.reason, row);
 });
 filters();
 update();

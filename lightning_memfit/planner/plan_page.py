@@ -10,7 +10,6 @@ from typing import Any
 from lightning_memfit.estimate.page import render_page
 from lightning_memfit.estimate.timeline import COLOURS, DRAWING_STYLE
 from lightning_memfit.memory import format_bytes
-from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.tried import Explored
 
 _SCRIPT = Path(__file__).with_suffix(".js")
@@ -22,7 +21,7 @@ h2 { font-size: 16px; margin: 22px 0 6px; } h3 { font-size: 15px; margin: 0 0 4p
 .dot.over { opacity: .35; } .ring { fill: none; stroke: var(--ink); stroke-width: 2; pointer-events: none; }
 .ring.best { stroke: #009E73; stroke-width: 2.5; } .knob { fill: var(--ink); } .grip { fill: transparent; }
 #limit { cursor: ew-resize; touch-action: none; } :focus-visible { outline: 2px solid #56B4E9; outline-offset: 2px; }
-.moment:hover { opacity: .75; } .exactly i, .lossily i { border-radius: 50%; } .exactly i { background: #0072B2; }
+.exactly i, .lossily i { border-radius: 50%; } .exactly i { background: #0072B2; }
 .lossily i { background: #E69F00; } #sizes button { margin: 0 6px 6px 0; }
 button { font: inherit; padding: 5px 11px; color: var(--ink); background: var(--paper); border: 1px solid var(--soft);
   border-radius: 5px; cursor: pointer; } button[aria-pressed=true] { background: var(--ink); color: var(--paper); }
@@ -40,7 +39,7 @@ _BODY = """
 combinations that the search's traces allow to work out: at every micro-batch the plan that needs least, and the fastest
 within each of the sizes below. Left and low is better; the line is the Pareto front of the dots shown. Memory is what
 the device must have, with fragmentation and runtime. Times are those of the device that was planned for, whatever the
-limit. For the other combinations only bounds are known; they are listed at the end and never drawn.</p>
+limit. For the other combinations only bounds are known: at the size that was planned for, none of them is better.</p>
 <div id="sizes" role="group" aria-label="Size of the device"></div>
 <svg id="chart" tabindex="0" role="group" aria-label="Memory against time. Arrow keys choose a setting."></svg>
 <ul><li class="exactly"><i></i>keeps the recipe's numbers</li><li class="lossily"><i></i>changes them</li>
@@ -51,16 +50,10 @@ limit. For the other combinations only bounds are known; they are listed at the 
 <fieldset><legend>Techniques that may be used</legend><div id="techniques"></div></fieldset>
 <section id="chosen"><h2>The chosen setting</h2><h3 id="label"></h3><p id="facts"></p>
 <h2>Memory at the peak</h2><table><tbody id="breakdown"></tbody></table>
-<h2>Memory over a step</h2><p>Live tensors block by block, the highest level among the micro-batches of a step, as the
-planner puts it together from its traces. Hover for figures.</p>
-<svg id="course" role="img" aria-label="Memory over a step"></svg>
 <h2>Overlay</h2><p>Save it as a file, and train: <code>memfit fit --config RECIPE --config FILE</code>.</p>
 <textarea id="yaml" readonly aria-label="Overlay of the chosen setting" spellcheck="false"></textarea>
 <button id="copy">Copy</button> <span id="copied" role="status"></span></section>
-{sensitivities}<h2>Not worked out</h2>
-<p>Combinations that rules refuse, that can't fit or that can't be faster, by bounds.</p>
-<details><summary>Show all</summary><table><tbody id="left"></tbody></table></details>
-"""
+{sensitivities}"""
 
 
 def render_plan(plan: Mapping[str, Any], explored: Explored, overlays: Sequence[str]) -> str:
@@ -89,26 +82,12 @@ def render_plan(plan: Mapping[str, Any], explored: Explored, overlays: Sequence[
                 "combination": one.combination,
                 "weight": one.weight,
                 "rank": one.rank,
-                "course": one.course.to_dict(),
                 "yaml": overlay,
             }
         )
-    left = [
-        {
-            "label": label(one.setting),
-            "techniques": [choice.name for choice in one.setting.chosen],
-            "changes": list(one.changes),
-            "reason": one.reason,
-            "least_bytes": one.least_bytes,
-            "least_cost": one.least_cost,
-            "least_cost_within": one.least_cost_within,
-        }
-        for one in explored.left
-    ]
     content = {
         "plan": plan,
         "tried": dots,
-        "left": left,
         "limits": [vars(limit) for limit in limits],
         "planned": explored.planned,
         "yields": explored.yields,

@@ -18,12 +18,14 @@ class Working:
     """Combinations that may still be better."""
     best: str = ""
     """The best setting so far, with its time; empty if nothing fits yet."""
+    checked: int = 0
+    """Combinations that were worked out or ruled out."""
 
     def words(self) -> str:
         """All of it in one line."""
         parts = [f"tracing {self.traced} (trace {self.traces})"] if self.traced else []
         parts += [f"{self.left} combinations left"] if self.left else []
-        found = "nothing fits so far" if self.traces > 1 else "no setting checked yet"
+        found = "nothing fits so far" if self.checked else "none checked yet"
         return ", ".join([*parts, f"best so far: {self.best}" if self.best else found])
 
 

@@ -30,7 +30,9 @@ def rows_of(search: Search, outcome: Outcome) -> Iterator[Row]:
         outcome: What it found.
     """
     if search.workload.own is not None:
-        yield _recipe(search, search.workload.own)
+        own = search.workload.own
+        known = next((one for one in outcome.solutions if one.setting == own), None)
+        yield _recipe(search, own) if known is None else _solved(search, RECIPE, known)
     yield _exact(search, outcome)
     yield _allowed(search, outcome)
 
@@ -51,7 +53,7 @@ def _recipe(search: Search, own: Setting) -> Row:
     needed = estimate_step(profile, size, search.workload.target.runtime).total_bytes
     needed += search.workload.waiting_bytes(own)
     time = search.solver.time.step(own, PassWork.of(profile, size), own.accumulate_grad_batches).total
-    note = "" if needed <= usable else search.solver.budget.over(needed)
+    note = "" if needed <= usable else search.solver.budget.over(own, needed)
     return _row(search, RECIPE, own, needed <= usable, needed, time, _TRACED, note)
 
 
@@ -90,7 +92,8 @@ def _allowed(search: Search, outcome: Outcome) -> Row:
 
 
 def _solved(search: Search, name: str, solution: Solution) -> Row:
-    return _row(search, name, solution.setting, True, solution.needed_bytes, solution.time.total, _SOLVED, "")
+    needed = search.figures(solution).needed_bytes
+    return _row(search, name, solution.setting, True, needed, solution.time.total, _SOLVED, "")
 
 
 def _row(

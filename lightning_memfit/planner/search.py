@@ -42,8 +42,6 @@ class Outcome:
     num_traces: int = 0
     unvisited: list[_Waiting] = field(default_factory=list)
     """What the bound left out."""
-    untraced: list[_Waiting] = field(default_factory=list)
-    """What needs traces that the store doesn't make (`TraceStore.closed`)."""
 
 
 class Search:
@@ -67,6 +65,7 @@ class Search:
     def __init__(self, store: TraceStore, progress: Progress = unseen) -> None:
         self.store = store
         self._progress, self._working = progress, Working()
+        self._verified: dict[Setting, Solution] = {}
         store.on_trace = self._begin_trace
         self.plain = store.plain()
         store.workload = self.workload = store.workload.knowing_optimizers(self.plain.optimizer)
@@ -111,7 +110,8 @@ class Search:
 
     def _tell(self, left: int, best: Solution | None) -> None:
         self._working.left = left
-        self._working.best = "" if best is None else f"{label(best.setting)}, {best.time.total:.3g} s per step"
+        if best is not None:
+            self._working.best = f"{label(best.setting)}, {best.time.total:.3g} s per step"
         self._progress(self._working)
 
     def _changes(self, setting: Setting) -> bool:
@@ -135,8 +135,9 @@ class Search:
                     continue
                 hopeless = self._hopeless(setting, settings, outcome.best) or self._yields(setting, settings)
                 self._take(hopeless or self.solver.solve(setting), outcome)
+                self._working.checked += 1
             except NotTraced:
-                outcome.untraced.append((cost, key, traced, setting))
+                continue
             except TraceError as error:
                 outcome.rejected.append(Rejected(setting, str(error)))
         outcome.solutions.sort(key=lambda solution: (solution.time.total, key_of(solution.setting)))
@@ -150,7 +151,8 @@ class Search:
         store.workload = workload
         there = Search(store)
         store.on_trace = self._begin_trace
-        there.solver.budget.withheld_bytes = self.solver.budget.withheld_bytes
+        there.solver.budget.withheld = self.solver.budget.withheld
+        there._verified = self._verified
         mine = self.workload
         if (there.workload.devices, workload.rates, workload.options) == (mine.devices, mine.rates, mine.options):
             there.solver.models = self.solver.models
@@ -158,19 +160,9 @@ class Search:
             there.solver.models.read_with(self.solver.models)
         return there
 
-    def may_be_better(self, outcome: Outcome) -> bool:
-        """Whether a combination that was not traced may be better than the best one of a run of this search."""
-        if outcome.best is None:
-            return bool(outcome.untraced)
-        limit = outcome.best.cost * (1 - self.tie)
-        return any(cost < limit and self._is_open(setting, outcome.best) for cost, *_, setting in outcome.untraced)
-
-    def _is_open(self, setting: Setting, best: Solution) -> bool:
-        """Whether nothing that is traced shows that a combination can't be better."""
-        try:
-            return self._hopeless(setting, [], best) is None
-        except NotTraced:
-            return True
+    def figures(self, solution: Solution) -> Solution:
+        """A solution as every table shows it: under a strategy as a trace of itself says, if `verify` made one."""
+        return self._verified.get(solution.setting, solution)
 
     def verify(self, solution: Solution) -> Solution | None:
         """Trace the plan itself, as `memfit estimate` does, and return it with what that says it needs.
@@ -196,12 +188,15 @@ class Search:
                 return None
             found = estimate_rank(self.store.exactly(setting, division), division, size, runtime)
         waiting = self.workload.waiting_bytes(setting)
-        return replace(
+        traced = replace(
             solution,
             peak_bytes=found.allocated_bytes - found.spare_bytes + waiting,
             needed_bytes=found.total_bytes + waiting,
             breakdown=found.breakdown + MemoryBreakdown.device({Category.INPUT: waiting}),
         )
+        if sharding is not None:
+            self._verified[setting] = traced
+        return traced
 
     @property
     def tie(self) -> float:

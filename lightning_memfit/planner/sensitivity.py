@@ -1,13 +1,11 @@
-"""`sensitivities_of`: what more memory, another device, a faster link or other permissions would bring.
+"""`sensitivities_of`: what more memory, another number of devices or other permissions would bring.
 
-Each is a search of its own for a workload that differs in one thing. It runs on the traces that there are, so that it
-takes no further ones: whatever it names was solved with these, and where something that isn't traced might be better
-still, that is said.
+Each is a search of its own for a workload that differs in one thing, on the traces that there are: something that isn't
+traced might be better still.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,14 +16,10 @@ from lightning_memfit.planner.plan import Sensitivity, label
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.workload import NUMERICS, Devices, Workload, spell_allow
-from lightning_memfit.profile.process import beside
 from lightning_memfit.techniques.core.technique import Numerics
 
 _MORE = (1, 4)
 """GiB of the device."""
-
-_FASTER = 2.0
-"""Times the rate of links."""
 
 _Change = tuple[str, Workload]
 """What is different, in words; empty if that is told by what the plan then uses."""
@@ -38,42 +32,31 @@ def sensitivities_of(search: Search, best: Solution) -> list[Sensitivity]:
         search: A search that has run.
         best: What it chose.
     """
-
-    def solved(changes: list[tuple[_Change, float]]) -> list[Sensitivity]:
-        """Those that save more than is asked of each."""
-        found = ((_solved(search, workload, best, change), least) for (change, workload), least in changes)
-        return [one for one, least in found if one is not None and one.saved > least]
-
     with search.store.closed():
-        changes = [(change, -math.inf) for change in _always(search, best)]
-        changes += [(change, search.tie) for change in _if_better(search)]
-        half = len(changes) // 2
-        others = beside(lambda: solved(changes[half:]))
-        return [*solved(changes[:half]), *others()]
+        always = (_solved(search, workload, best, change) for change, workload in _always(search))
+        better = (_solved(search, workload, best, change) for change, workload in _if_better(search))
+        return [one for one in always if one] + [one for one in better if one and one.saved > search.tie]
 
 
 def _solved(search: Search, workload: Workload, best: Solution, change: str) -> Sensitivity | None:
     """The best plan of a changed workload; None if nothing that is traced fits there."""
-    there = search.elsewhere(workload)
-    outcome = there.run()
-    found = outcome.best
+    found = search.elsewhere(workload).run().best
     if found is None:
         return None
     return Sensitivity(
         change or _used(search, found),
         label(found.setting),
-        found.needed_bytes,
+        search.figures(found).needed_bytes,
         found.time.total,
         1 - found.time.total / best.time.total,
-        there.solver.numerics.changes(found.setting),
-        not there.may_be_better(outcome),
+        search.solver.numerics.changes(found.setting),
     )
 
 
-def _always(search: Search, best: Solution) -> Iterator[_Change]:
-    """More of the device, more devices, and faster links where the plan moves anything over them."""
+def _always(search: Search) -> Iterator[_Change]:
+    """More of the device, and more devices."""
     workload = search.workload
-    target, devices, rates = workload.target, workload.devices, workload.rates
+    target, devices = workload.target, workload.devices
     for gibs in _MORE:
         capacity = (target.capacity_bytes or 0) + gibs * GIB
         margin = target.margin_bytes if target.counts_tensors else safety_margin_bytes(capacity)
@@ -85,20 +68,6 @@ def _always(search: Search, best: Solution) -> Iterator[_Change]:
     more = _more_devices(workload)
     if more is not None:
         yield f"{more.total} devices", replace(workload, devices=more)
-    link, between, network = rates.link_bytes_per_s, rates.interconnect_bytes_per_s, rates.network_bytes_per_s
-    times = best.time.seconds
-    if link and times.get("link", 0.0) > 0:
-        yield (
-            "a link to host memory twice as fast",
-            replace(workload, rates=replace(rates, link_bytes_per_s=_FASTER * link)),
-        )
-    if times.get("interconnect", 0.0) > 0:
-        faster = replace(
-            rates,
-            interconnect_bytes_per_s=None if between is None else _FASTER * between,
-            network_bytes_per_s=None if network is None else _FASTER * network,
-        )
-        yield "links between devices twice as fast", replace(workload, rates=faster)
 
 
 def _more_devices(workload: Workload) -> Devices | None:
@@ -115,9 +84,9 @@ def _more_devices(workload: Workload) -> Devices | None:
 
 
 def _if_better(search: Search) -> Iterator[_Change]:
-    """Limits of the machine, of numerics and of the recipe that may stand in the way; each is lifted alone."""
+    """Limits of the machine and of numerics that may stand in the way; each is lifted alone."""
     workload = search.workload
-    limits, options, facts = workload.limits, workload.options, workload.facts
+    limits = workload.limits
     if limits.host_bytes is not None or limits.pinned_bytes is not None:
         yield "", replace(workload, limits=replace(limits, host_bytes=None, pinned_bytes=None))
     if limits.disk_bytes is not None or limits.disk_writes_per_day is not None:
@@ -126,8 +95,6 @@ def _if_better(search: Search) -> Iterator[_Change]:
         yield "speed alone (`--tolerance 0%`)", replace(workload, tolerance=0.0)
     for allow in _permissions(search):
         yield f"`--allow {spell_allow(allow)}`", replace(workload, allow=allow)
-    if options.gradient_clip_val and facts.gradient_clip_algorithm == "norm":
-        yield "clipping by value (`gradient_clip_algorithm: value`)", workload.clipping_by_value()
 
 
 def _permissions(search: Search) -> Iterator[frozenset[Numerics]]:

@@ -154,7 +154,7 @@ class Solver:
         if too_many_writes:
             return Rejected(setting, too_many_writes, resource_limited=True)
         if least is not None:
-            return Rejected(setting, self.budget.over(least), least)
+            return Rejected(setting, self.budget.over(setting, least), least)
         return Rejected(setting, conflict)
 
     def solve_at_size(
@@ -174,13 +174,13 @@ class Solver:
         size = _size_of(setting)
         if not model.is_bounded_at(size):
             return Unknown()
-        return self._fastest(model, setting, model.frontier(size), self.budget.usable_bytes, rival)
+        return self._fastest(model, setting, model.frontier(size), self.budget.usable_by(setting), rival)
 
     def fits_at_size(self, model: MemoryModel, setting: Setting) -> bool:
         """Whether some plan of a setting fits at its micro-batch; one that isn't known not to counts as fitting."""
         size = _size_of(setting)
         frontier = model.frontier(size) if model.is_bounded_at(size) else None
-        if frontier is not None and self._least_needed(model, frontier, setting) <= self.budget.usable_bytes:
+        if frontier is not None and self._least_needed(model, frontier, setting) <= self.budget.usable_by(setting):
             return True  # without replaying the allocator for the others
         return not isinstance(self.solve_at_size(model, setting), TooLarge)
 

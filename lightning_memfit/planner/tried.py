@@ -1,9 +1,8 @@
-"""`tried_of`: the settings that a search knows enough about to compare them at any limit, beside what it left out.
+"""`tried_of`: the settings that a search knows enough about to compare them at any limit.
 
 A search proves its plan for one limit and traces as little as it can. What it has traced says more: a combination of
 techniques whose passes and whose optimizer's step are traced can be worked out at every micro-batch and under every
-limit, without another trace. They are the dots of the page of `memfit plan --html`. For all other combinations
-only bounds are known; they are kept apart (`Left`), to say where one of them may be better and never to be drawn.
+limit, without another trace. They are the dots of the page of `memfit plan --html`; of others only bounds are known.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from dataclasses import dataclass, replace
 from lightning_memfit.device.catalogue import DEVICES
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.memory import GIB, MIB
-from lightning_memfit.planner.candidates import Rejected, conflict
-from lightning_memfit.planner.course import Course
+from lightning_memfit.planner.candidates import conflict
 from lightning_memfit.planner.make import as_plan
 from lightning_memfit.planner.plan import Plan
 from lightning_memfit.planner.search import Outcome, Search
@@ -54,24 +52,6 @@ class Tried:
     """What its time is multiplied by in comparisons, because it changes the recipe's numbers."""
     rank: int
     """Place among settings that cost the same."""
-    course: Course
-    """Levels of its live tensors over a step."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """A combination that was not worked out, and why."""
-
-    setting: Setting
-    changes: tuple[str, ...]
-    reason: str
-    """Without figures, which would be bounds."""
-    least_bytes: int | None = None
-    """What it needs at least; None if no limit on the device lets it in."""
-    least_cost: float = 0.0
-    """Time, multiplied by its weight, that it takes at least on a device of any size."""
-    least_cost_within: float = 0.0
-    """The same on the device that was planned for, and on smaller ones."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +60,6 @@ class Explored:
 
     tried: tuple[Tried, ...]
     """By bytes needed, then by time."""
-    left: tuple[Left, ...]
     limits: tuple[Limit, ...]
     """Ascending; settings were made for the named ones."""
     planned: int
@@ -102,84 +81,38 @@ def tried_of(search: Search, outcome: Outcome, plan: Plan) -> Explored:
     named, fine, planned = _limits(search)
     numbers: dict[Setting, int] = {}
     found: list[tuple[int, Solution]] = []
-    left: list[Left] = []
-    known = [solution.setting.without_sizes().without("checkpointing") for solution in outcome.solutions]
-    passed = {one.setting: one for one in outcome.rejected}
-    bounds = {setting: cost for cost, _, _, setting in outcome.unvisited}
+    worked_out = [solution.setting.without_sizes().without("checkpointing") for solution in outcome.solutions]
+    others = [one.setting for one in outcome.rejected] + [setting for *_, setting in outcome.unvisited]
     with search.store.closed():
-        for setting in sorted({*known, *passed, *bounds}, key=key_of):
-            rejected = passed.get(setting)
-            refusal = _refusal(search, setting)
-            if refusal:
-                left.append(Left(setting, search.solver.numerics.changes(setting), refusal))
-                continue
+        for setting in sorted({*worked_out, *others}, key=key_of):
             try:
+                if _refusal(search, setting):
+                    continue
                 solutions = list(search.solver.fastest_within(setting, [limit.usable_bytes for limit in named]))
             except TraceError:
-                left.append(_bounded(search, outcome, setting, rejected, bounds.get(setting)))
                 continue
             if solutions:
                 numbers[setting] = len(numbers)
                 found += [(numbers[setting], solution) for solution in solutions]
-        tried = _tried(search, plan, found, outcome)
-    return Explored(
-        tuple(tried),
-        tuple(left),
-        tuple(fine),
-        planned,
-        tuple(tuple(_yielding(setting, numbers)) for setting in numbers),
-        search.tie,
-    )
+        tried = tuple(_tried(search, plan, found))
+    yields = tuple(tuple(_yielding(setting, numbers)) for setting in numbers)
+    return Explored(tried, tuple(fine), planned, yields, search.tie)
 
 
-def _refusal(search: Search, setting: Setting) -> str:
-    """Why no limit on the device lets a combination in; empty if one may."""
-    workload, budget = search.workload, search.solver.budget
-    reason = conflict(setting, workload)
-    if reason is not None:
-        return reason
-    try:
-        off_device = search.solver.models.of(setting).off_device()
-    except TraceError:
-        placement = search.solver.models.deepspeed(setting)
-        if placement is None:
-            return ""
-        off_device = placement.elsewhere
-    return budget.refuse_off_device(off_device, setting.world_size) or ""
+def _refusal(search: Search, setting: Setting) -> str | None:
+    """Why no limit on the device lets a combination in; None if one may."""
+    off_device = search.solver.models.of(setting).off_device()
+    refusal = search.solver.budget.refuse_off_device(off_device, setting.world_size)
+    return conflict(setting, search.workload) or refusal
 
 
-def _bounded(search: Search, outcome: Outcome, setting: Setting, rejected: Rejected | None, cost: float | None) -> Left:
-    """What is known of a combination that is not traced, or not all of it."""
-    bound, changes = search.bound, search.solver.numerics.changes(setting)
-    least = bound.least_bytes(setting)
-    any_size = bound.seconds(setting) * bound.weight(setting)
-    within, reason = any_size, "no trace was needed: others are faster by a bound on its time"
-    if cost is not None:
-        within = max(within, cost)
-    if rejected is not None and rejected.needed_bytes is not None:
-        least = max(least, rejected.needed_bytes)
-        reason = "not traced: it can't fit, by a bound on its memory"
-    elif rejected is not None and rejected.slower is not None and outcome.best is not None:
-        within = max(within, outcome.best.time.total * (1 + rejected.slower) * bound.weight(setting))
-    elif rejected is not None:
-        reason = rejected.reason
-    return Left(setting, changes, reason, least, any_size, within)
-
-
-def _tried(search: Search, plan: Plan, found: list[tuple[int, Solution]], outcome: Outcome) -> Iterator[Tried]:
+def _tried(search: Search, plan: Plan, found: list[tuple[int, Solution]]) -> Iterator[Tried]:
     ranks = sorted((rank_of(solution), index) for index, (_, solution) in enumerate(found))
     place = {index: rank for rank, (_, index) in enumerate(ranks)}
-    order = sorted(range(len(found)), key=lambda i: (found[i][1].needed_bytes, found[i][1].time.total, place[i]))
-    for index in order:
+    for index in sorted(place, key=lambda i: (found[i][1].needed_bytes, found[i][1].time.total, place[i])):
         combination, solution = found[index]
-        setting = solution.setting
-        is_plan = setting == plan.setting
-        model, size = search.solver.models.of(setting), setting.micro_batch_size or 1
-        course = model.course(solution.choices, size)
-        shown = plan if is_plan else as_plan(search, plan, solution)
-        # What lies beside the traced tensors: the libraries' workspaces, and samples that wait for their turn.
-        course = course.raised(solution.peak_bytes - course.peak_bytes)
-        yield Tried(shown, combination, solution.weight, place[index], course)
+        shown = plan if solution.setting == plan.setting else as_plan(search, plan, solution)
+        yield Tried(shown, combination, solution.weight, place[index])
 
 
 def _yielding(setting: Setting, numbers: dict[Setting, int]) -> Iterator[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -232,13 +233,17 @@ class Budget:
 
     Args:
         workload: Its target and limits say what is available.
-        withheld_bytes: Bytes of the device that may not be used, because an earlier plan needed them beyond its
-            prediction.
+        withheld_bytes: Bytes of the device that may not be used, because a run of an earlier plan needed them beyond
+            its prediction.
+
+    Attributes:
+        withheld: Bytes by strategy that its plans may not use, as a trace of one needed them beyond its prediction.
     """
 
     def __init__(self, workload: Workload, withheld_bytes: int = 0) -> None:
         self._workload = workload
         self.withheld_bytes = withheld_bytes
+        self.withheld = Counter[str]()
 
     @property
     def usable_bytes(self) -> int:
@@ -255,15 +260,20 @@ class Budget:
         reserve = _RESERVE_OF_TENSORS if self._workload.target.counts_tensors else _RESERVE
         return int(usable * (1 - reserve)) - self.withheld_bytes
 
+    def usable_by(self, setting: Setting) -> int:
+        """Bytes of the device that a plan with a setting's strategy may need by its prediction."""
+        strategy = setting.of_kind("strategy")
+        return self.usable_bytes - (self.withheld[strategy.name] if strategy is not None else 0)
+
     @property
     def overhead_bytes(self) -> int:
         """Bytes on the device outside the tensors that a trace shows."""
         runtime = self._workload.target.runtime
         return runtime.context_bytes + runtime.allocated_bytes if runtime is not None else 0
 
-    def over(self, needed_bytes: int, what: str = "needs") -> str:
+    def over(self, setting: Setting, needed_bytes: int, what: str = "needs") -> str:
         """Say by how much a plan is too large for the device: `needs 13.1 GiB, 1.9 over`."""
-        excess = needed_bytes - self.usable_bytes
+        excess = needed_bytes - self.usable_by(setting)
         return f"{what} {format_bytes(needed_bytes)}, {format_bytes(excess)} over"
 
     def refuse_off_device(self, off_device: MemoryBreakdown, world_size: int) -> str | None:
