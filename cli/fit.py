@@ -35,7 +35,6 @@ from lightning_memfit.reliability.whole_steps import WholeSteps
 from .arguments import next_line
 from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
-from .noise import progress_on_stdout
 from .recipe_schema import MADE_FOR
 from .run_folder import RunFolder, SaveConfig, check_places
 
@@ -71,7 +70,7 @@ class FitCLI(MemFitCLI):
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
         self._folder: RunFolder | None = None
         try:
-            with asked_once(), progress_on_stdout():
+            with asked_once():
                 super().__init__(args, run, **{"save_config_callback": SaveConfig, **options})
         except BaseException as error:
             if self._folder is None:

@@ -1,5 +1,6 @@
 """`memfit`: one command with one file per subcommand, which is imported only when it is called."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,6 @@ from importlib import import_module
 from lightning_memfit import __version__
 
 from .errors import DEBUG_OPTION, DEBUG_VARIABLE, INTERRUPTED, original, readable_errors, report_unexpected
-from .noise import bars_on_terminals_only, without_noise
 from .recipe_files import configs_of, resolve
 
 # Name, module in this folder, description. A module has `main(argv: list[str]) -> int`.
@@ -26,6 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "recipes": ("recipes", "List the recipes that come with the package, or copy one."),
     "export": ("export", "Turn a checkpoint into a Hugging Face folder."),
 }
+
+_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+"""Loggers that warn whenever their package is imported: of kernels for other GPUs and Pythons (torchao 0.18), of how
+torchao registers its enumerations (torch 2.13), and of kernels that can be downloaded (bitsandbytes 0.50)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"memfit: error: {_unknown(command)}", file=sys.stderr)
         return 2
+    for logger in _NOISY:
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    if not sys.stderr.isatty():  # bars of downloads and of weights are for terminals
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        with without_noise(), bars_on_terminals_only(), readable_errors(debug) as outcome, _working_directory_modules():
+        with readable_errors(debug) as outcome, _working_directory_modules():
             # One parser handles all Lightning commands, and reads the command's name itself.
             module, _ = COMMANDS[command]
             rest = arguments if module == "fit" else arguments[1:]
