@@ -90,11 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def _imported_worker(device: str) -> Callable[[list[str]], int] | None:
-    """The worker's main function, with the libraries that every row uses; None if a fork can't use the device.
-
-    Raises:
-        ValueError: If this system doesn't fork safely.
-    """
+    """The worker's main function, with the libraries that every row uses; None if a fork can't use the device."""
     if sys.platform != "linux":
         raise ValueError("`--fork`: only Linux forks processes safely. Leave it out.")
     import torch

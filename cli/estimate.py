@@ -405,11 +405,7 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
 
 
 def _named_division(name: str | None, devices: int | None) -> Division | None:
-    """How a strategy of our registry divides a run, as `Trainer(strategy="memfit_NAME", devices=N)` would.
-
-    Raises:
-        ValueError: If there is no such strategy, it is not modelled, or devices are given without one.
-    """
+    """How a strategy of our registry divides a run, as `Trainer(strategy="memfit_NAME", devices=N)` would."""
     if name is None:
         if devices is not None and devices > 1:
             raise ValueError(f"`--devices {devices}` needs `--strategy`, for example ddp or zero_2.")
@@ -439,11 +435,7 @@ _COMMA = re.compile(r",(?![^\[]*\])")
 
 
 def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that makes the callbacks of techniques given as `NAME` or `NAME:KEY=VALUE,...`.
-
-    Raises:
-        ValueError: If a name or an option is unknown, two techniques decide the same, or one has no effect in a trace.
-    """
+    """Return a function that makes the callbacks of techniques given as `NAME` or `NAME:KEY=VALUE,...`."""
     import yaml
 
     from lightning_memfit.techniques.core.registry import find_technique

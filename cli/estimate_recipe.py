@@ -137,14 +137,6 @@ def _as_cut(run: RecipeRun, division: Division | None, asked: int | None) -> tup
     """A recipe's run in the micro-batches that its `MicroBatching` is told to cut.
 
     At `auto` it cuts as few as fit, and the figures are those of the whole batch.
-
-    Args:
-        run: The recipe.
-        division: How its strategy divides it.
-        asked: Micro-batch that the user asks about instead.
-
-    Returns:
-        The run, bytes on the device of samples that wait for their micro-batch, and what the figures don't say.
     """
     if run.batching is None:
         return run, 0, []
@@ -355,11 +347,7 @@ def _techniques(run: RecipeRun) -> tuple[AnyTechnique, ...]:
 
 
 def _measure(run: RecipeRun) -> ModelProfile:
-    """Run two real steps if host memory is enough for them.
-
-    Raises:
-        ValueError: If host memory is not enough.
-    """
+    """Run two real steps if host memory is enough for them."""
     weights = of_built(run.module, lambda built: sum(p.numel() * p.element_size() for p in built.parameters()))
     # The module, what an update copies of it, gradients and two fp32 states; the activations' need isn't known.
     needed, available = 5 * weights, host_target().usable_bytes or 0

@@ -35,7 +35,6 @@ from lightning_memfit.reliability.whole_steps import WholeSteps
 from .arguments import next_line
 from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
-from .recipe_schema import MADE_FOR
 from .run_folder import RunFolder, SaveConfig, check_places
 
 PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
@@ -87,14 +86,8 @@ class FitCLI(MemFitCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Watch whether the run begins, guard its steps, let signals end it at one, and loggers end it never.
-
-        Raises:
-            ValueError: If the run is on another device than its plan was made for.
-        """
-        if self.planned_for is not None and self.subcommand == "fit":
-            self._check_device(self.planned_for)
-        elif self.subcommand in ("validate", "test", "predict") and self.config[self.subcommand].ckpt_path is None:
+        """Give the run its folder, guard its steps, let signals end it at one, and loggers end it never."""
+        if self.subcommand in ("validate", "test", "predict") and self.config[self.subcommand].ckpt_path is None:
             print("memfit: no `--ckpt_path`: the weights are those that the model starts with.", file=sys.stderr)
         if self.subcommand is not None:
             self._folder = RunFolder(self.trainer)
@@ -144,18 +137,6 @@ class FitCLI(MemFitCLI):
             return None
         every = f"--trainer.callbacks.every_n_train_steps={trainer.global_step}"
         return next_line("fit", [*words, "--trainer.callbacks+=ModelCheckpoint", every], "leaves a checkpoint")
-
-    def _check_device(self, planned: str) -> None:
-        from lightning_memfit.planner.feedback import device_name
-
-        from .made_for import other_device
-
-        here = device_name(self.trainer.strategy.root_device)
-        if other_device(planned, here):
-            raise ValueError(
-                f"The plan was made for {planned}, this run is on {here}. Plan again (`memfit plan --device`). To "
-                f"train by it all the same, write `{MADE_FOR}: {{}}` in its file."
-            )
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -226,11 +207,7 @@ _OF_BATCHES = ("loss_weight", "split_batch", "num_samples", "allow_batch_statist
 
 
 def _check_batching(arguments: Any, trainer: Any, batch_size: int | None) -> None:
-    """Refuse to leave out a recipe's `MicroBatching` if the plan's own would train by other numbers.
-
-    Raises:
-        ValueError: If it would.
-    """
+    """Refuse to leave out a recipe's `MicroBatching` if the plan's own would train by other numbers."""
     lost, fix = next((name for name in _OF_BATCHES if arguments.get(name)), None), ""
     whole = arguments.get("global_batch_size")
     if whole is not None and (batch_size or 0) * trainer.accumulate_grad_batches * num_devices(trainer) != whole:

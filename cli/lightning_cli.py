@@ -13,7 +13,6 @@ import yaml
 from jsonargparse import Namespace, _typehints, set_parsing_settings
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
@@ -69,7 +68,6 @@ class MemFitCLI(LightningCLI):
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
         self._given = list(arguments) if isinstance(arguments, Sequence) else []
-        self.planned_for: str | None = None
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
             recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
@@ -118,7 +116,6 @@ class MemFitCLI(LightningCLI):
                 )
             both, before = (_as_list(_section(parsed).trainer.callbacks) for parsed in (config, recipe))
             trainer.callbacks = made_for.laid_over(both, before, path)
-        self.planned_for = stamp.get("device")
         _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
         return config
 
@@ -151,13 +148,12 @@ class MemFitCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer: checkpoints are written whole and checked before they are read, and epochs count from 0."""
+        """Make the Trainer: checkpoints are written whole and checked before they are read."""
         trainer = super().instantiate_trainer(**kwargs)
         if self.subcommand is not None:
             from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 
             use_atomic_checkpoints(trainer.strategy)
-            _name_unlimited_epochs(trainer)
         return trainer
 
     @rank_zero_only
@@ -176,18 +172,6 @@ class MemFitCLI(LightningCLI):
         return next(filter(None, paths), "")
 
 
-def _name_unlimited_epochs(trainer: Trainer) -> None:
-    """Let Lightning's progress bar say `Epoch 0` in runs that only `max_steps` ends; 2.6 says `Epoch 0/-2` there."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RichProgressBar):
-            wrap_method(callback, "_get_train_description", _without_last_epoch)
-
-
-def _without_last_epoch(describe: Callable[[int], str], current_epoch: int) -> str:
-    described = describe(current_epoch)
-    return described.replace("/-2", "").ljust(len(described))  # as wide as before, which is that of "Validation"
-
-
 def _section(config: Namespace) -> Namespace:
     """Return what was parsed for the command that runs, if there is one, or everything."""
     command = config.get("subcommand")
@@ -196,11 +180,7 @@ def _section(config: Namespace) -> Namespace:
 
 
 def _check_choices(trainer: Mapping[str, Any]) -> None:
-    """Refuse names of accelerators and strategies that Lightning doesn't know.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse names of accelerators and strategies that Lightning doesn't know."""
     registered = {"accelerator": AcceleratorRegistry, "strategy": StrategyRegistry}
     for option, registry in registered.items():
         value, names = trainer.get(option), {"auto", *(["gpu"] if option == "accelerator" else []), *registry}

@@ -14,7 +14,6 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.planner.plan import is_planned
 
 _RELEVANT = (
@@ -148,20 +147,3 @@ def laid_over(planned: Sequence[Namespace], recipe: Sequence[Namespace], plan_fi
             )
         own.remove(spec)
     return [*own, *(spec for spec in recipe if not is_planned(spec.class_path))]
-
-
-def other_device(planned: str, here: str) -> bool:
-    """Whether a plan names a device of the catalogue, and a run is on another; a size is no name.
-
-    Args:
-        planned: As the catalogue or a driver names it: plans without `--device` have the driver's name.
-        here: As `device_name` has it, which is the driver's where that stands for none or several of the catalogue.
-    """
-    try:
-        spec = find_device(planned)
-    except ValueError:
-        return False
-    try:
-        return bool(spec.flops) and find_device(here).name != spec.name
-    except ValueError:
-        return bool(spec.flops) and not spec.may_be(here)

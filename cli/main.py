@@ -82,11 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _working_directory_modules() -> Iterator[None]:
-    """Let modules of the working directory be imported, after everything that is installed.
-
-    Raises:
-        ValueError: If it is no longer there.
-    """
+    """Let modules of the working directory be imported, after everything that is installed."""
     try:
         folder = os.getcwd()
     except FileNotFoundError as error:

@@ -147,11 +147,7 @@ def write_overlay(path: Path, plan: dict[str, Any]) -> None:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Refuse files that can't be written, or that two options name, before planning.
-
-    Raises:
-        ValueError: If one exists, its folder does not, or it is named twice.
-    """
+    """Refuse files that can't be written, or that two options name, before planning."""
     named = {option: Path(name) for option, name in (("--out", arguments.out), ("--html", arguments.html)) if name}
     for option, path in named.items():
         check_new_file(option, path)
@@ -222,7 +218,9 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
         for name, value in plan["seconds"].items()
         if value > 0.005 * plan["seconds_per_step"]
     )
-    larger = f"Largest micro-batch that would still fit: about {plan['largest_micro_batch']}"
+    larger = (
+        f"Largest micro-batch that would still fit, with checkpointing as needed: about {plan['largest_micro_batch']}"
+    )
     verified = []
     if plan["verified_bytes"] is not None:
         verified = [f"A trace of the plan itself needs {format_bytes(plan['verified_bytes'])}"]

@@ -245,10 +245,6 @@ def _counted_in_batches(run: RecipeRun, accumulate: int) -> dict[str, int]:
 
     An optimizer step has as many samples under a plan as without it, so a batch has as many times fewer as more are
     accumulated, on all devices together: for validation as for training, whose loaders share `data.batch_size`.
-
-    Args:
-        run: The recipe.
-        accumulate: `accumulate_grad_batches` under the plan.
     """
     before, trainer = run.options.accumulate_grad_batches, run.config.get("trainer") or {}
     counted = {name: trainer.get(name) for name in COUNT_BATCHES}
@@ -268,10 +264,6 @@ def _devices_as_named(run: RecipeRun, number: int) -> int | list[int]:
     """The Trainer's `devices` under a plan for so many: those that the recipe names by their numbers, where it does.
 
     Others may be occupied. Where a plan takes fewer, they are the first ones.
-
-    Args:
-        run: The recipe.
-        number: Devices on each machine.
     """
     said, numbers = (run.config.get("trainer") or {}).get("devices"), run.device_numbers or ()
     are_named = isinstance(said, list) or "," in str(said)
@@ -362,11 +354,7 @@ def _of_own_size(run: RecipeRun) -> RecipeRun:
 
 
 def _disk(request: PlanRequest, rates: Rates) -> tuple[Rates, int]:
-    """Return rates with the measured speed of a named folder, and the bytes of disk that may be used.
-
-    Raises:
-        ValueError: If the folder can't be written to, or has no room.
-    """
+    """Return rates with the measured speed of a named folder, and the bytes of disk that may be used."""
     offered = request.limits.disk_bytes
     if request.nvme_path is None:
         return rates, offered or 0

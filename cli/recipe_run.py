@@ -180,16 +180,7 @@ class _RecipeCLI(MemFitCLI):
 
 
 def _with_weights(weightless: Weightless, error: Exception, make: Callable[[], None]) -> str:
-    """Make a recipe's model with its weights, and say what for and at which cost.
-
-    Args:
-        weightless: How it was made without them.
-        error: What that ended in.
-        make: Makes it.
-
-    Raises:
-        ValueError: If host memory has no room for them, or they can't be had.
-    """
+    """Make a recipe's model with its weights, and say what for and at which cost."""
     from lightning_memfit.estimate.target import host_target
     from lightning_memfit.hub import offline_if_unreachable
     from lightning_memfit.memory.error_chain import error_chain

@@ -96,11 +96,7 @@ def main(argv: list[str]) -> int:
 
 
 def _sweep_file(path: Path) -> Path:
-    """Return the YAML file of a sweep given by path or name.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the YAML file of a sweep given by path or name."""
     known = {file.stem: file for file in sorted((FOLDER / "sweeps").glob("*.yaml"))}
     found = path if path.is_file() else known.get(path.stem)
     if found is None or not found.is_file():

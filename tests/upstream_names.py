@@ -133,7 +133,6 @@ NAMES: dict[str, str] = {
     "_get_fsdp_state": "torch.distributed.fsdp.FSDPModule",
     "_is_root": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_get_foreach_kernels_supported_devices": "torch.optim.optimizer",
-    "_get_train_description": "lightning.pytorch.callbacks.RichProgressBar",
     "_getframe": "sys",
     "_global_grad_norm": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "_grouped_mm": "torch.ops.aten",

@@ -29,8 +29,8 @@ class Rejected:
     """Bytes that the setting needs on a device, if that is why it was rejected."""
     resource_limited: bool = False
     """Whether a limit of the machine is the reason: host memory, disk, or what may be written to it."""
-    slower: float | None = None
-    """At least this share of the best plan's time is added by the setting, if that is why it was rejected."""
+    seconds: float | None = None
+    """Seconds that a step takes at least, if that is why it was rejected."""
 
 
 def by_need(rejected: Iterable[Rejected]) -> list[Rejected]:

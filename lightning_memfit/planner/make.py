@@ -16,7 +16,7 @@ from lightning_memfit.planner.candidates import by_need
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
 from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.rows import rows_of
-from lightning_memfit.planner.search import Outcome, Search, why_slower
+from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.sensitivity import sensitivities_of
 from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.time import uncorrected
@@ -138,12 +138,7 @@ def _limits_of(plain: ModelProfile) -> Iterator[str]:
 
 
 def _verified(search: Search, always: bool) -> tuple[Outcome, Solution | None]:
-    """Search until a trace of the plan itself fits, each time with less of the device for its strategy.
-
-    Args:
-        search: The search.
-        always: Whether a plan is traced that has no strategy, too.
-    """
+    """Search until a trace of the plan itself fits, each time with less of the device for its strategy."""
     capacity = search.workload.target.usable_bytes or 0
     while True:
         outcome = search.run()
@@ -223,7 +218,7 @@ def _alternatives(search: Search, outcome: Outcome) -> Iterator[Alternative]:
     reasons: set[str] = set()
     # Settings that a larger machine would make possible come first.
     for rejected in sorted(outcome.rejected, key=lambda r: not r.resource_limited):
-        if rejected.needed_bytes is not None or rejected.slower is not None:
+        if rejected.needed_bytes is not None or rejected.seconds is not None:
             continue
         if rejected.reason not in reasons and len(reasons) < _NUM_ALTERNATIVES // 2:
             reasons.add(rejected.reason)
@@ -231,14 +226,20 @@ def _alternatives(search: Search, outcome: Outcome) -> Iterator[Alternative]:
 
 
 def _slower(search: Search, outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
-    """Settings that would fit, with the share of the best one's time that they take longer."""
+    """Settings that would fit, with the share of the best one's time that they take longer, at least."""
     best = outcome.best
-    for solution in outcome.solutions:
-        if best is not None and solution is not best:
-            slower = solution.time.total / best.time.total - 1
-            reason = why_slower(slower, solution.severity > best.severity)
-            needs = f"{reason}, needs {format_bytes(search.figures(solution).needed_bytes)}"
-            yield slower, Alternative(label(solution.setting), needs)
-    for rejected in outcome.rejected:
-        if rejected.slower is not None:
-            yield rejected.slower, Alternative(label(rejected.setting), rejected.reason)
+    if best is None:
+        return
+    others = [(one.setting, one.time.total, "") for one in outcome.solutions if one is not best]
+    others += [(one.setting, one.seconds, "at least ") for one in outcome.rejected if one.seconds is not None]
+    needs = {one.setting: f", needs {format_bytes(search.figures(one).needed_bytes)}" for one in outcome.solutions}
+    for setting, seconds, least in others:
+        slower = seconds / best.time.total - 1
+        if slower >= 0.005:
+            reason = f"{least}{slower:.0%} slower"
+        elif search.solver.numerics.severity(setting) <= best.severity:
+            reason = "no faster, and no simpler"
+        else:
+            faster = f"{'at most ' if least else ''}{-slower:.0%} faster" if slower <= -0.005 else "no faster"
+            reason = f"{faster}, and changes more of the recipe's numbers"
+        yield slower, Alternative(label(setting), reason + needs.get(setting, ""))

@@ -79,9 +79,7 @@ def _allowed(search: Search, outcome: Outcome) -> Row:
         best = outcome.best
     bounds = [(cost / search.bound.weight(setting), key, setting) for cost, key, _, setting in outcome.unvisited]
     bounds += [
-        (outcome.best.time.total * (1 + rejected.slower), (), rejected.setting)
-        for rejected in outcome.rejected
-        if rejected.slower is not None
+        (rejected.seconds, (), rejected.setting) for rejected in outcome.rejected if rejected.seconds is not None
     ]
     seconds, _, setting = min(bounds, key=lambda item: item[:2], default=(best.time.total, (), best.setting))
     if seconds >= best.time.total * (1 - TIE):

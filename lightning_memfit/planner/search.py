@@ -94,7 +94,7 @@ class Search:
         found = Outcome(best=min(known, key=lambda one: one.cost, default=None), solutions=known)
         if outcome.best is None or outcome.best.severity:
             left = [entry for entry in outcome.unvisited if not self._changes(entry[-1])]
-            passed_over = [one.setting for one in outcome.rejected if one.slower is not None]
+            passed_over = [one.setting for one in outcome.rejected if one.seconds is not None]
             left += [self._waiting(setting) for setting in passed_over if not self._changes(setting)]
             self._visit(left, [entry[-1] for entry in left], found)
         else:
@@ -246,10 +246,10 @@ class Search:
             return None
         if isinstance(least, Rejected):
             return least
-        slower, dearer = least.time.total / best.time.total - 1, least.cost / best.cost - 1
+        dearer = least.cost / best.cost - 1
         worse = (least.severity, complexity_of(setting)) > (best.severity, complexity_of(best.setting))
         if dearer > max(TIE, self._unsure) or (not self._unsure and dearer >= -TIE and worse):
-            return Rejected(setting, why_slower(slower, least.severity > best.severity, "at least "), slower=slower)
+            return Rejected(setting, "slower", seconds=least.time.total)
         return None
 
     def _yields(self, setting: Setting, others: list[Setting]) -> Rejected | None:
@@ -286,19 +286,3 @@ class Search:
         outcome.solutions.append(found)
         if outcome.best is None or is_better(found, outcome.best):
             outcome.best = found
-
-
-def why_slower(slower: float, changes_more: bool, least: str = "") -> str:
-    """Why a setting that takes so much longer than the plan was not chosen.
-
-    Args:
-        slower: Share of the plan's time that it takes longer; below zero if it is faster.
-        changes_more: Whether it changes more of the recipe's numbers.
-        least: What to say before a figure that is a bound.
-    """
-    if slower >= 0.005:
-        return f"{least}{slower:.0%} slower"
-    if not changes_more:
-        return "no faster, and no simpler"
-    faster = f"{'at most ' if least else ''}{-slower:.0%} faster" if slower <= -0.005 else "no faster"
-    return f"{faster}, and changes more of the recipe's numbers"

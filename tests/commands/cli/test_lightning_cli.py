@@ -122,13 +122,3 @@ def test_paths_that_earlier_recipes_and_plans_wrote_still_work(write, name):
     config = write(trainer={"callbacks": callbacks, "accelerator": "cpu"})
     cli = MemFitCLI(["--config", config], run=False, save_config_callback=None)
     assert name.partition(".")[2] in {type(callback).__name__ for callback in cli.trainer.callbacks}
-
-
-@pytest.mark.parametrize(("end", "told"), [("max_steps", "Epoch 0"), ("max_epochs", "Epoch 0/0")])
-def test_the_bar_of_a_run_without_a_last_epoch_names_none(tmp_path, monkeypatch, end, told):
-    monkeypatch.chdir(tmp_path)
-    model = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
-    few = ["--trainer.limit_train_batches=1", "--trainer.limit_val_batches=0", "--trainer.accelerator=cpu"]
-    cli = MemFitCLI(["fit", model, *few, f"--trainer.{end}=1", "--trainer.logger=false"], save_config_callback=None)
-    bar = cli.trainer.progress_bar_callback
-    assert bar.progress.tasks[0].description.split("]")[-1].rstrip() == told

@@ -3,9 +3,9 @@
 import pytest
 from jsonargparse import Namespace
 
-from cli.made_for import differences, laid_over, other_device, written
+from cli.made_for import differences, laid_over, written
 from cli.recipe_files import without_config
-from lightning_memfit.device.catalogue import DEVICES, find_device
+from lightning_memfit.device.catalogue import find_device
 
 EIGHT_BIT = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
 FEEDBACK = "lightning_memfit.PlanFeedback"
@@ -66,31 +66,6 @@ def test_differences_are_named() -> None:
         f"`model.text` was not set and is '{'x' * 56}...",
     ]
     assert differences({}, now) == []
-
-
-def test_a_plan_for_another_device_is_told_from_one_for_a_size() -> None:
-    assert other_device("RTX 3060", "H100")
-    assert other_device("RTX 3060", "CPU, 2 threads")
-    assert not other_device("RTX 3060", "RTX 3060")
-    assert not other_device("24GiB", "H100")
-    assert not other_device("device of 900.00 MiB", "CPU, 2 threads")
-    assert not other_device("this CPU", "CPU, 2 threads")
-
-
-def test_a_plan_made_on_a_card_is_for_that_card() -> None:
-    """Plans without `--device` have the driver's name, and were refused on the machine that they were made on."""
-    for driver, here in (
-        ("NVIDIA H100 80GB HBM3", "H100 SXM 80GB"),
-        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
-        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("Tesla T4", "T4"),
-    ):
-        assert not other_device(driver, here)
-        assert other_device(driver, "RTX 2080 Ti")
-    assert other_device("NVIDIA A100 80GB PCIe", "A100 80GB")
-    assert not other_device("RTX 3080 10GB", "NVIDIA GeForce RTX 3080")  # of either size
-    assert other_device("RTX 3080 10GB", "NVIDIA GeForce RTX 3080 Ti")
-    assert all(not other_device(spec.name, spec.name) for spec in DEVICES)
 
 
 def test_a_file_is_left_out_of_arguments() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from cli import trained
+from cli import export as trained
 from cli.main import main
 from lightning_memfit.data.chat_template import CHATML, ChatTemplate
 from lightning_memfit.data.tokenization import byte_tokenizer
