@@ -47,18 +47,12 @@ def explain(
     given = [*(pair for recipe in recipes for pair in _sections(recipe)), *_options(arguments)]
     if arguments and arguments[-1].endswith(".help"):
         return f"`{arguments[-1]}` needs the name of a class, such as {', '.join(lightning_memfit.__all__)}."
-    for _, told in unknown_names(given, set(options_of(parser))):
+    for told in unknown_names(given, set(options_of(parser))):
         return told
     for told in _wrong_values(given):
         return told
     message = " ".join(str(error).split())
     return message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]} ..."
-
-
-def empty_and_unknown(recipes: Iterable[Mapping[str, Any]], parser: argparse.ArgumentParser) -> str | None:
-    """Return what is wrong with an unknown key whose mapping is empty, which the parser leaves out without a word."""
-    given = [pair for recipe in recipes for pair in _sections(recipe)]
-    return next((told for value, told in unknown_names(given, set(options_of(parser))) if value == {}), None)
 
 
 def _sections(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -87,20 +81,20 @@ def _plain(text: str) -> Any:
         return text
 
 
-def unknown_names(given: Iterable[tuple[str, Any]], valid: set[str]) -> Iterator[tuple[Any, str]]:
-    """Yield what is said of each option, class and argument that doesn't exist, with the value that it was given."""
+def unknown_names(given: Iterable[tuple[str, Any]], valid: set[str]) -> Iterator[str]:
+    """Yield what is said of each option, class and argument that doesn't exist."""
     for where, path, arguments in _of_classes(given, valid):
         if path is None:
-            yield arguments, f"there is no option `{where}`. {_closest_option(where, valid)}"
+            yield f"there is no option `{where}`. {_closest_option(where, valid)}"
             continue
         cls, failure = _find_class(path)
         if failure is not None:
-            yield None, f"`{where}`: {failure}"
+            yield f"`{where}`: {failure}"
         known = arguments_of(cls)
-        for name, value in arguments.items():
+        for name in arguments:
             if known and name not in known:
                 named = path.rpartition(".")[2]
-                yield value, f"`{where}`: {named} has no argument `{name}`. {closest(str(name), known)}"
+                yield f"`{where}`: {named} has no argument `{name}`. {closest(str(name), known)}"
 
 
 def _wrong_values(given: Iterable[tuple[str, Any]]) -> Iterator[str]:
@@ -178,9 +172,9 @@ def _find_class(path: str) -> tuple[Any, str | None]:
 
 def _import_failure(class_path: str) -> str | None:
     """Say why the module of a class can't be imported; None if it can."""
-    module, _, name = class_path.rpartition(".")
+    module = class_path.rpartition(".")[0]
     try:
-        found = import_module(module)
+        import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             return _raised(class_path, error)
@@ -192,11 +186,7 @@ def _import_failure(class_path: str) -> str | None:
         )
     except Exception as error:
         return _raised(class_path, error)
-    own = Path(*module.split(".")).with_suffix(".py")
-    file = getattr(found, "__file__", None)
-    if hasattr(found, name) or not own.is_file() or (file is not None and own.resolve() == Path(file).resolve()):
-        return None
-    return f"`{module}` is the installed module {file or module}, not {own} here. Give your file another name."
+    return None
 
 
 def _raised(class_path: str, error: Exception) -> str:

@@ -225,9 +225,9 @@ def num_devices(trainer: Any) -> int:
         import torch
 
         return max(1, torch.cuda.device_count()) * int(trainer.num_nodes)
-    from .recipe_run import num_processes
+    from . import recipe_run
 
-    return num_processes(trainer.devices) * int(trainer.num_nodes)
+    return recipe_run.num_devices(trainer.devices) * int(trainer.num_nodes)
 
 
 def is_started_by_others(num_nodes: int) -> bool:

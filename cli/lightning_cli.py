@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import wrap_method
 
-from .explain import closest, empty_and_unknown, explain, import_public_names
+from .explain import closest, explain, import_public_names
 from .recipe_files import configs_of, resolve_arguments, without_config
 from .recipe_schema import MADE_FOR, check_numbers, check_recipe
 
@@ -71,14 +71,11 @@ class MemFitCLI(LightningCLI):
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
             recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
-            self.import_classes(self._arguments)
+            import_public_names()
             try:
                 self.config = self.parse_plan(parser, self._arguments)
             except ArgumentError as error:
                 raise ValueError(explain(error, parser, recipes, self._arguments)) from error
-            told = empty_and_unknown(recipes, parser)
-            if told is not None:
-                raise ValueError(told)
         else:
             import_public_names()
             self.config = parser.parse_object(arguments)
@@ -122,10 +119,6 @@ class MemFitCLI(LightningCLI):
     def _sections(self) -> Iterator[Namespace]:
         """Yield the parsed sections of the command that runs, if there is one."""
         yield _section(self.config)
-
-    def import_classes(self, arguments: Sequence[str]) -> None:
-        """Import the classes that bare names in these arguments, and in the files they name, may stand for."""
-        import_public_names()
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

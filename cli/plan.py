@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -19,7 +18,6 @@ from rich.text import Text
 
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
-from lightning_memfit.planner.progress import unseen
 
 from .arguments import add_batch_options, check_new_file, next_line, of_batch, split_arguments
 from .progress import PlanningLine
@@ -51,8 +49,8 @@ def main(argv: list[str]) -> int:
     from .plan_recipe import PlanRequest, plan_recipe
 
     request = PlanRequest.of(arguments, overrides)
-    with contextlib.nullcontext() if arguments.json else PlanningLine() as line:
-        made = plan_recipe(request, progress=line or unseen, with_page=arguments.html is not None)
+    with PlanningLine(is_quiet=arguments.json) as line:
+        made = plan_recipe(request, progress=line, with_page=arguments.html is not None)
     if made is None:
         return 2
     plan, page = made

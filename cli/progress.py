@@ -9,7 +9,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from lightning_memfit.planner.progress import Working
+    from lightning_memfit.planner.search import Working
 
 _QUICK, _BETWEEN = 2.0, 5.0
 """Seconds in which nothing is said, and between lines in a pipe."""
@@ -25,11 +25,14 @@ class PlanningLine:
     Args:
         stream: Where it is shown; stderr by default.
         clock: Seconds, for tests.
+        is_quiet: Whether to say nothing.
     """
 
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic, is_quiet: bool = False
+    ) -> None:
         self._stream = stream or sys.stderr
-        self._clock = clock
+        self._clock, self._is_quiet = clock, is_quiet
         self._began = clock()
         self._said = float("-inf")
 
@@ -44,7 +47,7 @@ class PlanningLine:
         """Show how far the search is, if it has taken long."""
         now = self._clock()
         line = f"memfit: planning for {now - self._began:.0f} s: {working.words()}"
-        if now - self._began < _QUICK:
+        if self._is_quiet or now - self._began < _QUICK:
             return
         if self._stream.isatty():
             print(f"{_ERASE}{line[: get_terminal_size().columns - 1]}", end="", file=self._stream, flush=True)

@@ -7,11 +7,10 @@ user gives them.
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +28,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-import lightning_memfit
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds
 from lightning_memfit.models import CausalLM
@@ -38,7 +36,6 @@ from lightning_memfit.profile.step import Precision, StepOptions
 from lightning_memfit.techniques.core.precision import TechniquePrecision
 
 from .arguments import LARGEST_COUNT
-from .explain import import_public_names
 from .lightning_cli import MemFitCLI
 
 if TYPE_CHECKING:
@@ -54,6 +51,8 @@ _PRECISIONS: dict[str, Precision] = {
     "bf16-true": "bf16-true",
     "16-true": "16-true",
 }
+
+_MOST_DEVICES = 1 << 16
 
 # Estimates describe one process on fake tensors, so the Trainer gets these; the recipe's own values are kept apart.
 _STAND_IN = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None}
@@ -122,23 +121,6 @@ class RecipeRun:
 class _RecipeCLI(MemFitCLI):
     """Instantiates everything, with a Trainer that runs anywhere and writes nothing."""
 
-    @override
-    def import_classes(self, arguments: Sequence[str]) -> None:
-        """Import only what the recipe names: an estimate has no use for most of the package."""
-        # Unlike `Path.is_file`, `isfile` takes texts that are too long for a path.
-        values = (text.rpartition("=")[2] for text in arguments)
-        files = [Path(value) for value in values if os.path.isfile(value)]
-        texts = [*arguments, *(path.read_text(encoding="utf-8", errors="replace") for path in files)]
-        folders = {Path(), *(path.parent for path in files)}
-        if any(_names_file(text, folders) for text in texts[len(arguments) :]):
-            import_public_names()  # whatever that file names
-            return
-        words = {word for text in texts for word in re.findall(r"\w+", text)}
-        for name in words & set(lightning_memfit.__all__):
-            getattr(lightning_memfit, name)
-        if "strategy" in words:
-            import_module("lightning_memfit.strategies")  # registers the names that `trainer.strategy` takes
-
     def __init__(self, arguments: list[str], weights: bool, context: ExitStack) -> None:
         self._weights, self._context = weights, context
         self._without: tuple[Weightless, ExitStack] | None = None
@@ -206,12 +188,6 @@ def _with_weights(weightless: Weightless, error: Exception, make: Callable[[], N
     return f"{reads}, so these were loaded: {size} of host memory, {seconds}."
 
 
-def _names_file(text: str, folders: Collection[Path]) -> bool:
-    """Whether a recipe refers to another file for a part of it (`trainer: trainer.yaml`)."""
-    values = re.findall(r":[ \t]+[\"']?([^\s\"'{}\[\],]+)", text)
-    return any(os.path.isfile(folder / value) for value in values for folder in folders)
-
-
 def _may_load_weights(model: Any) -> bool:
     """Whether a model's class, or one that it is derived from, stands in a file that names transformers."""
     module, _, name = str((model or {}).get("class_path")).rpartition(".")
@@ -257,11 +233,11 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
     )
     if not 1 <= recipe["num_nodes"] <= LARGEST_COUNT:
         raise ValueError(f"`trainer.num_nodes={recipe['num_nodes']}` must be from 1 to {LARGEST_COUNT:,}.")
-    processes = num_processes(recipe["devices"]) * recipe["num_nodes"]
+    numbers = device_numbers(recipe["devices"])
+    processes = len(numbers or (0,)) * recipe["num_nodes"]
     with isolate_rng():
         batch = _batch(cli, processes, shaped, real_batch)
     cli.model.trainer = trainer  # the training step may use its data module
-    devices = None if str(recipe["devices"]) in ("auto", "-1") else num_processes(recipe["devices"])
     return RecipeRun(
         cli.model,
         batch,
@@ -269,12 +245,12 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
         callbacks,
         str(recipe["accelerator"]),
         recipe["strategy"],
-        devices,
+        None if numbers is None else len(numbers),
         recipe["num_nodes"],
         (cli.parser, cli.as_written),
         cli.notes,
         cli.example,
-        device_numbers(recipe["devices"]),
+        numbers,
     )
 
 
@@ -286,38 +262,29 @@ def _precision(value: Any) -> Precision:
     return _PRECISIONS[str(value)]
 
 
-def num_processes(devices: Any) -> int:
-    """Return the number of processes on one node for the Trainer's `devices`; `auto` counts as one.
-
-    Raises:
-        ValueError: If it is no number of devices.
-    """
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
-    text = str(devices)
-    if not text.lstrip("-").isdecimal():
-        return sum(bool(part.strip()) for part in text.split(","))  # "1," is device 1 alone
-    if text != "-1" and not 1 <= int(text) <= LARGEST_COUNT:
-        raise ValueError(f"`trainer.devices={devices}` must be from 1 to {LARGEST_COUNT:,}, or -1 for all that exist.")
-    return max(1, int(text))
-
-
 def device_numbers(devices: Any) -> tuple[int, ...] | None:
     """Return the numbers of the devices that the Trainer's `devices` names or counts; None for all that exist.
 
     Raises:
         ValueError: If they are no numbers of devices.
     """
-    if str(devices) in ("auto", "-1"):
+    text = str(devices)
+    if text in ("auto", "-1"):
         return None
-    if not isinstance(devices, (list, tuple)):
-        if "," not in str(devices):
-            return tuple(range(num_processes(devices)))
-        devices = [part for part in str(devices).split(",") if part.strip()]
+    if "," not in text and not isinstance(devices, (list, tuple)):
+        if text.isdecimal() and 1 <= int(text) <= _MOST_DEVICES:
+            return tuple(range(int(text)))
+        raise ValueError(f"`trainer.devices={devices}` must be from 1 to {_MOST_DEVICES:,}, or -1 for all that exist.")
+    named = devices if isinstance(devices, (list, tuple)) else [part for part in text.split(",") if part.strip()]
     try:
-        return tuple(map(int, devices))
+        return tuple(map(int, named))  # "1," is device 1 alone
     except ValueError:
-        raise ValueError(f"`trainer.devices={devices}` must be numbers of devices, for example [0, 1].") from None
+        raise ValueError(f"`trainer.devices={named}` must be numbers of devices, for example [0, 1].") from None
+
+
+def num_devices(devices: Any) -> int:
+    """Return the number of devices on one machine for the Trainer's `devices`; `auto` counts as one."""
+    return len(device_numbers(devices) or (0,))
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ def advice_of(search: Search, outcome: Outcome) -> Iterator[str]:
         yield from _larger(search, outcome, least)
     if search.workload.kept_size is not None:
         yield f"Smaller micro-batches are not planned: {search.workload.kept_size}."
-    yield from _clipping(search)
     yield from _permissions(search)
     yield from _shorter(search, outcome)
     yield from _limits(search, outcome)
@@ -111,22 +110,6 @@ def _larger_limit(search: Search, least: Rejected) -> Iterator[str]:
             yield f"A limit of {format_bytes(capacity)} would do: {needs}."
             return
         needed = round(max(needed, found.needed_bytes or 0) * 1.02)
-
-
-def _clipping(search: Search) -> Iterator[str]:
-    """Clipping by value, which lets gradients be freed one by one where clipping by norm needs all of them."""
-    options, facts = search.workload.options, search.workload.facts
-    if not options.gradient_clip_val or facts.gradient_clip_algorithm != "norm":
-        return
-    changed = search.workload.clipping_by_value()
-    before = set(candidates(search.workload)[0])
-    let_in = [one for one in candidates(changed)[0] if one not in before]
-    found = _solved(search, changed, sorted(let_in, key=lambda one: (search.bound.least_bytes(one), label(one))))
-    if found is not None:
-        yield (
-            f"Clipping by value (`gradient_clip_algorithm: value`, other numbers than by norm) would let in "
-            f"{label(found.setting)}, which needs {format_bytes(found.needed_bytes)} and fits."
-        )
 
 
 def _permissions(search: Search) -> Iterator[str]:

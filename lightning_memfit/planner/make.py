@@ -14,9 +14,8 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.planner.advice import advice_of
 from lightning_memfit.planner.candidates import by_need
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
-from lightning_memfit.planner.progress import Progress, unseen
 from lightning_memfit.planner.rows import rows_of
-from lightning_memfit.planner.search import Outcome, Search
+from lightning_memfit.planner.search import Outcome, Progress, Search, unseen
 from lightning_memfit.planner.sensitivity import sensitivities_of
 from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.time import uncorrected

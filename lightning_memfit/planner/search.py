@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -19,7 +20,6 @@ from lightning_memfit.planner.candidates import Rejected, by_need, candidates, w
 from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.numerics import UNSURE
 from lightning_memfit.planner.plan import label
-from lightning_memfit.planner.progress import Progress, Working, unseen
 from lightning_memfit.planner.solve import TIE, Solution, Solver, Unknown, complexity_of, is_better, key_of
 from lightning_memfit.planner.trace_store import NotTraced, TraceStore
 from lightning_memfit.planner.workload import Workload
@@ -28,6 +28,40 @@ from lightning_memfit.techniques.core.setting import Setting
 
 _Waiting = tuple[float, tuple[str, ...], bool, Setting]
 """Bound on a combination's cost, key among equal ones, whether its pass was traced for the bound, combination."""
+
+
+@dataclass
+class Working:
+    """How far a search is."""
+
+    traced: str = ""
+    """What is being traced, in a few words."""
+    traces: int = 0
+    """Traces begun, that one included."""
+    left: int = 0
+    """Combinations that may still be better."""
+    best: str = ""
+    """The best setting so far, with its time; empty if nothing fits yet."""
+    checked: int = 0
+    """Combinations that were worked out or ruled out."""
+
+    def words(self) -> str:
+        """All of it in one line."""
+        parts = [f"tracing {self.traced} (trace {self.traces})"] if self.traced else []
+        parts += [f"{self.left} combinations left"] if self.left else []
+        found = "nothing fits so far" if self.checked else "none checked yet"
+        return ", ".join([*parts, f"best so far: {self.best}" if self.best else found])
+
+
+class Progress(Protocol):
+    """Is told at every change, several times a second at most when traces are cached."""
+
+    def __call__(self, working: Working) -> None:
+        """Show it, or don't."""
+
+
+def unseen(working: Working) -> None:
+    """Show nothing."""
 
 
 @dataclass

@@ -203,14 +203,6 @@ class Workload:
             return self
         return replace(self, facts=replace(self.facts, optimizers=tuple(names.split(" + "))))
 
-    def clipping_by_value(self) -> Workload:
-        """This workload with gradients clipped by value, so that they may be freed one by one; by norm needs all."""
-        return replace(
-            self,
-            options=replace(self.options, gradient_clip_algorithm="value"),
-            facts=replace(self.facts, gradient_clip_algorithm="value"),
-        )
-
     def devices_per_machine(self, world_size: int) -> int:
         """Devices of each machine that take part in a run on `world_size` devices."""
         return self.devices.per_machine if world_size > 1 else 1

@@ -84,12 +84,6 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
         ({"trainer": {"callbacks": [callback(LIMIT, limit="1e400GiB")]}}, "`limit='1e400GiB'` must be a positive size"),
         ({"trainer": {"callbacks": [callback(LIMIT, limit=f"1e{10**20}GiB")]}}, "must be a positive size"),
         # Once accepted in silence:
-        ({"trainr": {}}, "there is no option `trainr`. Closest: trainer."),
-        ({"trainer": {"optimiser": {}}}, "there is no option `trainer.optimiser`."),
-        (
-            {"init_args": {"model": {"learning_rat": {}}}},
-            "CausalLM has no argument `learning_rat`. Closest: learning_rate",
-        ),
         ({"trainer": {"accumulate_grad_batches": -1}}, "`trainer.accumulate_grad_batches=-1` must be a number greater"),
         ({"trainer": {"gradient_clip_val": float("nan")}}, "`trainer.gradient_clip_val=nan` must be a number"),
         (

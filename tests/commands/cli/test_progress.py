@@ -3,8 +3,7 @@ import io
 import pytest
 
 from cli.progress import PlanningLine
-from lightning_memfit.planner.progress import Working
-from lightning_memfit.planner.search import Search
+from lightning_memfit.planner.search import Search, Working
 from tests.rules.planner.made import MadeTraceStore, made_workload
 
 

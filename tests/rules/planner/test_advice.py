@@ -95,22 +95,6 @@ class Releasing(MadeTraceStore):
         return replace(found, gradient_bytes=0, **less)
 
 
-def test_clipping_by_value_is_named_where_it_lets_something_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = made_workload(1100, allow=EXACT, limits=Limits(host_bytes=0), samples_per_step=1)
-    advice = refused(workload, monkeypatch, Releasing)
-    [line] = [line for line in advice if "gradient_clip_algorithm: value" in line]
-    assert "gradient_release" in line
-    assert "and fits" in line
-    changed = replace(
-        workload,
-        facts=replace(workload.facts, gradient_clip_algorithm="value"),
-        options=replace(workload.options, gradient_clip_algorithm="value"),
-    )
-    assert planned(changed, monkeypatch, Releasing).fits
-    tiny = replace(workload, target=_of(900, workload))
-    assert not any("clip" in line for line in refused(tiny, monkeypatch, Releasing))
-
-
 def _of(mib: int, workload: Workload) -> Any:
     return replace(workload.target, capacity_bytes=mib * MIB)
 
