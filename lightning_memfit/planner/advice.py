@@ -99,10 +99,8 @@ def _larger_limit(search: Search, least: Rejected) -> Iterator[str]:
         capacity = target.capacity_bytes or 0
         missing = needed - search.solver.budget.usable_bytes + max(0, target.margin_bytes - capacity)
         capacity = -(-(capacity + missing) // MIB) * MIB
-        margin = target.margin_bytes if target.counts_tensors else safety_margin_bytes(capacity)
-        there = replace(target, capacity_bytes=capacity, margin_bytes=margin)
         try:
-            found = search.elsewhere(replace(search.workload, target=there)).solver.solve(least.setting)
+            found = search.elsewhere(search.workload.on(capacity)).solver.solve(least.setting)
         except TraceError:
             return
         if isinstance(found, Solution):

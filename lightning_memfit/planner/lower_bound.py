@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_memfit.planner.candidates import Rejected
-from lightning_memfit.planner.solve import Solution, Solver, Unknown
+from lightning_memfit.planner.solve import Solution, Solver
 from lightning_memfit.planner.time import PHASES, PassWork
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.techniques.core.setting import Setting
@@ -77,17 +77,17 @@ class LowerBound:
         """What a combination's time is multiplied by in comparisons (`NumericsOf`)."""
         return self._solver.numerics.weight(setting)
 
-    def solve(self, setting: Setting) -> Solution | Rejected | Unknown:
+    def solve(self, setting: Setting) -> Solution | Rejected | None:
         """Find a plan that is at least as good as every plan of these techniques, from existing traces.
 
         The setting's step without checkpointing must be traced already.
 
         Returns:
-            `Rejected` if not even this plan fits; `Unknown` if too little is traced.
+            `Rejected` if not even this plan fits; None if too little is traced.
         """
         model = self._solver.models.at_least(setting)
         if model is None:
-            return Unknown()
+            return None
         found = self._solver.solve_with(model, setting)
         if isinstance(found, Rejected) and found.needed_bytes is not None:
             return replace(found, reason=self._solver.budget.over(setting, found.needed_bytes, "needs at least"))

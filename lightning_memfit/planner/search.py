@@ -20,7 +20,7 @@ from lightning_memfit.planner.candidates import Rejected, by_need, candidates, w
 from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.numerics import UNSURE
 from lightning_memfit.planner.plan import label
-from lightning_memfit.planner.solve import TIE, Solution, Solver, Unknown, complexity_of, is_better, key_of
+from lightning_memfit.planner.solve import TIE, Solution, Solver, complexity_of, is_better, key_of
 from lightning_memfit.planner.trace_store import NotTraced, TraceStore
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.trace import TraceError
@@ -276,7 +276,7 @@ class Search:
         if best is None:
             return None
         least = self.bound.solve(setting)
-        if isinstance(least, Unknown):
+        if least is None:
             return None
         if isinstance(least, Rejected):
             return least

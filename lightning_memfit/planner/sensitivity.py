@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.memory import GIB, Tier, format_bytes
 from lightning_memfit.planner.candidates import candidates, missing_permissions
 from lightning_memfit.planner.plan import Sensitivity, label
@@ -59,12 +58,8 @@ def _always(search: Search) -> Iterator[_Change]:
     target, devices = workload.target, workload.devices
     for gibs in _MORE:
         capacity = (target.capacity_bytes or 0) + gibs * GIB
-        margin = target.margin_bytes if target.counts_tensors else safety_margin_bytes(capacity)
         where = "of memory" if target.device_kind.is_host else f"on {'every' if devices.total > 1 else 'the'} device"
-        yield (
-            f"{gibs} GiB more {where}",
-            replace(workload, target=replace(target, capacity_bytes=capacity, margin_bytes=margin)),
-        )
+        yield f"{gibs} GiB more {where}", workload.on(capacity)
     more = _more_devices(workload)
     if more is not None:
         yield f"{more.total} devices", replace(workload, devices=more)

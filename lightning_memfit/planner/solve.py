@@ -1,8 +1,8 @@
 """`Solver`: the fastest micro-batch and checkpointing plan of one combination of techniques, and what it needs.
 
-`solve_at_size` answers for one micro-batch with `Fits`, `TooLarge`, `Slower` or `Unknown`; `solve` tries all
-micro-batches and answers with the best `Solution`, or with `Rejected` and the reason. `solve_with` takes another
-`MemoryModel`, so that the same search runs on a setting's own traces and on a lower bound (`planner.lower_bound`).
+`solve` tries all micro-batches and answers with the best `Solution`, or with `Rejected` and the reason. `solve_with`
+takes another `MemoryModel`, so that the same search runs on a setting's own traces and on a lower bound
+(`planner.lower_bound`).
 """
 
 from __future__ import annotations
@@ -56,31 +56,6 @@ class Solution:
         return self.time.total * self.weight
 
 
-@dataclass(frozen=True)
-class Fits:
-    """The fastest plan at a micro-batch."""
-
-    solution: Solution
-
-
-@dataclass(frozen=True)
-class TooLarge:
-    """No plan at a micro-batch fits."""
-
-    needed_bytes: int
-    """The least bytes of the device that any plan needs."""
-
-
-@dataclass(frozen=True)
-class Slower:
-    """No plan at a micro-batch can be better than the rival."""
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Too little is traced to bound a setting."""
-
-
 class Solver:
     """Solve combinations of techniques, one at a time.
 
@@ -110,10 +85,10 @@ class Solver:
             TraceError: If its step can't be traced.
         """
         found = self.solve_with(self.models.of(setting), setting)
-        assert not isinstance(found, Unknown), "only a lower bound can be unknown"
+        assert found is not None, "only a lower bound can be unknown"
         return found
 
-    def solve_with(self, model: MemoryModel, setting: Setting) -> Solution | Rejected | Unknown:
+    def solve_with(self, model: MemoryModel, setting: Setting) -> Solution | Rejected | None:
         """Do the same as `solve` with another memory model.
 
         Args:
@@ -121,7 +96,7 @@ class Solver:
             setting: Techniques without sizes.
 
         Returns:
-            `Unknown` if the model is a lower bound that doesn't hold at one of the micro-batches tried.
+            None if the model is a lower bound that doesn't hold at one of the micro-batches tried.
         """
         refusal = self.budget.refuse_off_device(model.off_device(), setting.world_size)
         if refusal is not None:
@@ -137,18 +112,18 @@ class Solver:
             if reason is not None:
                 conflict = conflict or reason
                 continue
-            match self.solve_at_size(model, sized, best):
-                case Unknown() as unknown:
-                    return unknown
-                case TooLarge(needed_bytes):
-                    least = needed_bytes if least is None else min(least, needed_bytes)
-                case Fits(solution):
-                    writes = self.time.written_bytes(setting)
-                    refusal = self.budget.refuse_writes(writes, solution.time.total)
-                    if refusal is not None:
-                        too_many_writes = refusal
-                    elif best is None or is_better(solution, best):
-                        best = solution
+            size = _size_of(sized)
+            if not model.is_bounded_at(size):
+                return None
+            found = self._fastest(model, sized, model.frontier(size), self.budget.usable_by(setting), best)
+            if isinstance(found, Solution):
+                refusal = self.budget.refuse_writes(self.time.written_bytes(setting), found.time.total)
+                if refusal is not None:
+                    too_many_writes = refusal
+                elif best is None or is_better(found, best):
+                    best = found
+            elif found is not None:
+                least = found if least is None else min(least, found)
         if best is not None:
             return best
         if too_many_writes:
@@ -157,32 +132,15 @@ class Solver:
             return Rejected(setting, self.budget.over(setting, least), least)
         return Rejected(setting, conflict)
 
-    def solve_at_size(
-        self, model: MemoryModel, setting: Setting, rival: Solution | None = None
-    ) -> Fits | TooLarge | Slower | Unknown:
-        """Find the fastest plan of a setting at its micro-batch.
-
-        Args:
-            model: What the setting's techniques need, or need at least.
-            setting: A setting with its sizes.
-            rival: A plan to beat. With one, `Slower` is the answer as soon as no plan can be better, and `TooLarge`
-                leaves fragmentation out.
-
-        Returns:
-            `Unknown` if the model is a lower bound that doesn't hold at this micro-batch.
-        """
-        size = _size_of(setting)
-        if not model.is_bounded_at(size):
-            return Unknown()
-        return self._fastest(model, setting, model.frontier(size), self.budget.usable_by(setting), rival)
-
     def fits_at_size(self, model: MemoryModel, setting: Setting) -> bool:
         """Whether some plan of a setting fits at its micro-batch; one that isn't known not to counts as fitting."""
-        size = _size_of(setting)
-        frontier = model.frontier(size) if model.is_bounded_at(size) else None
-        if frontier is not None and self._least_needed(model, frontier, setting) <= self.budget.usable_by(setting):
+        size, usable = _size_of(setting), self.budget.usable_by(setting)
+        if not model.is_bounded_at(size):
+            return True
+        frontier = model.frontier(size)
+        if frontier is not None and self._least_needed(model, frontier, setting) <= usable:
             return True  # without replaying the allocator for the others
-        return not isinstance(self.solve_at_size(model, setting), TooLarge)
+        return isinstance(self._fastest(model, setting, frontier, usable), Solution)
 
     def fastest_within(self, setting: Setting, usable_bytes: Sequence[int]) -> Iterator[Solution]:
         """Every micro-batch's fastest plan within each of several limits on the device, and the one that needs least.
@@ -206,14 +164,14 @@ class Solver:
             frontier = model.frontier(_size_of(sized))
             limits, last = list(usable_bytes), None
             least = self._fastest(model, sized, frontier, 0)
-            if isinstance(least, TooLarge):
-                limits = [least.needed_bytes, *(limit for limit in limits if limit > least.needed_bytes)]
+            if least is not None and not isinstance(least, Solution):
+                limits = [least, *(limit for limit in limits if limit > least)]
             for limit in limits:
                 found = self._fastest(model, sized, frontier, limit)
-                if isinstance(found, Fits) and found.solution.choices != last:
-                    last = found.solution.choices
-                    yield found.solution
-                if isinstance(found, Fits) and frontier is None:
+                if isinstance(found, Solution) and found.choices != last:
+                    last = found.choices
+                    yield found
+                if isinstance(found, Solution) and frontier is None:
                     break
 
     def _fastest(
@@ -223,14 +181,17 @@ class Solver:
         frontier: PlanFrontier | None,
         usable: int,
         rival: Solution | None = None,
-    ) -> Fits | TooLarge | Slower:
-        """Find the fastest plan on a frontier within a limit; the other arguments are those of `solve_at_size`."""
+    ) -> Solution | int | None:
+        """The fastest plan within a limit; the least bytes that any needs if none fits; None if none beats a rival.
+
+        With a rival, the least bytes leave fragmentation out.
+        """
         size = _size_of(setting)
         overhead = self._overhead_at(setting)
         if frontier is None:
             peak = model.peak_bytes(size)
             needed = peak + overhead + model.fragmentation_bytes((), size)
-            return Fits(self._solution(model, setting, (), peak, needed)) if needed <= usable else TooLarge(needed)
+            return self._solution(model, setting, (), peak, needed) if needed <= usable else needed
         budget = usable - overhead
         smallest = frontier.minimum_bytes + overhead
         for _ in range(_CORRECTIONS):
@@ -239,14 +200,14 @@ class Solver:
             plan = frontier.plan_for(budget)
             # Replaying the allocator is slow, and the memory it takes from the budget never makes a plan faster.
             if rival is not None and self._time(model, setting, plan.choices).total > rival.time.total * (1 + TIE):
-                return Slower()
+                return None
             needed = plan.peak_bytes + model.fragmentation_bytes(plan.choices, size) + overhead
             if needed <= usable:
-                return Fits(self._solution(model, setting, plan.choices, plan.peak_bytes, needed))
+                return self._solution(model, setting, plan.choices, plan.peak_bytes, needed)
             budget = min(budget, plan.peak_bytes) - (needed - usable)
         if rival is not None:
-            return TooLarge(smallest)
-        return TooLarge(max(smallest, self._least_needed(model, frontier, setting)))
+            return smallest
+        return max(smallest, self._least_needed(model, frontier, setting))
 
     def solve_uniform(self, setting: Setting) -> Solution:
         """Predict a complete setting whose blocks are all checkpointed alike, whether it fits or not.

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_memfit.device.catalogue import DEVICES
-from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.memory import GIB, MIB
 from lightning_memfit.planner.candidates import conflict
 from lightning_memfit.planner.make import as_plan
@@ -150,10 +149,7 @@ def _round(size_bytes: float, unit: int) -> int:
 def _limit(search: Search, capacity: int, named: bool) -> Limit:
     """What a plan may need of a device like the planned one with another capacity."""
     workload, budget = search.workload, search.solver.budget
-    target = workload.target
-    if capacity == target.capacity_bytes:
+    if capacity == workload.target.capacity_bytes:
         return Limit(capacity, budget.usable_bytes, named)
-    margin = target.margin_bytes if target.counts_tensors else safety_margin_bytes(capacity)
-    there = replace(target, capacity_bytes=capacity, margin_bytes=margin)
-    usable = Budget(replace(workload, target=there), budget.withheld_bytes).usable_bytes
+    usable = Budget(workload.on(capacity), budget.withheld_bytes).usable_bytes
     return Limit(capacity, max(0, usable), named)

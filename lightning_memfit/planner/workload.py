@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
+from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.division import Division
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
@@ -202,6 +203,12 @@ class Workload:
         if not names or self.facts.optimizers:
             return self
         return replace(self, facts=replace(self.facts, optimizers=tuple(names.split(" + "))))
+
+    def on(self, capacity_bytes: int) -> Workload:
+        """This workload on a device of another size."""
+        target = self.target
+        margin = target.margin_bytes if target.counts_tensors else safety_margin_bytes(capacity_bytes)
+        return replace(self, target=replace(target, capacity_bytes=capacity_bytes, margin_bytes=margin))
 
     def devices_per_machine(self, world_size: int) -> int:
         """Devices of each machine that take part in a run on `world_size` devices."""

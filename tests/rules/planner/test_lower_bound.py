@@ -5,7 +5,7 @@ import pytest
 from lightning_memfit.planner.candidates import Rejected
 from lightning_memfit.planner.lower_bound import LowerBound
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.solve import Solution, Solver, Unknown
+from lightning_memfit.planner.solve import Solution, Solver
 from lightning_memfit.planner.time import StepTime
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
@@ -62,7 +62,7 @@ def test_blocks_are_lent_to_another_loss() -> None:
 def test_nothing_is_said_of_what_nothing_is_known() -> None:
     found = search_with(TIGHT)
     found.store.passes(PLAIN, "none")
-    assert found.bound.solve(PLAIN) == Unknown()
+    assert found.bound.solve(PLAIN) is None
 
 
 def test_what_fits_nowhere_is_refused_without_a_trace() -> None:
@@ -77,7 +77,7 @@ def test_combinations_that_cannot_be_better_are_passed_over_with_how_much_slower
 ) -> None:
     solve = LowerBound.solve
 
-    def slow(self: LowerBound, setting: Setting) -> Solution | Rejected | Unknown:
+    def slow(self: LowerBound, setting: Setting) -> Solution | Rejected | None:
         found = solve(self, setting)
         return replace(found, time=StepTime({"arithmetic": 1000.0})) if isinstance(found, Solution) else found
 
