@@ -44,8 +44,8 @@ _NO_DEVICE = (
 
 
 @dataclass(frozen=True)
-class EstimateRequest:
-    """What a command line asks of the estimate of a recipe, read once."""
+class RecipeRequest:
+    """What a command line asks of a recipe, read once."""
 
     recipe: tuple[str, ...]
     """Its words for the recipe, as for `memfit fit`."""
@@ -53,12 +53,26 @@ class EstimateRequest:
     """Name of one device; None for what is here."""
     num_devices: int | None = None
     """How many of them were named; None if that is left to the recipe."""
-    micro_batch_size: int | None = None
     batch_shape: str | None = None
     real_batch: bool = False
+    use_cache: bool = True
+
+    @staticmethod
+    def shared(arguments: argparse.Namespace, recipe: Sequence[str]) -> dict[str, Any]:
+        """Fields of this class, from a command's own arguments."""
+        count, device = split_device(arguments.device)
+        given = {"batch_shape": arguments.batch_shape, "real_batch": arguments.real_batch}
+        named = {"recipe": tuple(recipe), "device": device, "num_devices": count}
+        return {**named, **given, "use_cache": not arguments.no_cache}
+
+
+@dataclass(frozen=True)
+class EstimateRequest(RecipeRequest):
+    """What a command line asks of the estimate of a recipe, read once."""
+
+    micro_batch_size: int | None = None
     measure: bool = False
     shorten: bool = True
-    use_cache: bool = True
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> EstimateRequest:
@@ -73,18 +87,9 @@ class EstimateRequest:
                 raise ValueError(
                     f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
                 )
-        count, device = split_device(arguments.device)
-        return cls(
-            tuple(recipe),
-            device,
-            count,
-            arguments.micro_batch_size,
-            arguments.batch_shape,
-            arguments.real_batch,
-            arguments.measure,
-            not arguments.no_shorten,
-            not arguments.no_cache,
-        )
+        size, shorten = arguments.micro_batch_size, not arguments.no_shorten
+        shared = cls.shared(arguments, recipe)
+        return cls(micro_batch_size=size, measure=arguments.measure, shorten=shorten, **shared)
 
 
 def estimate_recipe(request: EstimateRequest) -> EstimateReport | None:

@@ -50,9 +50,8 @@ from lightning_memfit.techniques.core.registry import strategy_of
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import Numerics
 
-from .arguments import split_device
 from .errors import user_mistake
-from .estimate_recipe import devices_here, division_in_plans_of, quiet, ranks_together, target_of
+from .estimate_recipe import RecipeRequest, devices_here, division_in_plans_of, quiet, ranks_together, target_of
 from .made_for import COUNT_BATCHES, made_for
 from .recipe_files import overlay_text
 from .recipe_run import RecipeRun, load_recipe
@@ -63,15 +62,9 @@ _DISK_RESERVE = GIB
 
 
 @dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(RecipeRequest):
     """What a command line asks of a plan, read once; sizes in bytes."""
 
-    recipe: tuple[str, ...]
-    """Its words for the recipe, as for `memfit fit`."""
-    device: str | None = None
-    """Name of one device; None for what is here."""
-    num_devices: int | None = None
-    """How many of them were named; None if that is left to the recipe."""
     allow: frozenset[Numerics] = DEFAULT_ALLOW
     tolerance: float = DEFAULT_TOLERANCE
     host_bytes: int | None = None
@@ -79,10 +72,7 @@ class PlanRequest:
     limits: Limits = field(default_factory=Limits)
     """Of page-locked memory and disk."""
     nvme_path: str | None = field(default_factory=lambda: os.environ.get("MEMFIT_NVME_PATH"))
-    batch_shape: str | None = None
-    real_batch: bool = False
     verify: bool = False
-    use_cache: bool = True
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> PlanRequest:
@@ -91,25 +81,20 @@ class PlanRequest:
         Raises:
             ValueError: If one makes no sense.
         """
-        count, device = split_device(arguments.device)
-        bytes_of = {
-            name: None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
-            for name in ("host_memory", "pinned_memory", "disk", "disk_writes_per_day")
-            for text in [getattr(arguments, name)]
-        }
+
+        def size(name: str) -> int | None:
+            text = getattr(arguments, name)
+            return None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
+
+        allow, tolerance = arguments.allow, arguments.tolerance
         return cls(
-            tuple(recipe),
-            device,
-            count,
-            DEFAULT_ALLOW if arguments.allow is None else check_allow(arguments.allow.split(",")),
-            DEFAULT_TOLERANCE if arguments.tolerance is None else check_tolerance(arguments.tolerance, "--tolerance"),
-            bytes_of["host_memory"],
-            Limits(None, bytes_of["disk"], bytes_of["disk_writes_per_day"], bytes_of["pinned_memory"]),
-            arguments.nvme_path,
-            arguments.batch_shape,
-            arguments.real_batch,
-            arguments.verify,
-            not arguments.no_cache,
+            allow=DEFAULT_ALLOW if allow is None else check_allow(allow.split(",")),
+            tolerance=DEFAULT_TOLERANCE if tolerance is None else check_tolerance(tolerance, "--tolerance"),
+            host_bytes=size("host_memory"),
+            limits=Limits(None, size("disk"), size("disk_writes_per_day"), size("pinned_memory")),
+            nvme_path=arguments.nvme_path,
+            verify=arguments.verify,
+            **cls.shared(arguments, recipe),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
@@ -139,11 +139,6 @@ class Plan:
         return self.setting is not None
 
     @property
-    def exit_code(self) -> int:
-        """0 fits, 1 nothing fits."""
-        return int(not self.fits)
-
-    @property
     def headroom_bytes(self) -> int:
         """Bytes that stay free, not counting the safety margin."""
         return self.usable_bytes - self.needed_bytes
@@ -170,33 +165,21 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        data = {name: getattr(self, name) for name in _PLAIN}
-        return {
+        own = {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+        return own | {
             "format": FORMAT,
-            **data,
             "fits": self.fits,
             "setting": None if self.setting is None else self.setting.to_dict(),
             "label": "" if self.setting is None else label(self.setting),
             "summary": self.summary(),
             "headroom_bytes": self.headroom_bytes if self.fits else None,
             "breakdown": self.breakdown.to_dict(),
-            "seconds": dict(self.seconds),
-            "uncorrected": dict(self.uncorrected),
             "seconds_per_step": self.seconds_per_step,
             "samples_per_s": self.samples_per_s,
             "tokens_per_s": self.tokens_per_s,
             "written_per_day": self.written_per_day,
-            "bought": [asdict(item) for item in self.bought],
-            "alternatives": [asdict(item) for item in self.alternatives],
-            "changes": list(self.changes),
             "numbers": self.numbers(),
-            "rows": [{**asdict(row), "changes": list(row.changes)} for row in self.rows],
-            "sensitivities": [
-                {**asdict(one), "changes": list(one.changes), "effect": one.effect} for one in self.sensitivities
-            ],
-            "advice": list(self.advice),
-            "notes": list(self.notes),
-            "searched": dict(self.searched),
+            "sensitivities": [{**_plain(one), "effect": one.effect} for one in self.sensitivities],
         }
 
     def numbers(self) -> str:
@@ -228,22 +211,13 @@ class Plan:
         )
 
 
-_PLAIN = (
-    "model",
-    "num_parameters",
-    "batch_size",
-    "sequence_length",
-    "device",
-    "devices",
-    "usable_bytes",
-    "peak_bytes",
-    "needed_bytes",
-    "verified_bytes",
-    "largest_micro_batch",
-    "written_bytes",
-    "rates",
-    "optimizer",
-)
+def _plain(value: Any) -> Any:
+    """Lists for tuples and dictionaries for dataclasses, whatever is in them."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def label(setting: Setting) -> str:
