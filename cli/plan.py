@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         json.dump(plan, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
-        print_plan(plan)
+        print_plan(plan, arguments.verbose)
         if is_written:
             print(f"Written: {arguments.out}")
         if arguments.html is not None and not arguments.dry_run:
@@ -108,6 +108,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--verify", action="store_true", help="trace the plan itself as well, as a proof; takes seconds"
     )
     parser.add_argument("--dry-run", action="store_true", help="write no file; only print, and exit with 0 or 1")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print what other limits would bring, and what was not chosen and why"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached traces")
     return parser
@@ -174,8 +177,8 @@ def _next(
 _TIERS = {"device": "device", "pinned_host": "pinned host memory", "host": "host memory", "disk": "disk"}
 
 
-def print_plan(plan: Mapping[str, Any]) -> None:
-    """Print a plan on stdout."""
+def print_plan(plan: Mapping[str, Any], is_verbose: bool = False) -> None:
+    """Print a plan on stdout; what other limits would bring, and what was not chosen, where it fits only on request."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(_headline(plan), style="bold")
     if plan["fits"]:
@@ -185,11 +188,11 @@ def print_plan(plan: Mapping[str, Any]) -> None:
         console.print(_memory(plan))
         if plan["bought"]:
             console.print(_bought(plan))
-        if plan["sensitivities"]:
+        if plan["sensitivities"] and is_verbose:
             console.print(_sensitivities(plan))
     else:
         _print_rows(console, plan)
-    if plan["alternatives"]:
+    if plan["alternatives"] and (is_verbose or not plan["fits"]):
         console.print(_alternatives(plan))
     for line in plan["advice"]:
         console.print(f"- {line}", style="yellow", markup=False)

@@ -37,6 +37,7 @@ def make_plan(
     verify: bool = False,
     withheld_bytes: int = 0,
     compare: bool = False,
+    other_limits: bool = False,
     progress: Progress = unseen,
     observe: Callable[[Search, Outcome, Plan], object] | None = None,
 ) -> Plan:
@@ -48,8 +49,8 @@ def make_plan(
         verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
             strategy are always traced, where they can be.
         withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
-        compare: Compare the plan with the recipe as it is, the best exact and the best allowed one, and with those
-            under other limits.
+        compare: Compare the plan with the recipe as it is, the best exact and the best allowed one.
+        other_limits: Say what other limits would bring.
         progress: Is told how far the search is.
         observe: Is given the search, what it found and the plan made of it.
 
@@ -85,9 +86,9 @@ def make_plan(
         plan = replace(plan, advice=tuple(advice_of(search, outcome)))
     else:
         largest: Callable[[], int] = partial(largest_micro_batch, search, best.setting)
-        if compare:
+        if other_limits:
             largest = beside(largest)  # meanwhile, this process works out other limits
-        sensitivities = tuple(sensitivities_of(search, best)) if compare else ()
+        sensitivities = tuple(sensitivities_of(search, best)) if other_limits else ()
         plan = replace(_with_figures(search, plan, best, verified, largest()), sensitivities=sensitivities)
     if observe is not None:
         observe(search, outcome, plan)

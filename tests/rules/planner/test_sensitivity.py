@@ -40,7 +40,7 @@ def compared(workload: Workload) -> tuple[Plan, dict[str, Sensitivity], MadeTrac
         # Rows trace the recipe's own step, and are not what is tested.
         patch.setattr(module, "rows_of", lambda *_: ())
         patch.setattr(module, "sensitivities_of", noted)
-        plan = make_plan(workload, compare=True)
+        plan = make_plan(workload, compare=True, other_limits=True)
     assert [len(set(store.asked))] == traced, "a trace was made"
     return plan, {one.change: one for one in plan.sensitivities}, store
 
@@ -107,12 +107,14 @@ def test_speed_alone_is_named_where_it_is_faster() -> None:
 
 def test_table_and_page_show_them_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     plan, found, _ = compared(made_workload(TIGHT, allow=EXACT, limits=Limits(host_bytes=0)))
-    print_plan(plan.to_dict())
+    print_plan(plan.to_dict(), is_verbose=True)
     output = capsys.readouterr().out
+    print_plan(plan.to_dict())
+    assert "The plan under other limits" not in capsys.readouterr().out
     assert "The plan under other limits" in output
     assert " ".join(found["4 GiB more on the device"].effect.split()[:3]) in output  # the rest is folded
     marked = replace(plan, sensitivities=(replace(plan.sensitivities[0], change="<b>[red]more[/red]"),))
-    print_plan(marked.to_dict())
+    print_plan(marked.to_dict(), is_verbose=True)
     assert "<b>[red]more[/red]" in capsys.readouterr().out
     page = render_plan(marked.to_dict(), Explored((), (), 0, (), 0.0), [])
     assert "&lt;b&gt;[red]more[/red]" in page
