@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lightning_memfit.memory import format_bytes
 from lightning_memfit.planner.candidates import Rejected
 from lightning_memfit.planner.solve import Solution, Solver
 from lightning_memfit.planner.time import PHASES, PassWork
@@ -42,7 +43,9 @@ class LowerBound:
         """Why a combination can't fit, by closed form; None if it may."""
         budget, least = self._solver.budget, self.least_bytes(setting)
         if least > budget.usable_by(setting):
-            return Rejected(setting, budget.over(setting, least, "weights, gradients and states alone need"), least)
+            reason = budget.over(setting, least, "weights, gradients and states alone need")
+            context = f" ({format_bytes(budget.overhead_bytes)} of it for the CUDA context and workspaces)"
+            return Rejected(setting, reason + (context if budget.overhead_bytes else ""), least)
         placement = self._solver.models.deepspeed(setting)
         refusal = budget.refuse_off_device(placement.elsewhere, setting.world_size) if placement is not None else None
         return Rejected(setting, refusal, resource_limited=True) if refusal is not None else None
