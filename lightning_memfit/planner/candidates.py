@@ -8,7 +8,6 @@ from itertools import product
 
 from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.workload import Workload
-from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.registry import all_strategies, techniques
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 from lightning_memfit.techniques.core.sharding import Sharding
@@ -89,26 +88,15 @@ def with_losses(setting: Setting) -> list[tuple[str, Setting]]:
 
 
 def conflict(setting: Setting, workload: Workload) -> str | None:
-    """Why techniques don't go together or don't go with the module; None if they do."""
-    # The loader cuts batches to size, so the rules of the micro-batch loop don't apply.
+    """Why techniques don't go together, with the module or with a setting's sizes, if it has some; None if they do."""
     run = setting.without_sizes().run(workload.facts)
-    for choice in setting.chosen:
-        reason = choice.technique.refusal(run, choice.options)
-        if reason is not None:
-            return f"{choice.name}: {reason}"
-    return None
-
-
-def conflict_of_sizes(setting: Setting, run: Run, is_cut: bool = False) -> str | None:
-    """Why techniques don't go with a number of accumulated micro-batches; None if they do.
-
-    Args:
-        setting: A setting with its sizes.
-        run: The run of that setting.
-        is_cut: Whether `MicroBatching` makes them (`Workload.is_cut`).
-    """
-    if is_cut:
-        reason = MICRO_BATCHING.unsupported(run, {})
+    if setting.micro_batch_size is not None:
+        other_size = workload.conflict_of_size(setting)
+        if other_size is not None:
+            return other_size
+        run = replace(run, accumulate_grad_batches=setting.accumulate_grad_batches)
+        # Where the loader cuts batches to size, the rules of the micro-batch loop don't apply.
+        reason = MICRO_BATCHING.unsupported(run, {}) if workload.is_cut(setting) else None
         if reason is not None:
             return f"{MICRO_BATCHING.name}: {reason}"
     for choice in setting.chosen:

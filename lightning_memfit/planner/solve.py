@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lightning_memfit.checkpointing.knapsack import PlanFrontier
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.memory import Category, MemoryBreakdown
-from lightning_memfit.planner.candidates import Rejected, conflict_of_sizes
+from lightning_memfit.planner.candidates import Rejected, conflict
 from lightning_memfit.planner.memory import MemoryModel, MemoryModels
 from lightning_memfit.planner.numerics import NumericsOf
 from lightning_memfit.planner.time import StepTime, TimeModel
@@ -103,14 +103,14 @@ class Solver:
             return Rejected(setting, refusal, resource_limited=True)
         best: Solution | None = None
         least: int | None = None
-        conflict, too_many_writes = "", ""
+        first_conflict, too_many_writes = "", ""
         for sized in self._sized(model, setting):
             # Larger micro-batches need more, except where nothing is accumulated any more beside DDP's buckets.
             if least is not None and sized.accumulate_grad_batches > 1:
                 continue
-            reason = self._conflict_at(sized)
+            reason = conflict(sized, self.workload)
             if reason is not None:
-                conflict = conflict or reason
+                first_conflict = first_conflict or reason
                 continue
             size = _size_of(sized)
             if not model.is_bounded_at(size):
@@ -130,7 +130,7 @@ class Solver:
             return Rejected(setting, too_many_writes, resource_limited=True)
         if least is not None:
             return Rejected(setting, self.budget.over(setting, least), least)
-        return Rejected(setting, conflict)
+        return Rejected(setting, first_conflict)
 
     def fits_at_size(self, model: MemoryModel, setting: Setting) -> bool:
         """Whether some plan of a setting fits at its micro-batch; one that isn't known not to counts as fitting."""
@@ -159,7 +159,7 @@ class Solver:
         """
         model = self.models.of(setting)
         for sized in self._sized(model, setting):
-            if self._conflict_at(sized) is not None:
+            if conflict(sized, self.workload) is not None:
                 continue
             frontier = model.frontier(_size_of(sized))
             limits, last = list(usable_bytes), None
@@ -276,13 +276,6 @@ class Solver:
             sizes = tuple(size for size in sizes if size == model.none.micro_batch_size)
         for size in sizes:
             yield replace(setting, micro_batch_size=size, accumulate_grad_batches=samples // size)
-
-    def _conflict_at(self, setting: Setting) -> str | None:
-        """Why a setting can't have its sizes; None if it can."""
-        run = setting.without_sizes().run(self.workload.facts)
-        run = replace(run, accumulate_grad_batches=setting.accumulate_grad_batches)
-        other = self.workload.conflict_of_size(setting)
-        return other or conflict_of_sizes(setting, run, self.workload.is_cut(setting))
 
 
 def _size_of(setting: Setting) -> int:

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_memfit.planner.candidates import conflict_of_sizes
+from lightning_memfit.planner.candidates import conflict
 from lightning_memfit.planner.plan import Plan, is_planned, overlay_of
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.workload import check_allow, check_trainable
-from lightning_memfit.techniques.core.facts import Facts
 from lightning_memfit.techniques.core.setting import Setting
 
 from .made import MIB, MadeTraceStore, made_workload
@@ -145,12 +144,12 @@ def test_engines_accumulate_themselves(plan: Plan) -> None:
 
 def test_what_cannot_stand_beside_micro_batching_is_not_planned_for_a_recipe_that_has_it() -> None:
     """`HostMasterWeights` accumulates with the loader's batches, and not with those that are cut."""
-    run = Setting(2, 4).choose("host_master_weights").run(Facts())
+    setting = Setting(2, 4).choose("host_master_weights")
     free, cut = made_workload(1000), replace(made_workload(1000), batching={})
     assert not free.is_cut(Setting(2, 4))
     assert cut.is_cut(Setting(2, 4))
-    assert "HostMasterWeights uses gradients up" in str(conflict_of_sizes(Setting(2, 4), run, True))
-    assert conflict_of_sizes(Setting(2, 4), run) is None
+    assert "HostMasterWeights uses gradients up" in str(conflict(setting, cut))
+    assert conflict(setting, free) is None
 
 
 def test_allow() -> None:
