@@ -187,7 +187,6 @@ function filters() {
     if (!$(kind).querySelector("input")) tag("span", "none", $(kind));
   }
   limits.forEach((one, i) => {
-    if (!one.named) return;
     const button = tag("button", size(one.capacity_bytes), $("sizes"));
     button.dataset.limit = i;
     button.addEventListener("click", () => { limit = i; update(); });

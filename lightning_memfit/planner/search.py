@@ -73,7 +73,6 @@ class Outcome:
     """The best of every combination that was worked out, fastest first."""
     rejected: list[Rejected] = field(default_factory=list)
     num_candidates: int = 0
-    num_traces: int = 0
     unvisited: list[_Waiting] = field(default_factory=list)
     """What the bound left out."""
 
@@ -112,7 +111,6 @@ class Search:
         outcome = Outcome(rejected=refused, num_candidates=len(settings) + len(refused))
         waiting = [self._waiting(setting) for setting in self._possible(settings, outcome)]
         self._visit(waiting, settings, outcome)
-        outcome.num_traces = self.store.num_traces
         return outcome
 
     def exact(self, outcome: Outcome) -> Solution | Rejected | None:

@@ -22,11 +22,8 @@ from lightning_memfit.planner.workload import Budget
 from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.techniques.core.setting import Setting
 
-_NAMED_FROM, _NAMED_TO = 0.4, 4.5
-"""Shares of the device's capacity between which other devices' sizes are offered by name."""
-
-_FINE = 1.02
-"""Factor between two limits that can be chosen."""
+_FROM, _TO = 0.4, 4.5
+"""Shares of the device's capacity between which other devices' sizes are offered."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,6 @@ class Limit:
 
     capacity_bytes: int
     usable_bytes: int
-    named: bool = False
-    """Whether it is the size of a device, for which every combination was worked out exactly."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Explored:
     tried: tuple[Tried, ...]
     """By bytes needed, then by time."""
     limits: tuple[Limit, ...]
-    """Ascending; settings were made for the named ones."""
+    """Ascending."""
     planned: int
     """Place among `limits` of the device that was planned for."""
     yields: tuple[tuple[int, ...], ...]
@@ -77,7 +72,7 @@ def tried_of(search: Search, outcome: Outcome, plan: Plan) -> Explored:
         outcome: What it found.
         plan: What was made of it; its figures are those of the setting that was chosen.
     """
-    named, fine, planned = _limits(search)
+    limits, planned = _limits(search)
     numbers: dict[Setting, int] = {}
     found: list[tuple[int, Solution]] = []
     worked_out = [solution.setting.without_sizes().without("checkpointing") for solution in outcome.solutions]
@@ -87,7 +82,7 @@ def tried_of(search: Search, outcome: Outcome, plan: Plan) -> Explored:
             try:
                 if _refusal(search, setting):
                     continue
-                solutions = list(search.solver.fastest_within(setting, [limit.usable_bytes for limit in named]))
+                solutions = list(search.solver.fastest_within(setting, [limit.usable_bytes for limit in limits]))
             except TraceError:
                 continue
             if solutions:
@@ -95,7 +90,7 @@ def tried_of(search: Search, outcome: Outcome, plan: Plan) -> Explored:
                 found += [(numbers[setting], solution) for solution in solutions]
         tried = tuple(_tried(search, plan, found))
     yields = tuple(tuple(_yielding(setting, numbers)) for setting in numbers)
-    return Explored(tried, tuple(fine), planned, yields, search.tie)
+    return Explored(tried, tuple(limits), planned, yields, search.tie)
 
 
 def _refusal(search: Search, setting: Setting) -> str | None:
@@ -125,31 +120,17 @@ def _yielding(setting: Setting, numbers: dict[Setting, int]) -> Iterator[int]:
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def _limits(search: Search) -> tuple[list[Limit], list[Limit], int]:
-    """Named limits, limits that can be chosen (the named ones among them), and the place of the planned one."""
+def _limits(search: Search) -> tuple[list[Limit], int]:
+    """Sizes of devices around the planned one, and its place among them."""
     capacity = search.workload.target.capacity_bytes or 0
-    unit = GIB if capacity >= 2 * GIB else MIB
-    sizes = {math.ceil(spec.memory_bytes / GIB) * GIB for spec in DEVICES} if unit == GIB else set()
-    if unit == MIB:
-        sizes = {_round(capacity * share, unit) for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5, 2.0, 3.0, 4.0)}
-    near = {size for size in sizes if _NAMED_FROM * capacity <= size <= _NAMED_TO * capacity} | {capacity}
-    low, high = min(near), max(near)
-    count = math.ceil(math.log(high / low) / math.log(_FINE))
-    between = {_round(low * _FINE**step, unit) for step in range(count)}
-    fine = [_limit(search, size, size in near) for size in sorted(near | {b for b in between if low < b < high})]
-    return [limit for limit in fine if limit.named], fine, [limit.capacity_bytes for limit in fine].index(capacity)
-
-
-def _round(size_bytes: float, unit: int) -> int:
-    """A size with three digits."""
-    digits = 2 - math.floor(math.log10(max(1.0, size_bytes / unit)))
-    return round(round(size_bytes / unit, max(0, digits)) * unit)
-
-
-def _limit(search: Search, capacity: int, named: bool) -> Limit:
-    """What a plan may need of a device like the planned one with another capacity."""
-    workload, budget = search.workload, search.solver.budget
-    if capacity == workload.target.capacity_bytes:
-        return Limit(capacity, budget.usable_bytes, named)
-    usable = Budget(workload.on(capacity), budget.withheld_bytes).usable_bytes
-    return Limit(capacity, max(0, usable), named)
+    if capacity >= 2 * GIB:
+        sizes = {math.ceil(spec.memory_bytes / GIB) * GIB for spec in DEVICES}
+    else:
+        sizes = {round(capacity * share / MIB) * MIB for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5, 2.0, 3.0, 4.0)}
+    near = sorted({size for size in sizes if _FROM * capacity <= size <= _TO * capacity} | {capacity})
+    budget = search.solver.budget
+    limits = []
+    for size in near:
+        there = budget if size == capacity else Budget(search.workload.on(size), budget.withheld_bytes)
+        limits.append(Limit(size, max(0, there.usable_bytes)))
+    return limits, near.index(capacity)
