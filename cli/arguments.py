@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -108,24 +107,6 @@ def check_new_file(option: str, path: Path) -> None:
         path.unlink()
     except OSError as error:
         raise ValueError(f"`{option} {path}` can't be written: {error.strerror}. Name another file.") from error
-
-
-def check_folder(option: str, folder: Path) -> None:
-    """Make a folder for results, and refuse one in which nothing can be written, before they are measured.
-
-    Args:
-        option: The option that names it, or one above it.
-        folder: The folder.
-
-    Raises:
-        ValueError: If it can't be made, or no file in it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"`{option}`: {str(folder)!r} can't be written to: {error.strerror}. Name another.") from error
 
 
 def split_device(name: str | None) -> tuple[int | None, str | None]:

@@ -17,7 +17,6 @@ from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.runner import Runner
 from lightning_memfit.memory.kind import CPU, MODELLED, DeviceKind
 
-from .arguments import check_folder
 from .recipe_files import resolve, technique_config
 
 _EPILOG = """\
@@ -79,7 +78,7 @@ def main(argv: list[str]) -> int:
         arguments.note,
         forked=_imported_worker(arguments.device) if arguments.fork else None,
     )
-    check_folder("--folder", runner.folder)
+    runner.folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
     try:
         results = runner.run(rows, arguments.repeat, progress_of(len(rows)))
     except KeyboardInterrupt:

@@ -81,30 +81,19 @@ def _output_is_closed() -> bool:
     return False
 
 
-def missing_package(error: BaseException) -> str | None:
-    """Return the package of an extra whose absence an error tells of, whoever raised it; None if it is something else.
-
-    Args:
-        error: An exception; those that caused it are looked at, too.
-    """
-    for one in error_chain(error):
-        if isinstance(one, ImportError):
-            named = (one.name or "").partition(".")[0]
-            words = {named} if named else set(re.findall(r"\w+", str(one).lower()))
-            found = next((package for package in EXTRAS if package in words and not is_installed(package)), None)
-            if found is not None:
-                return found
-    return None
-
-
 def missing_extra(error: BaseException) -> str | None:
     """Say which optional package an error misses, and how to install it; None if it is another error."""
-    package = missing_package(original(error))
-    if package is None:
-        return None
-    command = how_to_install(package)
-    told = next((line.strip(" -") for line in str(error).splitlines() if command in line), None)
-    return told or f"this needs {package}, which is not installed: {command}"
+    for one in error_chain(original(error)):
+        if not isinstance(one, ImportError):
+            continue
+        named = (one.name or "").partition(".")[0]
+        words = {named} if named else set(re.findall(r"\w+", str(one).lower()))
+        package = next((extra for extra in EXTRAS if extra in words and not is_installed(extra)), None)
+        if package is not None:
+            command = how_to_install(package)
+            told = next((line.strip(" -") for line in str(error).splitlines() if command in line), None)
+            return told or f"this needs {package}, which is not installed: {command}"
+    return None
 
 
 def user_mistake(error: BaseException) -> BaseException | None:

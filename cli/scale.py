@@ -15,7 +15,6 @@ from lightning_memfit.bench.sweep import Sweep, load_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 from lightning_memfit.memory.kind import CPU, MODELLED
 
-from .arguments import check_folder
 from .bench import FOLDER, INTERRUPTED, check_device, progress_of, read_recipe, worker_command
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def main(argv: list[str]) -> int:
     else:
         points = sweep.only(arguments.only)
         check_device(arguments.device)
-        check_folder("--folder", folder)
+        folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
         try:
             results = runner.run(points, arguments.repeat, progress_of(len(points)))
         except KeyboardInterrupt:

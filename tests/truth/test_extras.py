@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import lightning_memfit.extras
-from cli.errors import missing_package
+from cli.errors import missing_extra
 from cli.main import main
 from lightning_memfit.extras import EXTRAS, how_to_install, is_installed, require
 
@@ -128,4 +128,4 @@ def test_nothing_else_looks_for_packages():
 def test_errors_that_are_each_others_context_are_looked_at_once():
     one, other = ValueError("one"), ValueError("other")
     one.__context__, other.__context__ = other, one
-    assert missing_package(one) is None
+    assert missing_extra(one) is None

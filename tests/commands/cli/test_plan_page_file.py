@@ -1,12 +1,10 @@
 """`memfit plan --html`: where the page is written, and where nothing is."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from cli.main import main
 from tests.rules.planner.test_plan_page import explored
@@ -73,26 +71,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_planning(
     assert planned == []
 
 
-@pytest.mark.parametrize("command", ["bench", "scale", "estimate"])
-def test_so_are_those_of_other_commands(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(*_: Any) -> None:
-        raise AssertionError("something was measured first")
-
-    monkeypatch.setattr("lightning_memfit.bench.runner.Runner._measure", measure)
-    monkeypatch.setattr("cli.estimate._report", measure)
-    written = tmp_path / "mine.yaml"
-    base = {"model": {"class_path": "M"}, "trainer": {"precision": "32-true"}}
-    options = {
-        "bench": ["--experiment", str(written), "--folder", "/proc/self/runs"],
-        "scale": ["--config", str(written), "--folder", "/proc/self/runs", "--wandb", "off"],
-        "estimate": ["--model", "gpt2", "--timeline", "/proc/self/page.html"],
-    }
-    points = {"rows": {"a": {}}} if command == "bench" else {"matrix": {"devices": [1]}}
-    written.write_text(yaml.safe_dump({"title": "T", "base": base, **points}))
-    assert main([command, *options[command]]) == 2
-    assert re.search(r"`--(folder|timeline /proc/self/page.html)`.* can't be written", capsys.readouterr().err)
+def test_so_are_those_of_estimates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.estimate._report", lambda *_: pytest.fail("something was traced first"))
+    assert main(["estimate", "--model", "gpt2", "--timeline", "/proc/self/page.html"]) == 2
+    assert "`--timeline /proc/self/page.html` can't be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["same.file", "./same.file", "folder/../same.file", "{absolute}/same.file"])
