@@ -4,7 +4,7 @@ import enum
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
@@ -68,43 +68,39 @@ class MemFitCLI(LightningCLI):
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
         self._given = list(arguments) if isinstance(arguments, Sequence) else []
+        import_public_names()  # which bare names stand for
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
-            recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
-            import_public_names()
             try:
                 self.config = self.parse_plan(parser, self._arguments)
             except ArgumentError as error:
+                recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
                 raise ValueError(explain(error, parser, recipes, self._arguments)) from error
         else:
-            import_public_names()
             self.config = parser.parse_object(arguments)
-        for section in self._sections():
-            check_numbers(section)
-            _check_choices(section.get("trainer") or {})
+        section = _section(self.config)
+        check_numbers(section)
+        _check_choices(section.get("trainer") or {})
 
     def parse_plan(self, parser: LightningArgumentParser, arguments: list[str]) -> Namespace:
         """Parse arguments; if a plan's file is among them, see that it was made for this recipe, and lay it over.
 
         Raises:
-            ValueError: If it was made for another recipe or module.
+            ValueError: If it was made for another recipe.
         """
+        files = {path: check_recipe(Path(path)) for path in configs_of(arguments)}
+        plans = [path for path, laid in files.items() if laid.get(MADE_FOR) is not None]
         config = parser.parse_args(arguments)
-        stamp = _section(config).get(MADE_FOR)
-        if stamp is None:
-            return config
-        from . import made_for  # knows all techniques, which most commands don't need
-
-        read = [(path, check_recipe(Path(path))) for path in configs_of(arguments)]
-        plans = [(path, laid) for path, laid in read if MADE_FOR in laid]
         if len(plans) > 1:
-            raise ValueError(f"`--config {plans[0][0]}` and `--config {plans[1][0]}` are two plans. Leave one out.")
-        for path, laid in plans:
-            recipe = parser.parse_args(without_config(arguments, path))
+            raise ValueError(f"`--config {plans[0]}` and `--config {plans[1]}` are two plans. Leave one out.")
+        for path in plans:
+            from . import made_for  # knows all techniques, which most commands don't need
+
+            laid, recipe = files[path], parser.parse_args(without_config(arguments, path))
             planned, trainer = laid.get("trainer") or {}, _section(config).trainer
             # An option on the command line counts more than the plan, and is in batches of the plan's size.
             recounted = [one for one in made_for.COUNT_BATCHES if one in planned and trainer[one] == planned[one]]
-            found = made_for.differences(stamp, made_for.written(_section(recipe)), recounted)
+            found = made_for.differences(laid[MADE_FOR], made_for.written(_section(recipe)), recounted)
             if found:
                 shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
                 raise ValueError(
@@ -113,12 +109,8 @@ class MemFitCLI(LightningCLI):
                 )
             both, before = (_as_list(_section(parsed).trainer.callbacks) for parsed in (config, recipe))
             trainer.callbacks = made_for.laid_over(both, before, path)
-        _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
+            _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
         return config
-
-    def _sections(self) -> Iterator[Namespace]:
-        """Yield the parsed sections of the command that runs, if there is one."""
-        yield _section(self.config)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
