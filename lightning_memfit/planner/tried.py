@@ -87,7 +87,7 @@ def tried_of(search: Search, outcome: Outcome, plan: Plan) -> Explored:
                 continue
             if solutions:
                 numbers[setting] = len(numbers)
-                found += [(numbers[setting], solution) for solution in solutions]
+                found += [(numbers[setting], search.figures(solution)) for solution in solutions]
         tried = tuple(_tried(search, plan, found))
     yields = tuple(tuple(_yielding(setting, numbers)) for setting in numbers)
     return Explored(tried, tuple(limits), planned, yields, search.tie)
