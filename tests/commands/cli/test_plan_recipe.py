@@ -170,6 +170,12 @@ def test_estimates_and_plans_take_the_devices_and_limits_of_the_recipe(
     assert asked == [(wanted, [4 << 30])]
 
 
+def test_a_named_cpu_is_under_the_limit_of_the_recipe() -> None:
+    target = target_of("cpu", replace(recipe(), callbacks=(MemoryLimit("4GiB"),)))
+    assert (target.capacity_bytes, target.counts_tensors) == (4 << 30, True)
+    assert not target_of("cpu", recipe()).counts_tensors
+
+
 def test_devices_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`trainer.devices=\['first', '1'\]` must be numbers"):
         device_numbers("first,1")

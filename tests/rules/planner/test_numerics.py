@@ -116,6 +116,14 @@ def test_what_changes_in_words() -> None:
     assert 0 < ours.severity(Setting()) < ours.severity(eight)
 
 
+def test_micro_batching_that_deepspeed_leaves_out_is_a_change() -> None:
+    cut = NumericsOf(replace(mixed(1000), batching={}))
+    setting = replace(Setting(2, 4).choose("zero_2"), world_size=2)
+    assert "without MicroBatching" in cut.changes(setting)[-1]
+    assert "without MicroBatching" not in str(NumericsOf(mixed(1000)).changes(setting))
+    assert "without MicroBatching" not in str(cut.changes(Setting(2, 4)))
+
+
 def test_tolerance_is_a_share() -> None:
     assert check_tolerance("5%") == check_tolerance("0.05") == check_tolerance(0.05) == 0.05
     for wrong in ("-1%", "five", "nan", True, ""):

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from lightning_memfit.memory import GIB, Category, Tier
+from lightning_memfit.planner import make
 from lightning_memfit.planner.candidates import arrangements, candidates
 from lightning_memfit.planner.search import Outcome, Search
+from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.time import Rates
 from lightning_memfit.planner.workload import Devices, Limits, Workload
 from lightning_memfit.profile.events import CATEGORIES
@@ -244,3 +246,39 @@ def test_strategies_trace_nothing_of_their_own() -> None:
     store = Blocks(workload(1100, devices=2))
     Search(store).run()  # type: ignore[arg-type]
     assert all(asked[1].of_kind("strategy") is None for asked in store.asked)
+
+
+def test_a_trace_that_refutes_a_plan_takes_room_from_its_strategy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of ZeRO-1 withheld 7 GiB from every setting."""
+    found, outcome = search(1400, devices=2)
+    assert outcome.best is not None
+    refuted = outcome.best.setting.of_kind("strategy")
+    assert refuted is not None
+    asked: list[str] = []
+
+    def verify(self: Search, solution: Solution) -> Solution:
+        strategy = solution.setting.of_kind("strategy")
+        asked.append("" if strategy is None else strategy.name)
+        over = GIB if asked[-1] == refuted.name else 0
+        return replace(solution, needed_bytes=(self.workload.target.usable_bytes or 0) + over - 1)
+
+    monkeypatch.setattr(Search, "verify", verify)
+    another, _ = make._verified(found, always=False)
+    assert asked[0] == refuted.name
+    assert another.best is not None
+    assert found.solver.budget.usable_by(outcome.best.setting) < found.solver.budget.usable_by(another.best.setting)
+
+
+def test_every_table_shows_the_figures_that_a_trace_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chosen plan had those of its trace, and "the same" under other limits those of the prediction."""
+    monkeypatch.setattr(make, "TraceStore", lambda changed, *_: Blocks(changed))
+
+    def verify(self: Search, solution: Solution) -> Solution:
+        self._verified[solution.setting] = replace(solution, needed_bytes=solution.needed_bytes - 7 * MIB)
+        return self._verified[solution.setting]
+
+    monkeypatch.setattr(Search, "verify", verify)
+    plan = make.make_plan(workload(20_000, devices=2), compare=True, other_limits=True).to_dict()
+    same = [one for one in (*plan["rows"], *plan["sensitivities"]) if one["label"] == plan["label"]]
+    assert len(same) > 1
+    assert {one["needed_bytes"] for one in same} == {plan["needed_bytes"]}
