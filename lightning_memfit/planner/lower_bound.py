@@ -43,9 +43,12 @@ class LowerBound:
         """Why a combination can't fit, by closed form; None if it may."""
         budget, least = self._solver.budget, self.least_bytes(setting)
         if least > budget.usable_by(setting):
-            reason = budget.over(setting, least, "weights, gradients and states alone need")
-            context = f" ({format_bytes(budget.overhead_bytes)} of it for the CUDA context and workspaces)"
-            return Rejected(setting, reason + (context if budget.overhead_bytes else ""), least)
+            overhead = budget.overhead_bytes
+            context = f"{format_bytes(overhead)} of CUDA context and workspaces"
+            what = (
+                f"weights, gradients, states and {context} alone" if overhead else "weights, gradients and states alone"
+            )
+            return Rejected(setting, budget.over(setting, least, f"{what} need"), least)
         placement = self._solver.models.deepspeed(setting)
         refusal = budget.refuse_off_device(placement.elsewhere, setting.world_size) if placement is not None else None
         return Rejected(setting, refusal, resource_limited=True) if refusal is not None else None

@@ -92,12 +92,12 @@ def test_what_does_not_fit_says_what_it_needs(
     assert "over" in rows["the best exact plan"].note
     recipe = rows["the recipe as it is"]
     assert recipe.changes == ("8-bit optimizer states (optimizer_8bit)",)
-    assert "weights, gradients and states alone need" in recipe.note
+    assert "of CUDA context and workspaces alone need" in recipe.note
     assert not any(entry[0] == "exactly" for entry in asked)  # a closed form refuses it
     print_plan({**plan.to_dict(), "overlay": None})
     said = capsys.readouterr().out
     assert "The recipe as it is: optimizer_8bit + bf16_mixed + activation_checkpointing, micro-batch 4 x 2" in said
-    assert "doesn't fit: weights, gradients and states alone need" in said
+    assert "doesn't fit: weights, gradients, states and " in said
 
 
 def test_a_recipe_of_unknown_parts_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
