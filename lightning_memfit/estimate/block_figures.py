@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -21,8 +20,8 @@ class BlockFigures:
     """Effect of one choice that all blocks follow; arrays have one entry per block."""
 
     kept: np.ndarray
-    runs: np.ndarray
-    """Highest level while a block runs forward and backward, less what the blocks before it keep; shape (2, blocks)."""
+    peak: np.ndarray
+    """Highest level while a block runs in either direction, less what the blocks before it keep."""
     head: int
     elsewhere: int
     """Highest level outside the blocks, the optimizer's step included."""
@@ -31,12 +30,6 @@ class BlockFigures:
     traffic: np.ndarray
     """Bytes allocated in forward and backward of a block."""
     flops: int
-
-    @cached_property
-    def peak(self) -> np.ndarray:
-        """Highest level while a block runs in either direction, less what the blocks before it keep."""
-        highest: np.ndarray = self.runs.max(axis=0)
-        return highest
 
 
 Chain = tuple[tuple[int, ...], ...]
@@ -136,8 +129,7 @@ def block_figures(
     staying, live = (own, own) if levels is None else levels
     rounded = events.rounded_sizes(rounding)
     made = np.where(events.events > 0, rounded[events.storages], 0)
-    kept, runs = np.zeros(num_blocks, dtype=np.int64), np.zeros((2, num_blocks), dtype=np.int64)
-    traffic = np.zeros(num_blocks, dtype=np.int64)
+    kept, peak, traffic = (np.zeros(num_blocks, dtype=np.int64) for _ in range(3))
     head = 0
     inside = np.zeros(len(events), dtype=bool)
     for edges in _passes(events, num_blocks, chain is None):
@@ -147,18 +139,18 @@ def block_figures(
         before = np.concatenate(([0], np.cumsum(kept_now)))
         for block in range(num_blocks):
             spans = (forward[block], forward[block + 1]), (backward[block + 1], backward[block])
-            for direction, (first, stop) in enumerate(spans):
+            for first, stop in spans:
                 if first == stop:
                     continue  # nothing is allocated here, as in the backward of blocks that get no gradient
                 level = int(live[first:stop].max()) - int(before[block])
-                runs[direction, block] = max(runs[direction, block], level)
+                peak[block] = max(peak[block], level)
             traffic[block] = sum(int(made[first:stop].sum()) for first, stop in spans)
         head = max(head, int(live[forward[-1] : backward[-1]].max(initial=0)) - int(before[-1]))
         inside[forward[0] : backward[0]] = True
     inside[: events.phases[0][0]] = True  # building the module is not part of a step
     elsewhere = int(live[~inside].max(initial=0))
     outside = int(live[~inside & _in_passes(events)].max(initial=0))
-    return BlockFigures(kept, runs, head, elsewhere, outside, traffic, sum(trace.flops.values()))
+    return BlockFigures(kept, peak, head, elsewhere, outside, traffic, sum(trace.flops.values()))
 
 
 def _in_passes(events: EventList) -> np.ndarray:

@@ -153,22 +153,6 @@ def live_target(indices: Iterable[int] | None = (0,), limits: Iterable[int] = ()
     return min((device_target(index, limits) for index in here), key=lambda target: target.usable_bytes or 0)
 
 
-def room_here(device: str) -> list[int]:
-    """Bytes that are usable now of this machine's processor, or of each of its GPUs.
-
-    Args:
-        device: Name of the device that is asked for, as a `Target` has it.
-    """
-    cpu = host_target()
-    if device.startswith(cpu.name):
-        return [cpu.usable_bytes or 0]
-    if live_target(None) is None:
-        return []
-    import torch
-
-    return [device_target(index).usable_bytes or 0 for index in range(torch.cuda.device_count())]
-
-
 def device_target(index: int, limits: Iterable[int] = (), is_running: bool = False) -> Target:
     """A CUDA device that torch has in this process, with what a run may take there.
 
