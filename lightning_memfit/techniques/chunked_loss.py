@@ -24,7 +24,7 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.linear_cross_entropy import chunked_cross_entropy, linear_cross_entropy
+from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
@@ -52,16 +52,7 @@ class ChunkedLoss(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap heads once the module is complete.
-
-        Raises:
-            MisconfigurationException: If it is listed twice, or under ZeRO-3, which gathers the head's weight only
-                while the head itself runs.
-        """
-        if sum(isinstance(callback, ChunkedLoss) for callback in getattr(trainer, "callbacks", [])) > 1:
-            raise MisconfigurationException("ChunkedLoss is listed twice in the trainer's callbacks. Leave one out.")
-        if getattr(trainer.strategy, "zero_stage_3", False):
-            raise MisconfigurationException(f"ChunkedLoss: {_ZERO_3}")
+        """Wrap heads once the module is complete."""
 
         def wrap_heads() -> None:
             models = find_causal_models(pl_module)
@@ -135,34 +126,42 @@ class _ChunkedHead:
         """Steps of optimizers so far."""
         kind = type(self.head)
         kind = kind.__mro__[1] if is_parametrized(self.head) else kind  # torch gives it a class of its own
-        self.is_plain = kind is Linear and own_attribute(self.head, "forward") is None
+        if kind is not Linear or own_attribute(self.head, "forward") is not None:
+            raise ValueError(self.refusal(f"has a {kind.__name__} for a head, and only an nn.Linear can be in chunks"))
         self._undo: list[Callable[[], object]] = [wrap_method(self.head, "forward", self._run_head)]
         for model in models:
-            before = _Before(self, inspect.signature(type(model).forward))
-            self._undo.append(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self._undo.append(model.register_forward_hook(_After(self), always_call=True).remove)
+            signature = inspect.signature(model.forward)
+            self._undo.append(wrap_method(model, "forward", partial(self._run_model, model, signature)))
+            model.forward.__signature__ = signature  # which `generate` asks for
 
     def restore(self) -> None:
         """Undo all changes."""
         while self._undo:
             self._undo.pop()()
 
-    def begin_call(self, has_loss: bool) -> None:
-        """Note that a model is called."""
-        self.calls.append(_Call(self) if has_loss else None)
-
-    def end_call(self, model: nn.Module, output: Any) -> Any:
-        """Leave the call; return the output in place of the model's, or None to leave that.
+    def _run_model(
+        self, model: nn.Module, signature: inspect.Signature, inner: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a model, and its head without logits if it is given labels.
 
         Raises:
             ValueError: If the model took another loss of its logits than one in chunks.
         """
-        call = self.calls.pop() if self.calls else None
+        given = signature.bind_partial(*args, **kwargs).arguments
+        labels = {**given, **given.get("kwargs", {})}.get("labels")
+        items = kwargs.get("num_items_in_batch")
+        if isinstance(labels, Tensor) and items is not None:
+            kwargs["num_items_in_batch"] = _at_least_one(items, labels)
+        call = None if labels is None else _Call(self)
+        self.calls.append(call)
+        try:
+            output = inner(*args, **kwargs)
+        finally:
+            self.calls.pop()
+            if call is not None:
+                call.stack.close()
         if call is None:
-            return None
-        call.stack.close()
-        if output is None:  # it has failed
-            return None
+            return output
         if not call.num_losses and (model.training or call.made):
             reason = "is compiled, or does not compute its loss as a cross-entropy of its head's output"
             raise ValueError(self.refusal(reason, "Compile its blocks alone, or leave ChunkedLoss out for this model."))
@@ -175,43 +174,16 @@ class _ChunkedHead:
         if unread:
             kind: Any = type(output)
             output.__class__ = _with_unread(kind)
-        return None
+        return output
 
     def _run_head(self, inner: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a tensor that stands for the logits where a loss is computed."""
         call = next((one for one in reversed(self.calls) if one is not None), None)
         if call is None or call.made or torch.compiler.is_compiling() or not isinstance(hidden, Tensor):
             return inner(hidden, *args, **kwargs)
-        linear = self.head if self.is_plain and isinstance(self.head, Linear) else None
-        weights: tuple[Any, Any] = (None, None)
-        if linear is not None:
-            weights = linear.weight, linear.bias  # read once: spectral norm and the like change with each
-            linear = linear if _is_known(weights[0]) else None
-        if torch.is_grad_enabled():
-            self._check_head(linear)
-        return call.begin(hidden, lambda rows: inner(rows, *args, **kwargs), weights if linear is not None else None)
-
-    def _check_head(self, linear: nn.Linear | None) -> None:
-        """Refuse a head whose output in chunks is not its output.
-
-        Raises:
-            ValueError: If its gradient is hooked, it draws random numbers, or it is divided among ranks.
-        """
-        head = self.head
-        if head._backward_hooks or head._backward_pre_hooks:
-            raise ValueError(self.refusal("has a head with hooks on its gradients, which never exist"))
-        if linear is not None:
-            return
-        for part in head.modules():
-            if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
-                raise ValueError(
-                    self.refusal(
-                        f"has a head with dropout ({part.p}), which would differ in chunks",
-                        "Adapt all but the head, set the dropout to 0, or leave ChunkedLoss out.",
-                    )
-                )
-        if any(hasattr(parameter, "full_tensor") for parameter in head.parameters()):
-            raise ValueError(self.refusal(f"has a {type(head).__name__} for a head, divided among ranks"))
+        head: Any = self.head
+        # Read once: spectral norm and the like change with each.
+        return call.begin(hidden, lambda rows: inner(rows, *args, **kwargs), head.weight, head.bias)
 
     def refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
         """A sentence that names the model."""
@@ -233,36 +205,28 @@ class _Call(TorchFunctionMode):
         """Tensors that stand for logits, and how many steps led to them."""
         self.steps: list[Callable[[Tensor], Tensor]] = []
         """What was done to them, as functions of `(tokens, classes)`."""
-        self.parameters: list[Tensor] = []
 
     def is_stand_in(self, value: Any) -> bool:
         """Whether a value stands for logits."""
         return any(value is one for one, _ in self.made)
 
-    def begin(self, hidden: Tensor, run: Callable[[Tensor], Tensor], weights: tuple[Any, Any] | None) -> Tensor:
+    def begin(self, hidden: Tensor, run: Callable[[Tensor], Tensor], weight: Any, bias: Any) -> Tensor:
         """Return what stands for the head's output of `hidden`, `(..., width)`.
 
         Args:
             hidden: The head's input.
             run: The head.
-            weights: Its weight and bias if it is a plain linear layer.
+            weight: Its weight.
+            bias: Its bias; None if it has none.
         """
         self.hidden = hidden if hidden.ndim == 3 else hidden.reshape(1, -1, hidden.shape[-1])
-        self.run, self.weights = run, weights
+        self.run, self.weight, self.bias = run, weight, bias
         self.with_gradients = torch.is_grad_enabled()
         device = hidden.device.type
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if weights is not None:
-            classes, dtype = weights[0].shape[0], hidden.dtype
-            if self.autocast is not None and dtype is not torch.float64:
-                dtype = self.autocast
-        else:
-            self.parameters = [p for p in self.head.head.parameters() if p.requires_grad]
-            with torch.no_grad():
-                sample = run(hidden.reshape(-1, hidden.shape[-1])[:1])
-            classes, dtype = sample.shape[-1], sample.dtype
+        dtype = hidden.dtype if self.autocast is None or hidden.dtype is torch.float64 else self.autocast
         self.stack.enter_context(self)
-        return self._stand_in((*hidden.shape[:-1], classes), dtype)
+        return self._stand_in((*hidden.shape[:-1], weight.shape[0]), dtype)
 
     def _stand_in(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self.made.append((self.hidden.new_zeros((), dtype=dtype).expand(*shape), len(self.steps)))
@@ -270,7 +234,9 @@ class _Call(TorchFunctionMode):
 
     def logits_of(self, rows: Tensor, num_steps: int) -> Tensor:
         """Logits of `(tokens, width)`, after so many of the steps."""
-        logits = self.run(rows)
+        return self._changed(self.run(rows), num_steps)
+
+    def _changed(self, logits: Tensor, num_steps: int) -> Tensor:
         for step in self.steps[:num_steps]:
             logits = step(logits)
         return logits
@@ -302,7 +268,8 @@ class _Call(TorchFunctionMode):
         others = [leaf for leaf in tree_leaves((args[:place], args[place + 1 :], kwargs)) if isinstance(leaf, Tensor)]
         if any(math.prod(other.shape[:-1]) != 1 for other in others):
             raise ValueError(self.head.refusal("changes its logits by other values for each token"))
-        self.parameters += [other for other in others if other.requires_grad]
+        if any(other.requires_grad for other in others):
+            raise ValueError(self.head.refusal(f"applies `{func.__name__}` with a trained parameter to its logits"))
 
         def step(rows: Tensor) -> Tensor:
             wide = rows.reshape(*[1] * (logits.ndim - 2), -1, rows.shape[-1])
@@ -328,32 +295,24 @@ class _Call(TorchFunctionMode):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """`F.cross_entropy` in chunks; 0 where no token counts, and not NaN."""
-        hidden, num_classes = self.hidden, input.shape[-1]
+        hidden = self.hidden
         fits = input.ndim == 2 and target.ndim == 1 and target.numel() == math.prod(hidden.shape[:2])
         if not fits or weight is not None or reduction not in ("mean", "sum") or size_average is not None or reduce:
             asked = "weight=..." if weight is not None else f"reduction={reduction!r}, shape {tuple(target.shape)}"
             raise ValueError(self.head.refusal(f"applies `cross_entropy({asked})` to its logits"))
-        is_wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
-        if target.device.type == "cpu" and _has_values(target) and is_wrong.any():  # accelerators find it as they go
-            raise IndexError(
-                f"ChunkedLoss: the labels (`target` of the loss) hold {int(target[is_wrong][0])}, but the logits have "
-                f"{num_classes} classes, 0 to {num_classes - 1} (and {ignore_index} for tokens that don't count). "
-                "Correct the labels, or enlarge the vocabulary with `resize_token_embeddings`."
-            )
         self.num_losses += 1
-        if self.weights is not None:
-            self.weights = head, bias = _gathered(self.weights[0]), _gathered(self.weights[1])
-            self.run = lambda rows: F.linear(rows, head, bias)
-            self.parameters += [p for p in (head, bias) if p is not None and p.requires_grad]
         labels = target.to(hidden.device, torch.long).view(hidden.shape[:2])
-        options = ignore_index, self.head.num_chunks, label_smoothing
-        if self.weights is not None and not self.steps:
-            head, bias = self.weights
-            total = linear_cross_entropy(hidden, head, labels, bias, *options)
-        else:
-            learning = list({id(p): p for p in self.parameters}.values())
-            run = partial(self.logits_of, num_steps=len(self.steps))
-            total = chunked_cross_entropy(run, hidden, learning, labels, *options)
+        change = partial(self._changed, num_steps=len(self.steps)) if self.steps else None
+        total = linear_cross_entropy(
+            hidden,
+            _gathered(self.weight),
+            labels,
+            _gathered(self.bias),
+            ignore_index,
+            self.head.num_chunks,
+            label_smoothing,
+            change,
+        )
         if reduction == "mean":
             total = total / (labels != ignore_index).sum().clamp(min=1)
         is_autocast = torch.is_autocast_enabled(hidden.device.type)
@@ -428,67 +387,11 @@ def _gathered(parameter: Any) -> Any:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
-class _Idle:
-    """What the hooks on a model are in a copy of it: nothing."""
-
-    def __call__(self, *args: Any) -> None:
-        return None
-
-
-class _After:
-    """Notes that a model's call is over."""
-
-    def __init__(self, head: _ChunkedHead) -> None:
-        self.head = head
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self.head.end_call(model, output)
-
-    @override
-    def __reduce__(self) -> Any:
-        return _Idle, ()
-
-
-class _Before:
-    """Notes that a model is called, and whether with labels."""
-
-    @override
-    def __reduce__(self) -> Any:
-        return _Idle, ()
-
-    def __init__(self, head: _ChunkedHead, signature: inspect.Signature) -> None:
-        self.head = head
-        self.signature = signature
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = self.signature.bind_partial(model, *args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
-        labels = given.get("labels")
-        self.head.begin_call(labels is not None)
-        items = kwargs.get("num_items_in_batch")
-        if not isinstance(labels, Tensor) or items is None:
-            return None
-        return args, {**kwargs, "num_items_in_batch": _at_least_one(items, labels)}
-
-
 def _at_least_one(num_items: Any, labels: Tensor) -> Any:
     """Divide a sum over no tokens by 1, not by 0."""
     if not isinstance(num_items, Tensor):
         return 1 if num_items == 0 and not bool((labels != -100).any()) else num_items
     return num_items + ((num_items == 0) & ~(labels != -100).any().to(num_items.device)).to(num_items.dtype)
-
-
-def _is_known(weight: Tensor) -> bool:
-    """Whether a weight is an ordinary tensor, perhaps divided among ranks or fake, and not quantized."""
-    if type(weight) is Tensor or type(weight.data) is Tensor:
-        return True
-    return type(weight) is nn.Parameter or hasattr(weight, "full_tensor") or not _has_values(weight)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 _ZERO_3 = (
@@ -509,6 +412,8 @@ def unsupported(run: Run, options: Options) -> str | None:
         return _ZERO_3
     if run.facts.causal_lm is False:
         return f"the module {_NO_MODEL}"
+    if run.callbacks.count("ChunkedLoss") > 1:
+        return "it is listed twice in the trainer's callbacks. Leave one out."
     return None
 
 

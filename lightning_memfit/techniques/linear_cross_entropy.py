@@ -5,8 +5,7 @@ arXiv 2410.10989): nothing is recomputed. `F.linear_cross_entropy` of torch 2.13
 the older versions supported here and does not follow autocast.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     num_chunks: int = 8,
     label_smoothing: float = 0.0,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Sum of `cross_entropy(linear(hidden, weight, bias).float(), target)` over the tokens that count.
 
@@ -40,6 +40,8 @@ def linear_cross_entropy(
         num_chunks: The length is cut into this many chunks, of which one has logits at a time. Because the cut is along
             the length, what a step allocates stays proportional to the batch.
         label_smoothing: As in `F.cross_entropy`.
+        change: What is done to logits, `(tokens, classes)`, before the loss, such as a soft cap. It treats each token
+            alike, and gives no gradient to anything but the logits.
 
     Returns:
         A scalar in float32; in float64 if the inputs are.
@@ -60,44 +62,10 @@ def linear_cross_entropy(
         ignore_index,
         _chunk_length(hidden, num_chunks),
         label_smoothing,
+        change,
         torch.is_grad_enabled(),
     )
     return result
-
-
-def chunked_cross_entropy(
-    logits_of: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    parameters: Sequence[Tensor],
-    target: Tensor,
-    ignore_index: int = -100,
-    num_chunks: int = 8,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """As `linear_cross_entropy`, for any head: a function from `(tokens, width)` to logits, `(tokens, classes)`.
-
-    Args:
-        logits_of: The head. Each token's logits must depend on that token alone, and draw no random numbers.
-        hidden: `(batch, length, width)`.
-        parameters: The tensors that the head uses and that get gradients.
-        target: `(batch, length)`, integers.
-        ignore_index: Tokens with this target do not count.
-        num_chunks: See `linear_cross_entropy`.
-        label_smoothing: As in `F.cross_entropy`.
-
-    Raises:
-        ValueError: If `num_chunks` is less than 1.
-    """
-    length = _chunk_length(hidden, num_chunks)
-    result: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits_of, target, ignore_index, length, label_smoothing, torch.is_grad_enabled(), hidden, *parameters
-    )
-    return result
-
-
-def saved_here() -> AbstractContextManager[Any]:
-    """Save tensors for a backward pass that follows at once, past activation checkpointing or offloading around it."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _chunk_length(hidden: Tensor, num_chunks: int) -> int:
@@ -118,6 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         chunk_length: int,
         label_smoothing: float,
+        change: Callable[[Tensor], Tensor] | None,
         with_gradients: bool,
     ) -> Tensor:
         device = hidden.device.type
@@ -137,10 +106,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[1], chunk_length):
                 columns = slice(start, start + chunk_length)
                 inputs = hidden[:, columns].reshape(-1, hidden.shape[2]).to(dtype)
-                logits = F.linear(inputs, head, offset).to(exact)
-                total += _loss_to_gradient(logits, target[:, columns].reshape(-1), ignore_index, label_smoothing)
-                _accumulate(gradients, logits, inputs, head, columns)
-                del logits  # or two chunks' logits would be alive at a time
+                logits = F.linear(inputs, head, offset)
+                changed = None if change is None else _changed(change, logits, dtype if is_cast else None)
+                slope = logits.to(exact) if changed is None else changed.detach().to(exact, copy=True)
+                total += _loss_to_gradient(slope, target[:, columns].reshape(-1), ignore_index, label_smoothing)
+                if changed is not None and any(needed):
+                    (slope,) = torch.autograd.grad(changed, logits, slope.to(changed.dtype))
+                _accumulate(gradients, slope, inputs, head, columns)
+                del logits, changed, slope  # or two chunks' logits would be alive at a time
         ctx.gradients = gradients
         return total
 
@@ -148,54 +121,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @override
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_scaled(ctx, grad_outputs[0]), None, None, None, None, None)
+        return (*_scaled(ctx, grad_outputs[0]), None, None, None, None, None, None)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(
-        ctx: Any,
-        logits_of: Callable[[Tensor], Tensor],
-        target: Tensor,
-        ignore_index: int,
-        chunk_length: int,
-        label_smoothing: float,
-        with_gradients: bool,
-        hidden: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
-        needed = [with_gradients and need for need in ctx.needs_input_grad[6:]]
-        gradients = [
-            torch.zeros_like(value) if need else None for need, value in zip(needed, (hidden, *parameters), strict=True)
-        ]
-        total: Tensor | None = None
-        for start in range(0, hidden.shape[1], chunk_length):
-            columns = slice(start, start + chunk_length)
-            inputs = hidden[:, columns].reshape(-1, hidden.shape[2]).detach().requires_grad_(needed[0])
-            with torch.set_grad_enabled(any(needed)), saved_here():
-                logits = logits_of(inputs)
-            slope = logits.detach().to(_at_least_float32(logits.dtype), copy=True)
-            loss = _loss_to_gradient(slope, target[:, columns].reshape(-1), ignore_index, label_smoothing)
-            total = loss if total is None else total + loss
-            if logits.requires_grad:
-                sources = [v for v, need in zip((inputs, *parameters), needed, strict=True) if need]
-                found = iter(torch.autograd.grad(logits, sources, slope.to(logits.dtype), allow_unused=True))
-                for i, gradient in enumerate(gradients):
-                    part = None if gradient is None else next(found)
-                    if gradient is None or part is None:
-                        continue
-                    place = gradient[:, columns] if i == 0 else gradient
-                    place += part.view(place.shape)
-            del logits, slope
-        ctx.gradients = gradients
-        return hidden.new_zeros((), dtype=_at_least_float32(hidden.dtype)) if total is None else total
-
-    @staticmethod
-    @override
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, None, None, None, *_scaled(ctx, grad_outputs[0]))
+def _changed(change: Callable[[Tensor], Tensor], logits: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Changed logits, with a graph back to the logits that no checkpointing or offloading around it takes part in."""
+    saved_here = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    cast = torch.autocast(logits.device.type, dtype=autocast, enabled=autocast is not None)
+    with torch.enable_grad(), saved_here, cast:
+        return change(logits.requires_grad_())
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -126,6 +126,19 @@ def test_agrees_with_torch():
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, target), expected)
 
 
+def test_what_is_done_to_logits_before_the_loss():
+    def cap(logits):
+        return 3.0 * torch.tanh(logits / 3.0)
+
+    hidden, weight, target, offset = inputs()
+    expected = F.cross_entropy(cap(F.linear(hidden, weight, offset)).flatten(0, 1), target.flatten(), reduction="sum")
+    loss = linear_cross_entropy(hidden, weight, target, offset, num_chunks=3, change=cap)
+    torch.testing.assert_close(loss, expected)
+    leaves = hidden, weight, offset
+    for ours, theirs in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_wrong_arguments():
     hidden, weight, target, _ = inputs()
     with pytest.raises(ValueError, match="num_chunks=0"):
