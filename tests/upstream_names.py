@@ -202,7 +202,6 @@ NAMES: dict[str, str] = {
     "_unsafe_view": "torch.ops.aten",
     "_unsharded_param": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_use_post_forward_mesh": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
-    "_sequence_nr": "torch.autograd.graph.Node",
     "_version": "torch.Tensor",
     "_metadata": "torch.nn.Module",
     "_wrapped_by_lr_sched": "torch.optim.lr_scheduler",

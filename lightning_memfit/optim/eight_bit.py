@@ -3,7 +3,7 @@
 bitsandbytes' formulas are those of torch for AdamW, Lion, SGD with momentum and RMSprop without momentum. It would
 silently ignore flags of the original that it doesn't have; here they are refused, when an optimizer is converted and
 whenever it steps. Groups keep the original's hyper-parameters under the original's names, so that schedules and edits
-of them count. `check_states` makes sure that states have the promised width.
+of them count.
 """
 
 import copy
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_memfit.optim.optimizers import TORCH_SWITCHES, EightBitForm, optimizer_classes
+from lightning_memfit.optim.optimizers import EightBitForm, optimizer_classes
 from lightning_memfit.optim.paging import drop_false_marks, is_marked, paged_buffer
 from lightning_memfit.optim.states import (
     BLOCK_SIZE,
@@ -33,7 +33,7 @@ from lightning_memfit.optim.states import (
     flat,
     moments_of,
 )
-from lightning_memfit.optim.steps import TRIAL_RATE, OwnHook, Trial, refuse_sparse, run_closure, step_below_hooks
+from lightning_memfit.optim.steps import refuse_sparse, refuse_wide, run_closure, step_below_hooks
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
@@ -80,62 +80,8 @@ class StateWidths:
         return copied
 
 
-class _OnePositionTable:
-    """bitsandbytes' manager of overrides, with those by (group, index) for one optimizer alone.
-
-    The process-wide table of positions reaches every optimizer, whosever parameters it was made for.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        self.index2config: dict[tuple[int, int], Any] = {}
-        self._manager = manager
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_manager":
-            raise AttributeError(name)
-        return getattr(self._manager, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_OnePositionTable":
-        return _OnePositionTable(self._manager)
-
-
-def check_states(optimizer: Any) -> None:
-    """Check that existing states have the promised width, shape and number of scales, without reading values.
-
-    Args:
-        optimizer: An optimizer made by `to_bitsandbytes`, after a step.
-
-    Raises:
-        RuntimeError: If a state differs; the message names the parameter's shape, the state found and that promised.
-    """
-    for parameter, state in optimizer.state.items():
-        if not parameter.numel():
-            continue
-        bits = optimizer.state_widths.bits_of(parameter)
-        expected = torch.uint8 if bits == 8 else torch.float32
-        for key in NUMBERED:
-            if key not in state:
-                continue
-            moment = state[key]
-            if moment.dtype is not expected or moment.numel() % parameter.numel():
-                raise RuntimeError(_complaint(optimizer, parameter, key, moment, bits))
-            scales = state.get(key.replace("state", "absmax"))
-            num_scales = -(-parameter.numel() // BLOCK_SIZE) * (moment.numel() // parameter.numel())
-            if bits == 8 and (scales is None or scales.numel() != num_scales):
-                raise RuntimeError(_complaint(optimizer, parameter, key, scales, bits))
-
-
-def _complaint(optimizer: Any, parameter: Tensor, key: str, found: Tensor | None, bits: int) -> str:
-    what = "nothing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
-    return (
-        f"{type(optimizer).__name__} was to keep {bits}-bit states for a parameter of shape {tuple(parameter.shape)}, "
-        f"but its {key!r} holds {what}. Another library changed bitsandbytes' settings, or a checkpoint with other "
-        "states was loaded; use the settings the checkpoint was written with, or start from its weights only."
-    )
-
-
 def repage_states(optimizer: Any) -> int:
-    """Page the states of a paged optimizer again where they have become ordinary tensors.
+    """Page the states of a paged optimizer of `to_bitsandbytes` again where they have become ordinary tensors.
 
     Loading and moving an optimizer's states to a device make such, and so does copying it. Those that bitsandbytes
     doesn't page go to the device of their parameter.
@@ -143,18 +89,17 @@ def repage_states(optimizer: Any) -> int:
     Returns:
         Number of state tensors moved to paged memory (0 on the CPU, where nothing is paged).
     """
-    if not optimizer.is_paged:
+    optimizer = getattr(optimizer, "wrapped", optimizer)
+    if not (is_converted(optimizer) and optimizer.is_paged):
         return 0
-    drop_marks_of_copies(optimizer)
+    _drop_marks_of_copies(optimizer)
     moved = 0
     for parameter, state in optimizer.state.items():
         for key in NUMBERED:
             moment = state.get(key)
             if moment is None or parameter.device.type == "cpu" or is_marked(moment):
                 continue
-            is_stacked = moment.dim() > parameter.dim()  # AdEMAMix has two moments in one tensor
-            make = optimizer._get_state_double_buffer if is_stacked else optimizer.get_state_buffer
-            buffer = make(parameter, dtype=moment.dtype)
+            buffer = optimizer.get_state_buffer(parameter, dtype=moment.dtype)
             if is_marked(buffer):
                 buffer.copy_(moment)
                 state[key] = buffer
@@ -164,35 +109,10 @@ def repage_states(optimizer: Any) -> int:
     return moved
 
 
-def drop_marks_of_copies(optimizer: Any) -> None:
+def _drop_marks_of_copies(optimizer: Any) -> None:
     """Take marks of paged memory off states that are copies in ordinary memory."""
     values = (value for state in optimizer.state.values() for value in state.values())
     drop_false_marks(value for value in values if isinstance(value, Tensor))
-
-
-def _stepped(optimizer: torch.optim.Optimizer) -> Any:
-    return getattr(optimizer, "wrapped", optimizer)
-
-
-def is_paged(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `to_bitsandbytes` has made an optimizer, or the one that it wraps, with paged states."""
-    own = _stepped(optimizer)
-    return is_converted(own) and bool(own.is_paged)
-
-
-def check_again(optimizer: torch.optim.Optimizer) -> None:
-    """Check the states of an optimizer and page them again, after something has replaced them.
-
-    Args:
-        optimizer: Any; of those that `to_bitsandbytes` didn't make, nor wraps, nothing is checked.
-
-    Raises:
-        RuntimeError: If a state is none that was promised.
-    """
-    own = _stepped(optimizer)
-    if is_converted(own):
-        own.checks.num_checked = 0
-        own.checks(own)
 
 
 def make_maps_fake(optimizer: Any) -> None:
@@ -231,8 +151,9 @@ class Form:
 
     @property
     def family(self) -> str:
-        """Key of `states.MOMENTS`."""
-        return "Adam" if self.stem == "AdamW" else self.stem
+        """Key of `states.MOMENTS`; "" if there is none."""
+        stem = "Adam" if self.stem == "AdamW" else self.stem
+        return stem if stem in MOMENTS else ""
 
     def refusal(self, group: Mapping[str, Any]) -> str | None:
         """Reason why this group's hyper-parameters cannot be kept."""
@@ -271,7 +192,6 @@ class _Guarded(_Upstream):  # type: ignore[misc]
     form: Form
     state_widths: StateWidths
     upstream_defaults: dict[str, Any]
-    checks: "_Checks"
 
     @override
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -309,18 +229,9 @@ class _Guarded(_Upstream):  # type: ignore[misc]
     def get_state_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         # Kernels walk through states in the order of a contiguous parameter.
         like = p if p.is_contiguous() else torch.empty_like(p, memory_format=torch.contiguous_format)
-        return self._paged(p, p.shape, dtype, functools.partial(super().get_state_buffer, like, dtype))
-
-    def _get_state_double_buffer(self, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What AdEMAMix makes for two moments in one tensor."""
-        make = functools.partial(super()._get_state_double_buffer, p, dtype)
-        return self._paged(p, (2, *p.shape), dtype, make)
-
-    def _paged(
-        self, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
-    ) -> Tensor:
-        is_paged = self.is_paged and parameter.device.type != "cpu"
-        return paged_buffer(shape, dtype, parameter.device, make) if is_paged else make()
+        make = functools.partial(super().get_state_buffer, like, dtype)
+        is_paged = self.is_paged and p.device.type != "cpu"
+        return paged_buffer(p.shape, dtype, p.device, make) if is_paged else make()
 
     @override
     def state_dict(self) -> StateDict:
@@ -348,11 +259,10 @@ class _Guarded(_Upstream):  # type: ignore[misc]
             state_dict = hook(self, state_dict) or state_dict
         stays_paged = move_to_device and self.is_paged
         super().load_state_dict(state_dict, move_to_device and not stays_paged)
-        drop_marks_of_copies(self)
+        _drop_marks_of_copies(self)
         if stays_paged:
             repage_states(self)
             self._move_others()
-        self.checks.num_checked = 0
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -368,9 +278,8 @@ class _Guarded(_Upstream):  # type: ignore[misc]
         memo[id(self)] = copied = type(self).__new__(type(self))
         for name, value in vars(self).items():
             if name != "step":  # a scheduler's layer, which would step the original
-                copied.__dict__[name] = value if name == "page_mng" else copy.deepcopy(value, memo)
-        drop_marks_of_copies(copied)
-        copied.checks.num_checked = 0
+                copied.__dict__[name] = value if name in ("mng", "page_mng") else copy.deepcopy(value, memo)
+        repage_states(copied)
         return copied
 
     def _refuse(self) -> None:
@@ -381,9 +290,7 @@ class _Guarded(_Upstream):  # type: ignore[misc]
             if reason:
                 raise ValueError(f"{name}, parameter group {index}: {reason}.")
             refuse_sparse(name, group["params"])
-            for parameter in group["params"]:
-                if parameter not in self.state:
-                    refuse_parameter(parameter, index)
+            refuse_wide(name, (parameter for parameter in group["params"] if parameter not in self.state))
 
 
 @functools.cache
@@ -395,22 +302,6 @@ def guarded(cls: type[Any]) -> type[Any]:
     """
     names = {"__qualname__": cls.__qualname__, "__module__": cls.__module__, "__doc__": cls.__doc__, "upstream": cls}
     return type(cls.__name__, (_Guarded, cls), names)
-
-
-class _Checks(OwnHook):
-    """Checks states that are new or were loaded or copied, and pages the latter again: before and after a step.
-
-    Not in the step, which `Float32Step` runs for stand-ins of the parameters.
-    """
-
-    def __init__(self) -> None:
-        self.num_checked = 0
-
-    def __call__(self, optimizer: Any, *_: Any) -> None:
-        if len(optimizer.state) != self.num_checked:
-            check_states(optimizer)
-            repage_states(optimizer)
-            self.num_checked = len(optimizer.state)
 
 
 def _plain(state: State, family: str) -> State:
@@ -430,6 +321,8 @@ class _ResumeStates(Resume):
     @override
     def restored(self, optimizer: Any, parameter: Tensor, state: State) -> State:
         saved = flat(state)
+        if not self.family:
+            return saved
         bits = optimizer.state_widths.bits_of(parameter)
         if _has_width(saved, parameter, bits):
             return {key: value for key, value in saved.items() if key not in MOMENTS[self.family]}
@@ -491,33 +384,25 @@ def _write(state: State, key: str, values: Tensor) -> None:
     from bitsandbytes.functional import quantize_blockwise
 
     scales, table = (state[key.replace("state", name)] for name in ("absmax", "qmap"))
-    stacked = scales.dim() == 2
-    for part, scale, value in zip(
-        *((moment, scales, values) if stacked else ([moment], [scales], [values])), strict=True
-    ):
-        codes, rounded = quantize_blockwise(value.float().contiguous(), code=table, blocksize=BLOCK_SIZE)
-        part.copy_(codes)
-        scale.copy_(rounded.absmax)
+    codes, rounded = quantize_blockwise(values.float().contiguous(), code=table, blocksize=BLOCK_SIZE)
+    moment.copy_(codes)
+    scales.copy_(rounded.absmax)
 
 
 # --- converting -------------------------------------------------------------------------------------------------------
 
-# Classes called Lion have flags under various names for variants that bitsandbytes does not compute.
-_ANY_LION = Form(
-    "Lion", EightBitForm({**TORCH_SWITCHES, "caution": False, "cautious": False, "decoupled_weight_decay": False})
-)
 _KNOWN = {
     "lr",
     "betas",
     "eps",
     "weight_decay",
     "alpha",
-    "t_alpha",
-    "t_beta3",
     "momentum",
     "dampening",
     "foreach",
     "fused",
+    "t_alpha",
+    "t_beta3",
 }
 
 
@@ -532,10 +417,10 @@ def to_bitsandbytes(
 ) -> Any:
     """Build the bitsandbytes form of an optimizer over the same parameters.
 
-    It accepts AdamW, Adam, SGD and RMSprop of `torch.optim`, classes called Lion if a trial shows that they step as
-    Lion does, and the 32-bit optimizers of bitsandbytes. Groups keep their order, hyper-parameters and keys; what is
-    changed in them later counts under the original's names. `foreach` and `fused` choose a kernel, not a formula, and
-    have no effect. States go on, in their new width. The original is not changed.
+    It accepts AdamW, Adam, SGD and RMSprop of `torch.optim`, and the 32-bit optimizers of bitsandbytes. Groups keep
+    their order, hyper-parameters and keys; what is changed in them later counts under the original's names. `foreach`
+    and `fused` choose a kernel, not a formula, and have no effect. States go on, in their new width. The original is
+    not changed.
 
     Args:
         optimizer: An optimizer.
@@ -560,13 +445,11 @@ def to_bitsandbytes(
         raise ValueError(
             f"`paged=True`: bitsandbytes has no paged {form.stem}. Use paged=False or AdamW, Adam or Lion."
         )
-    # `AdEMAMix32bit` of bitsandbytes 0.50 makes a state of half the size that its kernel writes to.
-    width = "" if form.stem == "AdEMAMix" and bits == 32 else f"{bits}bit"
     # The quantization maps, and the tensors that importing bitsandbytes makes, must be real ones with values.
     with _disable_current_modes():
         import bitsandbytes
 
-        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{form.stem}{width}")
+        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{form.stem}{bits}bit")
         parameters = [{"params": list(group["params"])} for group in optimizer.param_groups]
         momentum = {"lr": 1.0, "momentum": 1e-3} if form.stem == "SGD" else {}  # required; groups have the real ones
         converted = guarded(cls)(parameters, min_8bit_size=min_8bit_size, **momentum)
@@ -585,7 +468,6 @@ def guard(
     form: Form,
     class_name: str,
     technique: str,
-    options: Mapping[str, Any] | None = None,
     keep_32bit: Iterable[Tensor] = (),
 ) -> None:
     """Complete an optimizer of a `guarded` class.
@@ -596,17 +478,12 @@ def guard(
         form: What bitsandbytes computes, and how groups say so.
         class_name: Class whose hyper-parameters the groups have.
         technique: What checkpoints name as the way they were written.
-        options: Hyper-parameters that a checkpoint must not undo.
         keep_32bit: Parameters whose states stay 32-bit.
     """
     converted.upstream_defaults = dict(converted.defaults)
     converted.form = form
-    converted.mng = _OnePositionTable(converted.mng)
     converted.state_widths = StateWidths(converted, keep_32bit)
-    converted.checks = _Checks()
-    converted.register_step_pre_hook(converted.checks)
-    converted.register_step_post_hook(converted.checks)
-    resume = _ResumeStates(form.family, class_name, technique, options)
+    resume = _ResumeStates(form.family, class_name, technique)
     resume.form = form
     resume.attach(converted, original)
 
@@ -630,12 +507,10 @@ def _form_of(optimizer: torch.optim.Optimizer) -> Form:
         form = Form(known.class_name, known.eight_bit)
     elif cls.__module__.startswith("bitsandbytes."):
         form = _form_of_bitsandbytes(optimizer)
-    elif _is_unknown_lion(optimizer):
-        form = _ANY_LION
     else:
         raise ValueError(
             f"`{cls.__module__}.{cls.__name__}` has no 8-bit form. Use torch.optim.AdamW, Adam, SGD (with momentum) or "
-            "RMSprop, a class called Lion, or a 32-bit optimizer of bitsandbytes; subclasses may compute something "
+            "RMSprop, or a 32-bit optimizer of bitsandbytes, such as its Lion; other classes may compute something "
             "else and are refused."
         )
     known_names = _KNOWN | set(form.record.required) | {"decoupled_weight_decay"}
@@ -659,49 +534,4 @@ def _refuse_what_would_change(optimizer: torch.optim.Optimizer, form: Form) -> N
         reason = form.refusal({**optimizer.defaults, **group})
         if reason:
             raise ValueError(f"{name}, parameter group {index}: {reason}.")
-        for parameter in group["params"]:
-            refuse_parameter(parameter, index)
-        if _is_unknown_lion(optimizer) and not _steps_as_lion(optimizer, group):
-            raise ValueError(
-                f"{name}, parameter group {index}: `{type(optimizer).__module__}.{name}` computes something else than "
-                "Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2), as it is configured here, and bitsandbytes "
-                "would not. Turn off what differs (`decoupled_weight_decay` of lion-pytorch, cautious updates), or "
-                "leave the conversion out."
-            )
-
-
-def _is_unknown_lion(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__name__ == "Lion" and not type(optimizer).__module__.startswith("bitsandbytes.")
-
-
-@_disable_current_modes()  # in a trace, a trial has values all the same
-def _steps_as_lion(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer steps as Lion does; of one that can't be tried, its name and its hyper-parameters tell."""
-    trial = Trial(optimizer, group)
-    found = trial.stepped()
-    if found is None or "betas" not in group:
-        return found is None
-    (first, second), decay = group["betas"], 1 - TRIAL_RATE * group.get("weight_decay", 0.0)
-    for number, (weight, result) in enumerate(zip(trial.start, found, strict=True)):
-        expected, momentum = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
-        for gradients in trial.gradients:
-            gradient = gradients[number].double()
-            expected = expected * decay - TRIAL_RATE * momentum.lerp(gradient, 1 - first).sign()
-            momentum = momentum.lerp(gradient, 1 - second)
-        if not torch.allclose(result.double(), expected, rtol=0, atol=1e-4 * TRIAL_RATE):
-            return False
-    return True
-
-
-def refuse_parameter(parameter: Tensor, index: int) -> None:
-    """Raise a `ValueError` if bitsandbytes would step a parameter in another dtype than its own, or not at all."""
-    if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"Parameter group {index} holds a {parameter.dtype} parameter of shape {tuple(parameter.shape)}; "
-            "bitsandbytes steps float32, float16 and bfloat16 only."
-        )
-    if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-        raise ValueError(
-            f"Parameter group {index} is sharded (DTensor, FSDP2), which bitsandbytes cannot step. Use DDP, DeepSpeed "
-            "or an unconverted optimizer."
-        )
+        refuse_wide("bitsandbytes", group["params"])

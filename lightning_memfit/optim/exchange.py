@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from typing_extensions import override
 
-from lightning_memfit.optim.eight_bit import Form, guard, guarded, refuse_parameter
+from lightning_memfit.optim.eight_bit import Form, guard, guarded
 from lightning_memfit.optim.optimizers import KERNELS, EightBitForm, OptimizerClass, class_named, class_of
 from lightning_memfit.optim.states import Resume, StateDict, has_gaps
-from lightning_memfit.optim.steps import refuse_sparse, run_closure, step_below_hooks
+from lightning_memfit.optim.steps import refuse_sparse, refuse_wide, run_closure, step_below_hooks
 
 # --- torchao's optimizers under dispatch modes ------------------------------------------------------------------------
 
@@ -50,8 +50,7 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
             loss = run_closure(closure)
             trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             refuse_sparse(type(self).__name__, trained)
-            for parameter in trained:
-                refuse_wide(parameter, type(self).__name__)
+            refuse_wide(type(self).__name__, trained)
             for group in self.param_groups:
                 if not isinstance(group["lr"], Tensor):
                     group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
@@ -116,15 +115,6 @@ def _together(value: Any) -> Any:
     return kind.__tensor_unflatten__(value["parts"], value["context"])
 
 
-def refuse_wide(parameter: Tensor, name: str) -> None:
-    """Raise a `ValueError` for a dtype of which a class that computes in float32 would lose a part."""
-    if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"{name} computes in float32, which a {parameter.dtype} parameter of shape {tuple(parameter.shape)} is not "
-            "made for. Leave the optimizer as the module makes it, or use float32, float16 or bfloat16 parameters."
-        )
-
-
 # --- exchanging -------------------------------------------------------------------------------------------------------
 
 _MUST_BE_OFF = ("capturable", "differentiable")
@@ -173,8 +163,9 @@ def exchange(
     defaults = _defaults(type(optimizer))
     groups = [_translated(group, source, target, name, options, drop, defaults) for group in optimizer.param_groups]
     for index, group in enumerate(groups):
+        if target.package != "torch":
+            refuse_wide(name, group["params"])
         for parameter in group["params"]:
-            _refuse_parameter(parameter, index, target)
             if options.get("fused") and has_gaps(parameter):
                 raise ValueError(
                     f"Parameter group {index} holds a view of shape {tuple(parameter.shape)} with gaps between its "
@@ -184,18 +175,28 @@ def exchange(
     # Groups that are added later get the module's hyper-parameters, as they would without the exchange.
     later = _translated(optimizer.defaults, source, target, name, options, drop, defaults)
     settings = {key: value for key, value in options.items() if key in target.settings}
-    asked = {key: value for key, value in options.items() if key in target.meanings}
     loaded: type[Any] = target.load()
     cls = _STEPPING[target.package](loaded) if target.package in _STEPPING else loaded
     built: Optimizer = cls([dict(group) for group in groups], **target.fixed, **settings)
     if target.package == "bitsandbytes":
-        guard(built, optimizer, Form(target.class_name, EightBitForm()), name, technique, asked)
+        guard(built, optimizer, Form(target.class_name, EightBitForm()), name, technique)
     else:
         kind = _ResumeTorchao if target.package == "torchao" else Resume
-        kind(family, name, technique, asked).attach(built, optimizer)
+        kind(family, name, technique).attach(built, optimizer)
     built.defaults.update(later)
     lost = (set(source.meanings) | {"decoupled_weight_decay"}) - set(built.param_groups[0])
-    built.register_step_pre_hook(_Watch(name, lost, _steps_sparse(target, options)))
+
+    def refuse_lost(stepped: Optimizer, *_: Any) -> None:
+        """Refuse hyper-parameters of the old optimizer that were set in groups of the new one."""
+        for index, group in enumerate(stepped.param_groups):
+            found = sorted(lost & group.keys())
+            if found:
+                raise ValueError(
+                    f"`{found[0]}={group[found[0]]!r}` was set in parameter group {index}, but {name} has no such "
+                    "hyper-parameter. Don't set it, or keep the module's optimizer."
+                )
+
+    built.register_step_pre_hook(refuse_lost)
     if optimizer.state:
         built.load_state_dict(optimizer.state_dict())
     return built
@@ -222,66 +223,6 @@ def untranslatable(
 
 
 _STEPPING: dict[str, Any] = {"torchao": outside_modes, "bitsandbytes": guarded}
-
-
-def _steps_sparse(target: OptimizerClass, options: Mapping[str, Any]) -> bool:
-    """Whether the class takes sparse gradients, as only torch's SGD does, and not in one kernel."""
-    return target.name == "torch.SGD" and not options.get("fused")
-
-
-class _Watch:
-    """Refuses hyper-parameters of the old optimizer set in groups of the new one, and gradients it can't step."""
-
-    def __init__(self, name: str, lost: set[str], steps_sparse: bool) -> None:
-        self._name = name
-        self._lost = lost
-        self._steps_sparse = steps_sparse
-
-    def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> Any:
-        self._refuse_lost(optimizer)
-        if self._steps_sparse:
-            return None
-        # The gradients that count are those after the closure, which runs in the step: check them at its end.
-        args, kwargs = list(args), dict(kwargs or {})
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._refuse_sparse(optimizer)
-            return None
-
-        def checked() -> Any:
-            loss = closure()
-            self._refuse_sparse(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            kwargs["closure"] = checked
-        else:
-            args[1] = checked
-        return tuple(args), kwargs
-
-    def _refuse_sparse(self, optimizer: Optimizer) -> None:
-        refuse_sparse(self._name, (parameter for group in optimizer.param_groups for parameter in group["params"]))
-
-    def _refuse_lost(self, optimizer: Optimizer) -> None:
-        for index, group in enumerate(optimizer.param_groups):
-            found = sorted(self._lost & group.keys())
-            if found:
-                raise ValueError(
-                    f"`{found[0]}={group[found[0]]!r}` was set in parameter group {index}, but {self._name} has no "
-                    "such hyper-parameter. Don't set it, or keep the module's optimizer."
-                )
-
-
-def _refuse_parameter(parameter: Tensor, index: int, target: OptimizerClass) -> None:
-    if target.package == "bitsandbytes":
-        refuse_parameter(parameter, index)
-    elif target.package == "torchao":
-        refuse_wide(parameter, target.name)
-    elif target.package != "torch" and parameter.is_complex():
-        raise ValueError(
-            f"Parameter group {index} holds a {parameter.dtype} parameter of shape {tuple(parameter.shape)}, for which "
-            f"{target.name} is not made. Keep the module's optimizer."
-        )
 
 
 def _translated(

@@ -162,7 +162,7 @@ class Float32Step(Optimizer):
     def __init__(
         self, optimizer: Optimizer, rounding: Rounding, chunk_elements: int | None = None, seed: int = 0
     ) -> None:
-        _refuse(optimizer, chunk_elements)
+        _refuse(optimizer)
         weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.bfloat16]
         self.wrapped = optimizer
         self.rounding = rounding
@@ -217,19 +217,13 @@ class Float32Step(Optimizer):
         Raises:
             ValueError: If the states were written without this class, with another rounding or for other weights.
         """
-        own = state_dict.get(FLOAT32_STEP)
-        if own is None:
-            raise ValueError(
-                "`ckpt_path`: the checkpoint is of a run without StochasticRounding, this run has "
-                f'StochasticRounding(rounding="{self.rounding.name}"). Leave it out, or start from the weights alone '
-                "(load_from_checkpoint)."
-            )
+        own = state_dict.get(FLOAT32_STEP, {"rounding": None})
         if own["rounding"] != self.rounding.name:
+            before = f"rounding={own['rounding']!r}" if own["rounding"] else "no StochasticRounding"
             raise ValueError(
-                "`ckpt_path`: the optimizer states were written with "
-                f'StochasticRounding(rounding="{own["rounding"]}"), this run has rounding="{self.rounding.name}". '
-                "Resume with the settings that the checkpoint was written with, or start from the weights alone "
-                "(load_from_checkpoint)."
+                f"`ckpt_path`: the optimizer states were written with {before}, this run has StochasticRounding("
+                f"rounding={self.rounding.name!r}). Resume with the settings that the checkpoint was written with, or "
+                "start from the weights alone (load_from_checkpoint)."
             )
         refuse_shapes(self, state_dict)
         loaded = [{key: value for key, value in state_dict.items() if key != FLOAT32_STEP}]
@@ -289,11 +283,6 @@ class Float32Step(Optimizer):
         self._step_wrapped(groups, places, dict(zip(values.parts, states, strict=True)))
         for stand_in in values.parts:
             stand_in.grad = None
-        if self.num_steps == 0 and any(_memory(stand_in) != _memory(values.flat) for stand_in in values.parts):
-            raise ValueError(
-                f"{type(self.wrapped).__name__} gives weights other memory in its step (`p.data = ...`), where the new "
-                "values would be lost. Use an optimizer that steps in place."
-            )
         self.rounding.store(values, states, gradients, generator)
         for piece in chunk:
             if piece.span is not None:
@@ -330,22 +319,14 @@ class Float32Step(Optimizer):
             step_below_hooks(self.wrapped)
 
 
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _refuse(optimizer: Optimizer, chunk_elements: int | None) -> None:
+def _refuse(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    if chunk_elements is not None and chunk_elements < 4096:
-        raise ValueError(f"`chunk_elements={chunk_elements}` must be at least 4096.")
     refuse_coupled(optimizer, "stepping bfloat16 weights in float32, a chunk at a time,")
     if optimizer.state:
         raise ValueError(
             f"`optimizer` ({name}) has states already, of the weights' dtype. Wrap it before it steps or is loaded; "
             "one that makes its states when it is constructed, as Adagrad does, can't be wrapped."
         )
-    if optimizer.defaults.get("differentiable") or optimizer.defaults.get("capturable"):
-        raise ValueError(f"{name}: `differentiable` and `capturable` need the weights themselves. Leave them False.")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(p.dtype is torch.bfloat16 for p in parameters):
         found = ", ".join(sorted({str(p.dtype) for p in parameters}))

@@ -23,40 +23,26 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.memory import Category
-from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device, sparse_parts
+from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import state_tensors, tensors_among
-from lightning_memfit.optim.states import has_gaps, lay_out, lay_out_all
-from lightning_memfit.optim.steps import OutermostStep, refuse_own_step
+from lightning_memfit.optim.states import has_gaps, lay_out, lay_out_all, refuse_compensation, refuse_shapes
+from lightning_memfit.optim.steps import refuse_own_step
 
 _HALF = (torch.bfloat16, torch.float16)
 _CHECKED_STEPS = 2  # what is written when a batch ends shows in the next
 _BUCKET = 8  # weights that are sent together
-_LIKE_WEIGHTS = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "square_avg",
-    "grad_avg",
-    "acc_delta",
-    "exp_inf",
-    "ax",
-    "prev",
-    "step_size",
-    "sum",
-)
-"""Names that torch's optimizers give to states of their weights' shape."""
 
 
 class HostMaster:
     """Make an optimizer step float32 masters on the host instead of half-precision weights on a device.
 
     Afterwards a backward pass adds gradients, in float32, to masters and leaves none on the weights. `optimizer.step()`
-    steps the masters and copies them, rounded to nearest, to the weights; `optimizer.zero_grad()` clears the masters'
-    gradients. Within `with host.shown():` the weights are their masters, gradients included, for clipping and the like.
-    States that are loaded into the optimizer stay float32. Groups, schedulers and hooks of the optimizer stay; Adam and
-    AdamW use their fused kernel unless `foreach` or `fused` was chosen.
+    steps the masters and copies them, rounded to nearest, to the weights; a closure that runs the model calls
+    `run_model` before it and `show` after it. `optimizer.zero_grad()` clears the masters' gradients. Within
+    `with host.shown():` the weights are their masters, gradients included, for clipping and the like. States that are
+    loaded into the optimizer stay float32. Groups, schedulers and hooks of the optimizer stay; Adam and AdamW use their
+    fused kernel unless `foreach` or `fused` was chosen.
 
     Parameters may be frozen, unfrozen and added to the optimizer at any time: call `refresh` before the next forward
     pass. A half-precision weight that other code writes to is refused at the next step, which would overwrite it. Torch
@@ -71,19 +57,12 @@ class HostMaster:
             where they are.
         values: Exact values by weight, in float32 or wider; those on the host become the masters themselves. Weights
             that the optimizer does not have yet are followed, too.
-        runs_in_closures: Whether a closure given to `optimizer.step` runs the model. False if the caller hides the
-            masters itself around the model's passes.
 
     Raises:
         ValueError: If the optimizer has states in half precision already or no half-precision weight.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        values: Mapping[Tensor, Tensor] | None = None,
-        runs_in_closures: bool = True,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, values: Mapping[Tensor, Tensor] | None = None) -> None:
         self.names: dict[Tensor, str] = {}
         """Names of weights, for messages."""
         self._optimizer: Optimizer | None = None
@@ -97,10 +76,9 @@ class HostMaster:
         self._handles: list[Any] = []
         self._last_handle: Any = None
         self._is_shown = False
-        self._is_stepping = False
-        self._step = OutermostStep()
+        self._depth = 0
+        """Steps of the optimizer's classes that run: torch may call hooks in each `super().step()`, too."""
         self._has_evaluated = False
-        self._runs_in_closures = runs_in_closures
         for weight, value in (values or {}).items():
             self._slots[weight] = _Slot(weight, value)
         self.attach(optimizer)
@@ -113,7 +91,7 @@ class HostMaster:
     @property
     def is_stepping(self) -> bool:
         """Whether the optimizer's step has begun and not ended."""
-        return self._is_stepping
+        return self._depth > 0
 
     @property
     def is_shown(self) -> bool:
@@ -154,18 +132,15 @@ class HostMaster:
         """Follow parameters that were unfrozen or given to the optimizer since the last call."""
         assert self._optimizer is not None
         refuse_own_step(self._optimizer, _OWN_STEP)
-        self._is_stepping = self._has_evaluated = False
+        self._depth, self._has_evaluated = 0, False
         self.hide()  # in case the last step failed
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         if len(weights) != len(self._weights) or not all(map(is_, weights, self._weights)):
             self._weights = weights
             self._keep_masters_of(weights)
         for weight, slot in self._slots.items():
-            if slot.handle is None:
-                if weight.requires_grad:
-                    slot.follow(self._transfer_of(slot))
-            elif len(slot.weight._post_accumulate_grad_hooks) > 1:
-                slot.follow_last()
+            if slot.handle is None and weight.requires_grad:
+                slot.follow(self._transfer_of(slot))
         if self._last_handle is not None:
             self._last_handle.remove()
         # After every other hook of the step, so that these find masters.
@@ -213,7 +188,7 @@ class HostMaster:
         """Hide masters before the model runs, in a closure or elsewhere."""
         # An optimizer that evaluates its closure several times has moved the masters in between.
         self.hide(None if self._has_evaluated else False)
-        self._has_evaluated = self._is_stepping
+        self._has_evaluated = self.is_stepping
 
     def stay_shown(self) -> None:
         """Show masters, gradients included, until the model runs again or the optimizer has stepped.
@@ -287,24 +262,19 @@ class HostMaster:
     # --- the optimizer's hooks --------------------------------------------------------------------------------------
 
     def _begin(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._step.begin():
+        self._depth += 1
+        if self._depth > 1:
             return None
-        self.show(check=self._runs_in_closures)
-        self._is_stepping, self._has_evaluated = True, False
         args, closure = args[:1], args[1] if len(args) > 1 else kwargs.get("closure")
+        self.show(check=closure is None)
+        self._has_evaluated = False
         if closure is not None:
             return args, {**kwargs, "closure": partial(self._evaluate, closure)}
         self._lay_out()
         return None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        if self._runs_in_closures:
-            self.run_model()
-        try:
-            loss = closure()
-        finally:
-            if self._runs_in_closures:
-                self.show()
+        loss = closure()
         self._lay_out()
         return loss
 
@@ -321,22 +291,23 @@ class HostMaster:
 
     def _end(self, *_: Any) -> None:
         assert self._optimizer is not None
-        if not self._step.end():
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
             return
-        self._is_stepping = False
         if len(self._optimizer.state) != self._num_marked:
             self._mark_states()
         self.hide()
 
     def _open(self, optimizer: Optimizer, states: dict[str, Any]) -> None:
-        _refuse_shapes(optimizer, states)
+        refuse_compensation("HostMasterWeights", states)
+        refuse_shapes(optimizer, states, self.names)
         self.show()
 
     def _close(self, *_: Any) -> None:
         assert self._optimizer is not None
         self._is_laid_out = False
         self._mark_states()
-        if not self._is_stepping:
+        if not self.is_stepping:
             self.hide(False)
         _take_fused_kernel(self._optimizer)  # states may come from a run that had another
 
@@ -351,8 +322,7 @@ class HostMaster:
 
     def _detach(self) -> None:
         self._weights, self._num_marked, self._is_laid_out = [], 0, False
-        self._is_stepping = False
-        self._step = OutermostStep()
+        self._depth = 0
         if self._last_handle is not None:
             self._last_handle.remove()
             self._last_handle = None
@@ -393,7 +363,7 @@ class _Slot:
     """One weight, with its exact value, gradient and buffers on the host."""
 
     def __init__(self, weight: Tensor, value: Tensor | None) -> None:
-        self.weight: Any = weight  # of whose hooks, in their order, torch has no public list
+        self.weight = weight
         self.half = weight.data
         self.exact: Tensor | None = None
         self.gradient: Tensor | None = None
@@ -433,27 +403,6 @@ class _Slot:
         if self.weight.grad is not None:
             transfer.to_host(self, self.weight)
 
-    def follow_last(self) -> None:
-        """Let hooks that others have registered since find the gradient, too."""
-        hooks = self.weight._post_accumulate_grad_hooks
-        if next(reversed(hooks)) != self.handle.id:
-            hooks[self.handle.id] = hooks.pop(self.handle.id)  # torch does not follow `move_to_end`
-
-    def refuse_other_hooks(self) -> None:
-        """Raise an error if hooks of others would find no gradient, or another than in a plain run."""
-        hooks = self.weight._post_accumulate_grad_hooks
-        theirs = [hook for hook in hooks.values() if not _is_ours(hook)]
-        is_late = bool(theirs) and not _is_ours(next(reversed(hooks.values())))
-        if not is_late and (self.gradient is None or not theirs):
-            return
-        found = "no gradient" if is_late else "the gradient of the last backward pass instead of the sum of several"
-        fix = "in `on_train_batch_start` or earlier" if is_late else "as `register_hook`, which sees one pass at a time"
-        name = getattr(theirs[-1], "__qualname__", type(theirs[-1]).__name__)
-        raise RuntimeError(
-            f"`{name}` (`register_post_accumulate_grad_hook` of a weight of shape {tuple(self.weight.shape)}) would "
-            f"find {found}: gradients are accumulated on the host. Register it {fix}, or train without masters."
-        )
-
     def differs(self) -> bool:
         """Whether the weight on the device is another than its rounded master."""
         assert self.exact is not None
@@ -475,16 +424,6 @@ class _Slot:
             self._buffer = torch.empty_like(self.exact, requires_grad=False)
             keep_on_host(self._buffer, Category.GRADIENT, self.weight)
         self.gradient = self._buffer
-
-    def add_sparse(self, gradient: Tensor) -> None:
-        """Add a sparse gradient, which stays sparse as long as all are."""
-        gradient = gradient.to("cpu", torch.float32)
-        if self.gradient is None:
-            self.gradient = gradient
-        elif self.gradient.layout is torch.strided:
-            self.gradient.add_(gradient)
-        else:
-            self.gradient = self.gradient + gradient
 
     def wait(self) -> None:
         """Wait for the gradient that is on its way."""
@@ -523,18 +462,16 @@ class _Transfer:
                 "its gradient away or returned something, which torch does not allow: it must return None and leave "
                 "`.grad` where it is. Change the gradient in place there, or train without masters."
             )
-        if len(slot.weight._post_accumulate_grad_hooks) > 1:
-            slot.refuse_other_hooks()
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"The gradient of a weight of shape {tuple(weight.shape)} is sparse, and only dense ones are added up "
+                "on the host. Make its embedding with `sparse=False`, or train without masters."
+            )
         if slot.arrival is not None:
             slot.wait()  # the staging memory may still hold the last micro-batch's gradient
-        if gradient.layout is not torch.strided:
-            slot.add_sparse(gradient)
-            return
         is_new = slot.gradient is None
         if is_new:
             slot.make_room()
-        elif slot.gradient.layout is not torch.strided:  # type: ignore[union-attr]
-            slot.gradient = slot.gradient.to_dense()  # type: ignore[union-attr]
         if self._thread is None:
             slot.add(gradient, is_new)
             return
@@ -591,53 +528,13 @@ def with_changes(exact: Tensor, current: Tensor) -> Tensor:
     if isinstance(current, FakeTensor) or current.is_meta:
         return exact
     current = current.detach().to(exact.device)
-    if current.layout is not exact.layout:
-        return current
-    if exact.layout is not torch.strided:
-        return _sparse_with_changes(exact, current)
     changed = (current != exact.to(current.dtype)) & ~(current.isnan() & exact.isnan())
     return torch.where(changed, current.to(exact.dtype), exact) if bool(changed.any()) else exact
-
-
-def _sparse_with_changes(exact: Tensor, current: Tensor) -> Tensor:
-    (*places, values), (*others, rounded) = sparse_parts(exact), sparse_parts(current)
-    same_places = all(torch.equal(place, other) for place, other in zip(places, others, strict=True))
-    if not same_places:
-        return current
-    changed = with_changes(values, rounded)
-    if changed is values:
-        return exact
-    result = exact.clone()
-    sparse_parts(result)[-1].copy_(changed)
-    return result
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 _OWN_STEP = "which would find weights and gradients in another form than a plain run has"
-_FACTORED = ("Adafactor", "LBFGS")  # whose states have other shapes than the weights
-
-
-def _refuse_shapes(optimizer: Optimizer, states: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if states are those of other weights, beyond whose end a fused kernel would read."""
-    if type(optimizer).__name__ in _FACTORED or not any(
-        cls is not Optimizer and cls.__module__.startswith("torch.optim.") for cls in type(optimizer).__mro__
-    ):
-        return
-    for group, saved in zip(optimizer.param_groups, states["param_groups"], strict=False):
-        for weight, index in zip(group["params"], saved["params"], strict=False):
-            for name, value in states["state"].get(index, {}).items():
-                if name in _LIKE_WEIGHTS and isinstance(value, Tensor) and value.shape != weight.shape:
-                    raise ValueError(
-                        f"The loaded optimizer state `{name}` of parameter {index} has the shape {tuple(value.shape)}, "
-                        f"and the parameter {tuple(weight.shape)}: it is the state of another. Give the optimizer its "
-                        "parameters in the order of the run that was saved, or resume from weights alone."
-                    )
-
-
-def _is_ours(hook: Any) -> bool:
-    hook = getattr(hook, "func", hook)
-    return (getattr(hook, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def _refuse(optimizer: Optimizer) -> None:

@@ -308,8 +308,6 @@ _ADEMAMIX = OptimizerClass(
         "t_alpha": "slow moment's warm-up",
         "t_beta3": "slow moment's decay warm-up",
     },
-    family="AdEMAMix",
-    eight_bit=EightBitForm(),
 )
 
 

@@ -48,59 +48,14 @@ def take_out(optimizer: Optimizer, leaves: Callable[[Tensor], bool]) -> None:
     Args:
         optimizer: Its groups stay, also those that become empty, and so do their lists, which LBFGS refers to.
         leaves: Whether a parameter leaves.
-
-    Raises:
-        ValueError: If the optimizer's class keeps one that leaves in a list or dictionary of its own.
     """
-    together = _with_inner(optimizer)
-    every = [group for each in together for group in each.param_groups]
-    gone = {id(p): p for group in every for p in group["params"] if leaves(p)}
-    for group in every:
-        kept = [place for place, p in enumerate(group["params"]) if id(p) not in gone]
+    for group in optimizer.param_groups:
+        kept = [place for place, p in enumerate(group["params"]) if not leaves(p)]
+        for parameter in filter(leaves, group["params"]):
+            optimizer.state.pop(parameter, None)  # Adagrad makes them when it is constructed
         for key in ("params", "param_names"):
             if key in group:
                 group[key][:] = [group[key][place] for place in kept]
-    for each in together:
-        for parameter in gone.values():
-            each.state.pop(parameter, None)  # Adagrad makes them when it is constructed
-        for name, value in vars(each).items():
-            if name not in (_GROUPS, "state") and _holds(value, gone):
-                raise ValueError(
-                    f"{type(each).__name__} keeps parameters that are frozen in its attribute `{name}`, from which "
-                    "they can't be taken out. Give it `[p for p in self.parameters() if p.requires_grad]` in "
-                    "`configure_optimizers`."
-                )
-
-
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer and those in its attributes, which step for it as in SAM or Lookahead."""
-    found = [optimizer]
-    for each in found:
-        inner = [value for value in vars(each).values() if isinstance(value, Optimizer)]
-        found += [value for value in inner if not any(value is other for other in found)]
-    return found
-
-
-def _holds(value: Any, tensors: dict[int, Tensor]) -> bool:
-    """Whether a container holds one of some tensors."""
-    if isinstance(value, dict):
-        return _holds([*value, *value.values()], tensors)
-    if isinstance(value, (list, tuple, set)):
-        return any(_holds(item, tensors) for item in value)
-    return isinstance(value, Tensor) and id(value) in tensors
-
-
-def schedulers_in(configured: Any) -> Iterator[Any]:
-    """Objects that have an attribute `optimizer`, and the schedulers they are composed of."""
-    if isinstance(configured, dict):
-        configured = list(configured.values())
-    if isinstance(configured, (list, tuple)):
-        for item in configured:
-            yield from schedulers_in(item)
-    elif isinstance(getattr(configured, "optimizer", None), Optimizer):
-        yield configured
-        for attribute in vars(configured).values():
-            yield from schedulers_in(attribute)
 
 
 def _find(value: Any) -> Iterator[Optimizer]:

@@ -7,8 +7,7 @@ states mean nothing elsewhere, are refused before anything is loaded.
 Written for bitsandbytes 0.50; `tests/numerics/optim/test_states.py` fails when its names move.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memfit.optim.optimizers import KERNELS, optimizer_classes
+from lightning_memfit.optim.optimizers import KERNELS
 from lightning_memfit.optim.steps import OwnHook
 
 State: TypeAlias = dict[str, Any]
@@ -25,7 +24,6 @@ StateDict: TypeAlias = dict[str, Any]
 
 MOMENTS = {
     "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "AdEMAMix": ("exp_avgs", "exp_avg_sq"),
     "SGD": ("momentum_buffer",),
     "RMSprop": ("square_avg", "momentum_buffer", "grad_avg"),
     "Lion": ("exp_avg",),
@@ -41,7 +39,6 @@ COMPENSATION = "compensation"
 FLOAT32_STEP = "float32_step"
 """Key under which `Float32Step` saves how it rounds."""
 _WRAPPED = "__bnb_optimizer_quant_state__"
-_SWITCHES = {"amsgrad", "maximize", "nesterov", "centered"}
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -62,16 +59,14 @@ def moments_of(state: Mapping[str, Any], family: str) -> tuple[int, dict[str, Te
 
 
 def _wide(state: State, key: str) -> Tensor:
-    """A moment with the values with which the next step computes; AdEMAMix stacks two in one tensor."""
+    """A moment with the values with which the next step computes."""
     value: Tensor = state[key]
     if value.dtype is not torch.uint8:
         return value.to(torch.promote_types(value.dtype, torch.float32))
     from bitsandbytes.functional import dequantize_blockwise
 
     scales, table = (state[key.replace("state", name)] for name in ("absmax", "qmap"))
-    parts = zip(value, scales, strict=True) if scales.dim() == 2 else [(value, scales)]
-    wide = [dequantize_blockwise(codes, absmax=scale, code=table, blocksize=BLOCK_SIZE) for codes, scale in parts]
-    return torch.stack(wide) if scales.dim() == 2 else wide[0]
+    return dequantize_blockwise(value, absmax=scales, code=table, blocksize=BLOCK_SIZE)
 
 
 # --- families ---------------------------------------------------------------------------------------------------------
@@ -83,14 +78,14 @@ def families_of(state_dict: StateDict) -> frozenset[str]:
     keys = set(groups[0]) if groups else set()
     states = (flat(state) for state in state_dict["state"].values() if state)
     state = next(states, None)
-    marks = {"amsgrad": "Adam", "dampening": "SGD", "centered": "RMSprop", "t_beta3": "AdEMAMix"}
+    marks = {"amsgrad": "Adam", "dampening": "SGD", "centered": "RMSprop"}
     by_groups = frozenset(family for key, family in marks.items() if key in keys)
     if state is None:
         return by_groups or frozenset(MOMENTS)
     found = set(state) - {"step", COMPENSATION}
     if found >= set(NUMBERED):
         first, second = (state[key] for key in NUMBERED)
-        return frozenset(["AdEMAMix"] if first.dim() == second.dim() + 1 else ["Adam"])
+        return frozenset(["Adam"] if first.dim() == second.dim() else [])  # AdEMAMix stacks two in the first
     if NUMBERED[0] in found:
         # bitsandbytes' groups of these have equal keys, but only RMSprop has an epsilon, and only Lion two decays.
         has_epsilon, second = groups[0].get("eps", 0), (*groups[0].get("betas", (0, 0)), 0)[1]
@@ -100,40 +95,30 @@ def families_of(state_dict: StateDict) -> frozenset[str]:
     return frozenset(family for family in by_groups if found & set(MOMENTS[family]))
 
 
-def refuse_other_family(state_dict: StateDict, family: str, class_name: str, is_plain: bool = False) -> None:
+def refuse_other_family(state_dict: StateDict, family: str, class_name: str) -> None:
     """Refuse states that an optimizer would take for something else.
 
     Args:
         state_dict: The states.
         family: The optimizer's key of `MOMENTS`, or "" if states of its class mean nothing to other classes.
         class_name: Its class, such as `torch.AdamW`.
-        is_plain: Whether it takes only states of 32 bits in torch's names.
 
     Raises:
-        ValueError: If the states are of another family, or of 8 bits where those can't be stepped.
+        ValueError: If the states are of another family.
     """
     record = state_dict.get(RECORD)
-    known = optimizer_classes()
     if record is not None:
         same = record["class"] == class_name or (family and record["family"] == family)
         found = f"{_kind(record['family'], record['class'])}, written with {_way(state_dict)},"
     else:
         families = families_of(state_dict)
-        # torch itself fills in switches that old checkpoints lack.
-        needed = {key for key in known[class_name].meanings if key not in _SWITCHES} if class_name in known else set()
-        fits = family in families if family else not (families and any(state_dict["state"].values()))
-        same = fits and all(needed <= set(group) for group in state_dict["param_groups"])
+        same = family in families if family else not (families and any(state_dict["state"].values()))
         found = " or ".join(sorted(families)) or "an unknown family"
-    narrow = same and is_plain and any(NUMBERED[0] in flat(state) for state in state_dict["state"].values())
-    if same and not narrow:
-        return
-    width, convert = "", ""
-    if narrow:
-        width, convert = " 8-bit", f', or with ReplaceOptimizer("{class_name}"), which widens them'
-    raise ValueError(
-        f"`ckpt_path`: its{width} optimizer states are of {found} and can't go on as those of "
-        f"{_kind(family, class_name)}. Resume with {_way(state_dict)}{convert}, or {_FROM_WEIGHTS}."
-    )
+    if not same:
+        raise ValueError(
+            f"`ckpt_path`: its optimizer states are of {found} and can't go on as those of "
+            f"{_kind(family, class_name)}. Resume with {_way(state_dict)}, or {_FROM_WEIGHTS}."
+        )
 
 
 def _kind(family: str, class_name: str) -> str:
@@ -150,26 +135,10 @@ def _way(state_dict: StateDict) -> str:
 
 _FROM_WEIGHTS = "start from the weights alone (load_from_checkpoint)"
 _LIKE_PARAMETER = {
-    *(name for names in MOMENTS.values() for name in names if name != "exp_avgs"),
+    *chain.from_iterable(MOMENTS.values()),
     *("variance", "compensation", "sum", "exp_inf", "square_avg", "acc_delta", "prev", "step_size", "ax"),
 }
 """States of torch, bitsandbytes, torchao and transformers, and of `Float32Step`, that have their parameter's shape."""
-
-
-def _shapes_for(key: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Shapes that a state of this name can have for a parameter of that shape; none if it is of no known kind."""
-    if key in NUMBERED:
-        return [shape, (2, *shape)]  # AdEMAMix stacks two moments
-    if key in _LIKE_PARAMETER:
-        return [shape]
-    factors = {
-        "exp_avgs": (2, *shape),
-        "row_var": (*shape[:-1], 1),
-        "col_var": (*shape[:-2], 1, *shape[-1:]),
-        "exp_avg_sq_row": shape[:-1],
-        "exp_avg_sq_col": (*shape[:-2], *shape[-1:]),
-    }
-    return [factors[key]] if key in factors else []
 
 
 def _loads_into(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[str, Tensor, State]]:
@@ -200,9 +169,9 @@ def refuse_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Te
     """
     for place, parameter, state in _loads_into(optimizer, state_dict):
         shape = tuple(parameter.shape)
+        allowed = dict.fromkeys(_LIKE_PARAMETER, (shape,)) | dict.fromkeys(NUMBERED, (shape, (2, *shape)))  # stacked
         for key, value in state.items():
-            allowed = _shapes_for(key, shape)
-            if allowed and isinstance(value, Tensor) and tuple(value.shape) not in allowed:
+            if isinstance(value, Tensor) and tuple(value.shape) not in allowed.get(key, (tuple(value.shape),)):
                 name = (names or {}).get(parameter)
                 who = f"`{name}`, {place}," if name else place
                 raise ValueError(
@@ -270,57 +239,6 @@ def refuse_compensation(optimizer_name: str, state_dict: StateDict) -> None:
         )
 
 
-def refuse_states(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str] | None = None) -> None:
-    """Refuse, before anything is loaded, states with which an optimizer of torch would fail in its first step.
-
-    Optimizers that have a `Resume` convert what they can themselves. Of classes that nobody has described nothing is
-    known, so that only Kahan compensation is refused for them.
-
-    Args:
-        optimizer: The optimizer of the run.
-        state_dict: What the checkpoint has for it.
-        names: Names of parameters, for the message.
-
-    Raises:
-        ValueError: If the states are of another class, form or shape.
-    """
-    wrapped = getattr(optimizer, "wrapped", None)
-    stepped = wrapped if isinstance(wrapped, Optimizer) else optimizer
-    if stepped is optimizer:
-        refuse_compensation(type(stepped).__name__, state_dict)
-    elif FLOAT32_STEP not in state_dict:
-        return  # `Float32Step` says so
-    if Resume.of(optimizer) is None:
-        if not type(stepped).__module__.startswith("torch.optim"):
-            return
-        known = optimizer_classes().get(f"torch.{type(stepped).__name__}")
-        if known is not None:
-            refuse_other_family(state_dict, known.family, known.name, is_plain=True)
-    refuse_shapes(stepped, state_dict, names)
-
-
-@contextmanager
-def checked_states(
-    optimizers: Iterable[Optimizer], states: Iterable[StateDict], names: Mapping[Tensor, str]
-) -> Iterator[None]:
-    """Refuse states before they are loaded in this context, and lay out afterwards what was loaded.
-
-    Args:
-        optimizers: Those of the run.
-        states: What the checkpoint has for each of them.
-        names: Names of parameters, for messages.
-
-    Raises:
-        ValueError: As `refuse_states` does.
-    """
-    pairs = list(zip(optimizers, states, strict=False))
-    for optimizer, state_dict in pairs:
-        refuse_states(optimizer, state_dict, names)
-    yield
-    for optimizer, _ in pairs:
-        lay_out_all(optimizer)
-
-
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
@@ -334,14 +252,12 @@ class Resume(OwnHook):
         family: A key of `MOMENTS`, or "" if states of this class mean nothing to other classes.
         class_name: The class, such as `torch.AdamW`.
         technique: What to say to resume in the same way, such as `Optimizer8bit()`.
-        options: Hyper-parameters that were asked for, and that a checkpoint must not undo.
     """
 
-    def __init__(self, family: str, class_name: str, technique: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, family: str, class_name: str, technique: str) -> None:
         self.family = family
         self.class_name = class_name
         self.techniques = [technique]
-        self.options = dict(options or {})
 
     @staticmethod
     def of(optimizer: Optimizer) -> "Resume | None":
@@ -365,7 +281,6 @@ class Resume(OwnHook):
             "family": self.family,
             "class": self.class_name,
             "techniques": list(self.techniques),
-            "options": dict(self.options),
         }
 
     def adapt(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
@@ -379,7 +294,7 @@ class Resume(OwnHook):
         refuse_other_family(state_dict, self.family, self.class_name)
         refuse_shapes(optimizer, state_dict)
         saved, current = state_dict["param_groups"], optimizer.param_groups
-        groups = [self._group(*pair, state_dict, index) for index, pair in enumerate(zip(saved, current, strict=False))]
+        groups = [self._group(*pair, index) for index, pair in enumerate(zip(saved, current, strict=False))]
         numbers = chain.from_iterable(group["params"] for group in saved)
         by_number = dict(zip(numbers, chain.from_iterable(group["params"] for group in current), strict=False))
         states = {
@@ -407,17 +322,8 @@ class Resume(OwnHook):
     def refuse_group(self, group: Mapping[str, Any], index: int) -> None:
         """Raise a `ValueError` if this optimizer would ignore a loaded hyper-parameter."""
 
-    def _group(
-        self, saved: Mapping[str, Any], current: Mapping[str, Any], state_dict: StateDict, index: int
-    ) -> dict[str, Any]:
+    def _group(self, saved: Mapping[str, Any], current: Mapping[str, Any], index: int) -> dict[str, Any]:
         """A saved group, with what this optimizer alone knows and the kernel that it was given."""
         group = {**current, **{key: value for key, value in saved.items() if key not in KERNELS}}
-        if state_dict.get(RECORD, {}).get("options") != self.options:
-            for key, asked in self.options.items():
-                if key in saved and key not in KERNELS and saved[key] != asked:
-                    raise ValueError(
-                        f"`options.{key}={asked!r}`, but the checkpoint has {saved[key]!r}, which would go on. Leave "
-                        f"the option out or give it that value, or {_FROM_WEIGHTS}."
-                    )
         self.refuse_group(group, index)
         return group

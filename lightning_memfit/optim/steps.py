@@ -1,12 +1,7 @@
 """What optimizers that step others have in common: closures, hooks, and gradients that can't be stepped."""
 
-import copy
-import inspect
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -88,71 +83,6 @@ def narrowed(
         attributes.update(whole)
 
 
-# --- what an optimizer of unknown origin computes ---------------------------------------------------------------------
-
-
-TRIAL_RATE = 0.1
-"""Learning rate of a trial; that of a schedule may begin at zero."""
-
-
-class Trial:
-    """Steps of an optimizer on small weights, as it is configured, which leave it and what it steps as they are.
-
-    A class may keep in attributes what its groups don't show: a rate that weight decay is divided by, a count of steps.
-    For use outside of modes, in which tensors may have no values.
-
-    Args:
-        optimizer: The optimizer.
-        options: Hyper-parameters of one of its groups.
-    """
-
-    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        self._optimizer = optimizer
-        self._options = {**options, "lr": TRIAL_RATE}
-        # Whatever torch's defaults are.
-        normal = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-        draw = [[normal(shape) for shape in ((3, 5), (4,))] for _ in range(4)]
-        self.start, self.gradients = draw[0], draw[1:]
-
-    def stepped(self, apart: bool = False) -> list[Tensor] | None:
-        """Weights after a step for each of the gradients; None if the optimizer needs more than weights to step.
-
-        Args:
-            apart: Step each weight by itself, in a group of its own that is made anew each time.
-        """
-        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            weights = [torch.nn.Parameter(weight.clone()) for weight in self.start]
-            copied, options = self._copy(), {name: _own_copy(value) for name, value in self._options.items()}
-            copied.param_groups = [{**options, "params": weights}]
-            try:
-                for gradients in self.gradients:
-                    for weight, gradient in zip(weights, gradients, strict=True):
-                        weight.grad = gradient.clone()
-                    for weight in weights if apart else weights[:1]:
-                        if apart:
-                            copied.param_groups = [{**options, "params": [weight]}]
-                        step_below_hooks(copied)
-            except Exception:
-                return None
-            return [weight.detach() for weight in weights]
-
-    def _copy(self) -> Any:
-        """The optimizer without states and hooks; tensors and containers that it keeps are its own."""
-        copied: Any = object.__new__(type(self._optimizer))
-        for name, value in vars(self._optimizer).items():
-            if name not in ("step", "param_groups", "state"):
-                is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
-                vars(copied)[name] = OrderedDict() if is_hooks else _own_copy(value)
-        copied.state = defaultdict(dict)
-        return copied
-
-
-def _own_copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
-
-
 def take_overrides(optimizer: Any) -> None:
     """Let an optimizer of bitsandbytes look for overrides of its parameters, as its first step does in its groups."""
     stepped = getattr(optimizer, "wrapped", optimizer)
@@ -160,6 +90,16 @@ def take_overrides(optimizer: Any) -> None:
         stepped.check_overrides()
         stepped.to_gpu()
         stepped.initialized = True
+
+
+def refuse_wide(name: str, parameters: Iterable[Tensor]) -> None:
+    """Raise a `ValueError` for a dtype of which a class that computes in float32 would lose a part."""
+    for parameter in parameters:
+        if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{name} computes in float32, which a {parameter.dtype} parameter of shape {tuple(parameter.shape)} is "
+                "not made for. Leave the optimizer as the module makes it, or use float32, float16 or bfloat16 weights."
+            )
 
 
 def refuse_sparse(name: str, parameters: Iterable[Tensor]) -> None:
@@ -170,42 +110,6 @@ def refuse_sparse(name: str, parameters: Iterable[Tensor]) -> None:
                 f"{name} can't step the sparse gradient of a parameter of shape {tuple(parameter.shape)}. Make its "
                 "embedding with `sparse=False`, or leave the optimizer as the module makes it."
             )
-
-
-class OutermostStep:
-    """Tell an optimizer's own step from those of its base classes, which it calls with `super().step()`.
-
-    Torch runs the hooks of a step in each class of which an instance was ever made, so that the hooks of one object may
-    run once or twice in a step, whatever else the process has done before.
-    """
-
-    def __init__(self) -> None:
-        self._frame: Any = None
-
-    def begin(self) -> bool:
-        """Return whether the step that runs the calling hook, registered before it, lies in no other."""
-        step = frame = _caller()
-        while frame is not None and self._frame is not None:
-            if frame is self._frame:
-                return False
-            frame = frame.f_back
-        self._frame = step  # one that is no longer running has failed
-        return True
-
-    def end(self) -> bool:
-        """Return whether the step that runs the calling hook, registered after it, is that one."""
-        if _caller() is not self._frame:
-            return False
-        self._frame = None
-        return True
-
-
-def _caller() -> FrameType | None:
-    """The frame that runs the hook that asks: past this function, the method it calls, and the hook itself."""
-    frame = inspect.currentframe()
-    for _ in range(3):
-        frame = None if frame is None else frame.f_back
-    return frame
 
 
 def refuse_own_step(optimizer: Optimizer, why: str) -> None:

@@ -17,7 +17,6 @@ from typing_extensions import override
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.memory.replicas import is_summed_by_loop
-from lightning_memfit.optim.states import checked_states
 from lightning_memfit.strategies.integrity import CheckpointError, is_sharded
 from lightning_memfit.strategies.launched import EqualBatches
 from lightning_memfit.strategies.saved_names import listed, without_other_states
@@ -214,14 +213,6 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and is_sharded(checkpoint_path):
             raise CheckpointError(without_other_states(checkpoint_path, f"`strategy={self.strategy_name}`"))
         return super().load_checkpoint(checkpoint_path, weights_only)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse states that the run's optimizers can't step, such as 8-bit ones for 32 bits."""
-        assert self.lightning_module is not None
-        names: dict[torch.Tensor, str] = {one: name for name, one in self.lightning_module.named_parameters()}
-        with checked_states(self.optimizers, checkpoint["optimizer_states"], names):
-            super().load_optimizer_state_dict(checkpoint)
 
 
 def _set_trained(parameter: torch.Tensor, is_trained: bool) -> None:

@@ -88,23 +88,13 @@ _NO_MODEL = (
 )
 
 
-_PACKAGES = {
-    "flash_attention_2": ("flash_attn", "flash-attn"),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-}
-"""What transformers needs for an implementation: the module, and its package. `kernels` brings every one of them."""
-
-
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if attention can be set."""
     facts, wanted = run.facts, str(options.get("implementation", "sdpa"))
     if facts.hugging_face is False:
         return f"the module {_NO_MODEL}"
-    module, package = _PACKAGES.get(wanted, ("kernels", "kernels") if "/" in wanted else ("", ""))
-    if module and facts.device == "cpu":
+    if facts.device == "cpu" and (wanted.startswith("flash_attention") or "/" in wanted):
         return f"`implementation={wanted!r}`: its kernels are for CUDA, and this is the CPU. Use sdpa."
-    if module and facts.packages is not None and not {module, "kernels"} & facts.packages:
-        return f"`implementation={wanted!r}` needs {module}: pip install {package}, or use sdpa."
     if wanted in ("sdpa", "eager") and facts.attention is not None and wanted not in facts.attention:
         return f"the module's model cannot switch its attention to {wanted!r}. Leave it out for this model."
     if run.facts.device == "cpu" and options.get("kernels") and not {"flash", "math"} & set(options["kernels"]):

@@ -21,16 +21,14 @@ _PREFETCHED = 2
 class DataLoading(ReversibleCallback):
     """Set workers and pinned memory of the training loaders for a run. Samples and their order stay the same.
 
-    What would change the order is refused. Torch's workers run ahead of training, so that a sampler's own generator has
-    drawn once more when the next epoch begins, and persistent workers draw one number less from the global generator
-    per epoch. A data set that draws random numbers in `__getitem__` draws other numbers in worker processes than in the
-    main process, as always in torch.
+    Torch's workers run ahead of training: from the second epoch on, a sampler with a generator of its own, and
+    persistent workers of a loader that shuffles, give another order. A data set that draws random numbers in
+    `__getitem__` draws other numbers in worker processes than in the main process, as always in torch.
 
     Args:
         num_workers: Processes per loader.
         pin_memory: Batches in page-locked memory, copied to CUDA during computation. None decides by the device.
-        persistent_workers: Keep the processes from epoch to epoch, for loaders that do not shuffle; they end with the
-            run.
+        persistent_workers: Keep the processes from epoch to epoch; they end with the run.
 
     Raises:
         ValueError: If `num_workers` is negative.
@@ -53,7 +51,7 @@ class DataLoading(ReversibleCallback):
             source = inner()
             found = list(flat_loaders(source))
             for loader in found:
-                reason = refusal(LoaderFacts.of(loader), self.num_workers, self.persistent_workers)
+                reason = refusal(LoaderFacts.of(loader), self.num_workers)
                 if reason is not None:
                     raise Refusal(f"DataLoading: {reason}")
             for loader in found:
@@ -86,7 +84,7 @@ class DataLoading(ReversibleCallback):
         return put_back
 
 
-def refusal(loader: LoaderFacts, num_workers: int, persistent_workers: bool = False) -> str | None:
+def refusal(loader: LoaderFacts, num_workers: int) -> str | None:
     """Reason and fix, or None if a loader can have workers."""
     if not loader.settable:
         return f"{loader.name} is no torch DataLoader, whose workers could be set. Leave DataLoading out."
@@ -95,28 +93,12 @@ def refusal(loader: LoaderFacts, num_workers: int, persistent_workers: bool = Fa
             f"{loader.iterable} is an IterableDataset, of which every worker would give all samples, or another order. "
             "Set num_workers=1, or leave DataLoading out."
         )
-    if num_workers == 0 or loader.own_order:
-        return None
-    if loader.own_generator:
-        return (
-            f"{loader.sampler} shuffles by a generator of its own, which workers let draw ahead: from the "
-            "second epoch on the order would differ. Leave its `generator` out (seed_everything decides then), or "
-            "leave DataLoading out."
-        )
-    if persistent_workers:
-        return (
-            f"`persistent_workers=True`: {loader.sampler} would shuffle otherwise from the second epoch on, as "
-            "torch draws no seed for workers that stay. Set it to False."
-        )
     return None
 
 
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if loaders can be set up."""
-    if not run.facts.loaders and run.facts.loader not in ("DataLoader", "CombinedLoader"):
-        return f"{run.facts.loader} is no torch DataLoader, whose workers could be set. Leave DataLoading out."
-    workers, stay = int(options.get("num_workers", 2)), bool(options.get("persistent_workers"))
-    reasons = (refusal(loader, workers, stay and workers > 0) for loader in run.facts.loaders)
+    reasons = (refusal(loader, int(options.get("num_workers", 2))) for loader in run.facts.loaders)
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -1,11 +1,8 @@
 """`GradientRelease`: step during backward, so that gradients are never all alive at once."""
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from typing_extensions import override
 
 from lightning_memfit.memory.parameters import trained
@@ -13,8 +10,8 @@ from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim import gradient_release
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run, is_compiled, run_of
-from lightning_memfit.techniques.core.hooks import BEFORE_STEP, BEFORE_ZERO_GRAD, BETWEEN_STEPS
+from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.hooks import BEFORE_STEP, BEFORE_ZERO_GRAD
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
@@ -35,19 +32,10 @@ class GradientRelease(TechniqueCallback):
     def __init__(self) -> None:
         super().__init__()
         self._released: gradient_release.GradientRelease | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps = 0
-        self._epoch = -1
-        self._first_node = 0
-        self._sizes: set[int] = set()
-        """Numbers of nodes in the graphs of steps so far."""
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap the backward pass, and leave clipping by Lightning out where gradients are released."""
-        self._forget()
         self.on_restore(self._stop)
 
         def clip(inner: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,8 +54,7 @@ class GradientRelease(TechniqueCallback):
                     raise ValueError(f"GradientRelease: since this step, {reason}")
             if self._released is None:
                 return inner(*args, **kwargs)
-            loss = args[0] if args else kwargs["closure_loss"]
-            with self._released.backward(self._is_to_watch(trainer, pl_module, loss), partial(_name_of, pl_module)):
+            with self._released.backward():
                 return inner(*args, **kwargs)
 
         self.on_restore(wrap_method(trainer.strategy, "backward", backward))
@@ -76,38 +63,15 @@ class GradientRelease(TechniqueCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hook the parameters, now that the optimizer has its final form and its states."""
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        if type(loop) is not _AutomaticOptimization:
-            raise ValueError(
-                f"GradientRelease: {type(loop).__name__} may run several backward passes per step or repeat one that "
-                "ran out of memory, after parameters have been stepped. Leave one of the two out."
-            )
 
         def run(inner: Any, *args: Any, **kwargs: Any) -> Any:
             self._follow(trainer)
-            self._first_node = _next_node()
             return inner(*args, **kwargs)
 
         self.on_restore(wrap_method(loop, "run", run))
         self._follow(trainer)
         if self._released is not None:
             self.announce(f"{self._released.num_parameters} parameters are stepped during backward")
-
-    def _is_to_watch(self, trainer: pl.Trainer, module: pl.LightningModule, loss: torch.Tensor) -> bool:
-        """Whether to look in this step for reads of weights that are stepped before, which takes time.
-
-        They may begin after a warm-up: a step whose graph has another number of nodes than any before is looked at.
-        """
-        if self.in_trace:
-            return False
-        self._steps += 1
-        is_first_of_epoch, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
-        nodes = -1 if loss.grad_fn is None else loss.grad_fn._sequence_nr() - self._first_node
-        is_new = nodes not in self._sizes and len(self._sizes) < _MOST_SIZES
-        if is_new:
-            self._sizes.add(nodes)
-        wanted = is_new or is_first_of_epoch or self._steps & (self._steps - 1) == 0
-        # What is compiled runs in no mode. Each compiled part reads its weights before any of their gradients is there.
-        return wanted and not is_compiled(module)
 
     def _follow(self, trainer: pl.Trainer) -> None:
         """Follow what was done to the optimizer since the last batch."""
@@ -130,21 +94,6 @@ class GradientRelease(TechniqueCallback):
 
 def _what_decides(trainer: pl.Trainer) -> tuple[Any, ...]:
     return trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-
-
-_MOST_SIZES = 64  # a module may have another graph in every step
-
-
-def _next_node() -> int:
-    """Number of the next node of an autograd graph."""
-    node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    assert node is not None
-    return node._sequence_nr() + 1
-
-
-def _name_of(module: torch.nn.Module, parameter: torch.Tensor) -> str:
-    names = (name for name, own in module.named_parameters() if own is parameter)
-    return next(names, f"a parameter of shape {tuple(parameter.shape)}")
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
@@ -177,7 +126,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     if own_backward is not None:
         return own_backward
     own = next((f"the module's `{hook}`" for hook in sorted(facts.overridden)), None)
-    who = own or facts.who_looks(*BEFORE_STEP, *BEFORE_ZERO_GRAD, *BETWEEN_STEPS)
+    who = own or facts.who_looks(*BEFORE_STEP, *BEFORE_ZERO_GRAD)
     if who is not None:
         others = "" if own else ", or leave out the callback that has it if it is not yours"
         return (

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,14 +20,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_memfit.memory import Category
-from lightning_memfit.memory.host import SPARSE, keep_on_host, return_to_device
+from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.techniques.core.callback import Refusal
 from lightning_memfit.techniques.core.cost import FOREACH_PASSES, HOST_STEP_BYTES, Cost, Work, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, BETWEEN_STEPS, who_overrides
+from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, who_overrides
 from lightning_memfit.techniques.core.precision import TechniquePrecision
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
 
 _CONFLICTS = {
-    "GradientRelease": "both take gradients away during backward",
-    "Optimizer8bit": "8-bit states save memory of the device, and here they are on the host, where 8 bits are slow",
+    "GradientRelease": "both take gradients away during backward.",
+    "Optimizer8bit": "8-bit states save memory of the device, and here they are on the host, where 8 bits are slow.",
 }
 _WIDE = (torch.float32, torch.float64)
 _AVERAGING = (WeightAveraging, StochasticWeightAveraging)
@@ -112,11 +111,6 @@ class HostMasterWeights(TechniquePrecision):
         def load_states(inner: Callable[..., Any], checkpoint: Any) -> None:
             # Lightning's own method would move the states to the device, which may have no room for them.
             for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=True):
-                if states.get("float32_step", {}).get("rounding") == "kahan":
-                    raise ValueError(
-                        "HostMasterWeights: the checkpoint's optimizer states hold a part of the weights (Kahan "
-                        "compensation). Resume with StochasticRounding(rounding='kahan'), or from weights alone."
-                    )
                 optimizer.load_state_dict(states)
 
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
@@ -129,18 +123,13 @@ class HostMasterWeights(TechniquePrecision):
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
-        """Refuse loops that run a backward pass again, and follow what others do to optimizers between batches."""
+        """Follow what others do to optimizers between batches."""
         if self._trains is not None:
             self._follow(*self._trains)
         return super().connect(model, optimizers, lr_schedulers)
 
     def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        if type(loop) is not _AutomaticOptimization:
-            raise ValueError(
-                f"HostMasterWeights: {type(loop).__name__} may repeat a backward pass that ran out of memory, of which "
-                "the host has some gradients already. Leave one of the two out."
-            )
 
         def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._move(trainer.strategy.optimizers)
@@ -219,7 +208,7 @@ class HostMasterWeights(TechniquePrecision):
             self._host.attach(optimizer)
             self._host.refresh()
             return
-        self._host = HostMaster(optimizer, self._values, runs_in_closures=False)
+        self._host = HostMaster(optimizer, self._values)
         self._host.names = self._names
         self._values = {}
         kernel = ", fused" if optimizer.param_groups[0].get("fused") else ""
@@ -330,8 +319,8 @@ def _refuse_tensors(module: nn.Module) -> None:
                 f"HostMasterWeights: {name} is {tensor.dtype}, and `precision='bf16-true'` would drop its imaginary "
                 "part. Keep real and imaginary part as two real tensors, or leave HostMasterWeights out."
             )
-        is_plain = tensor.layout is torch.strided or (tensor.layout in SPARSE and not isinstance(tensor, nn.Parameter))
-        if tensor.dtype in _WIDE and (not is_plain or is_traceable_wrapper_subclass(tensor)):
+        is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+        if tensor.dtype in _WIDE and not is_plain:
             kind = f"{type(tensor.data).__name__} of layout {tensor.layout}"
             raise ValueError(
                 f"HostMasterWeights: {name} is a {kind}, whose values it can't keep. Make it a plain tensor, or "
@@ -348,19 +337,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return "with manual optimization gradients may be read before they have arrived. Use automatic optimization."
     if len(facts.optimizers) > 1:
         return f"it moves one optimizer, and the module has {len(facts.optimizers)}. Return one with several groups."
-    for name, reason in _CONFLICTS.items():
-        if run.has(name):
-            return f"{reason}. Leave {name} out."
-    own_backward = facts.why_not_own_backward("HostMasterWeights")
-    if own_backward is not None:
-        return own_backward
-    who = facts.who_looks(*BETWEEN_STEPS)
-    if who is not None:
-        return (
-            f"{who} looks for gradients when they are in float32 on the host, and not on the parameters. Read them "
-            "in `on_before_optimizer_step` or `on_before_zero_grad`."
-        )
-    return None
+    return run.beside(_CONFLICTS) or facts.why_not_own_backward("HostMasterWeights")
 
 
 def _cost(profile: "ModelProfile", options: Options) -> Cost:

@@ -3,17 +3,15 @@
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
-_SINGLE_BACKWARD = ("GradientRelease", "HostMasterWeights")
+_USED_UP = "its gradients are used up during backward, which may have to be repeated."
+_CONFLICTS = {"GradientRelease": _USED_UP, "HostMasterWeights": _USED_UP}
 
 
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if batches can be cut."""
     if not run.facts.automatic_optimization:
         return "with manual optimization the module runs its own forward and backward. Use automatic optimization."
-    for name in _SINGLE_BACKWARD:
-        if run.has(name):
-            return f"{name} uses gradients up during backward, which may have to be repeated. Leave one of the two out."
-    return None
+    return run.beside(_CONFLICTS)
 
 
 TECHNIQUE = Technique(

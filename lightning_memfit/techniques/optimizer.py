@@ -13,8 +13,8 @@ from typing_extensions import override
 from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.exchange import exchange, untranslatable
-from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, class_of, optimizer_classes
-from lightning_memfit.optim.replace import replace_optimizers, schedulers_in
+from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, optimizer_classes
+from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import (
@@ -43,7 +43,7 @@ class ReplaceOptimizer(TechniqueCallback):
     The module's optimizer becomes the new one: a reference to it, its groups and its hooks stay valid. 8-bit states of
     the same family go on, so that `torch.AdamW` leads back from them; those of another family are refused.
 
-    For 8-bit or paged states of Lion, AdEMAMix, RMSprop, SGD and AdamW put `Optimizer8bit` after this callback.
+    For 8-bit or paged states of Lion, RMSprop, SGD and AdamW put `Optimizer8bit` after this callback.
 
     Args:
         name: Package and class, for example `torch.Adafactor`, `bitsandbytes.Lion`, `torchao.AdamW4bit`.
@@ -70,24 +70,9 @@ class ReplaceOptimizer(TechniqueCallback):
         """Wrap `configure_optimizers`."""
 
         def configure(inner: Callable[[], Any]) -> Any:
-            configured = inner()
-            for scheduler in schedulers_in(configured):
-                self._refuse_cycles(scheduler)
-            return replace_optimizers(configured, self._convert)
+            return replace_optimizers(inner(), self._convert)
 
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
-
-    def _refuse_cycles(self, scheduler: Any) -> None:
-        """Refuse a schedule of a hyper-parameter that the new optimizer lacks, or that means something else in it."""
-        if not getattr(scheduler, "cycle_momentum", False) or self._is_done(scheduler.optimizer):
-            return
-        key = "betas" if scheduler.use_beta1 else "momentum"
-        before, after = class_of(scheduler.optimizer).meanings, class_named(self.name).meanings
-        if before.get(key) != after.get(key):
-            raise ValueError(
-                f"ReplaceOptimizer: {type(scheduler).__name__} changes `{key}`, {before.get(key)} of "
-                f"{type(scheduler.optimizer).__name__}, which {self.name} doesn't have. Give it `cycle_momentum=False`."
-            )
 
     def _is_done(self, optimizer: Optimizer) -> bool:
         """Whether an earlier run has replaced this optimizer, which the module keeps."""

@@ -1,6 +1,6 @@
 """`Optimizer8bit`: the module's own optimizer with 8-bit states."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
-from lightning_memfit.optim.eight_bit import check_again, convertible, embedding_parameters, is_paged, to_bitsandbytes
+from lightning_memfit.optim.eight_bit import convertible, embedding_parameters, repage_states, to_bitsandbytes
 from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
@@ -29,8 +29,8 @@ class Optimizer8bit(TechniqueCallback):
 
     AdamW, Adam, SGD with momentum, RMSprop, Lion and the 32-bit optimizers of bitsandbytes are converted with their
     parameter groups, hyper-parameters and schedulers; what bitsandbytes cannot compute the same way is refused
-    (see `lightning_memfit.optim.eight_bit`), also if a hyper-parameter is set later. States are checked when they are
-    made or loaded. The module's optimizer becomes the new one: a reference to it, its groups and its hooks stay valid.
+    (see `lightning_memfit.optim.eight_bit`), also if a hyper-parameter is set later. The module's optimizer becomes the
+    new one: a reference to it, its groups and its hooks stay valid.
 
     A checkpoint of such a run resumes bitwise, and paged states stay paged. One of another run goes on if its optimizer
     is of the same family: 32-bit states are rounded to 8 bits, and 8-bit states of other settings to the width they
@@ -76,7 +76,9 @@ class Optimizer8bit(TechniqueCallback):
             return self._convert_all(inner(), pl_module)
 
         def load(inner: Callable[..., Any], checkpoint: Any) -> None:
-            _load_paged(trainer.strategy, inner, checkpoint)
+            # Lightning would move paged states to the device, which may lack the room.
+            for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(states)
 
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
         if self.paged and type(trainer.strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
@@ -84,13 +86,9 @@ class Optimizer8bit(TechniqueCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Page states again: Lightning has moved those of an earlier run to the device.
-
-        Raises:
-            RuntimeError: If a state is none that was promised.
-        """
+        """Page states again: Lightning has moved those of an earlier run to the device."""
         for optimizer in trainer.optimizers:
-            check_again(optimizer)
+            repage_states(optimizer)
 
     def _convert_all(self, configured: Any, pl_module: pl.LightningModule) -> Any:
         kept = embedding_parameters(pl_module) if self.keep_32bit_embeddings else []
@@ -121,25 +119,6 @@ class Optimizer8bit(TechniqueCallback):
         usual = {"paged": False, "keep_32bit_embeddings": True, "min_8bit_size": 4096, "bits": 8}
         given = {key: getattr(self, key) for key, value in usual.items() if getattr(self, key) != value}
         return f"Optimizer8bit({', '.join(f'{key}={value}' for key, value in given.items())})"
-
-
-def _load_paged(strategy: Strategy, inner: Callable[[Any], Any], checkpoint: Mapping[str, Any]) -> None:
-    """Load states of paged optimizers without Lightning, which would move them to the device: it may lack the room."""
-    optimizers = strategy.optimizers
-    pairs = list(zip(optimizers, checkpoint["optimizer_states"], strict=False))
-    others = [(optimizer, states) for optimizer, states in pairs if not is_paged(optimizer)]
-    if len(others) == len(pairs):
-        inner(checkpoint)
-        return
-    for optimizer, states in pairs:
-        if is_paged(optimizer):
-            optimizer.load_state_dict(states)
-    if others:
-        strategy.optimizers = [optimizer for optimizer, _ in others]
-        try:
-            inner({**checkpoint, "optimizer_states": [states for _, states in others]})
-        finally:
-            strategy.optimizers = optimizers
 
 
 def _summary(optimizer: Any) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from lightning_memfit.models.optimizer import weight_decay_groups
-from lightning_memfit.techniques.core.facts import Facts, Run
+from lightning_memfit.techniques.core.facts import Facts, LoaderFacts, Run
 from lightning_memfit.techniques.core.registry import find_technique
 from lightning_memfit.techniques.core.setting import Setting
 from tests.contract.runs import LanguageModel
@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Case, ...]] = {
             (
                 (MANUAL, "manual optimization"),
                 (replace(CPU, strategy="DeepSpeedStrategy"), "DeepSpeed keeps gradients"),
-                (replace(CPU, callbacks=("GradientRelease",)), "GradientRelease frees gradients earlier"),
+                (replace(CPU, callbacks=("GradientRelease",)), "it frees gradients earlier. Leave GradientRelease out"),
                 (replace(CPU, facts=Facts(overridden=frozenset({"optimizer_zero_grad"}))), "`optimizer_zero_grad`"),
             ),
             trainer={"gradient_clip_val": 1.0},
@@ -209,7 +209,9 @@ CASES: dict[str, tuple[Case, ...]] = {
             cuda_only=True,
         ),
     ),
-    "data_loading": (Case(using("data_loading"), 0.0, ((Run(Facts(loader="Stream")), "Stream"),)),),
+    "data_loading": (
+        Case(using("data_loading"), 0.0, ((Run(Facts(loaders=(LoaderFacts("Stream", settable=False),))), "Stream"),)),
+    ),
     "micro_batching": (
         Case(
             using("micro_batching", micro_batch_size=1),

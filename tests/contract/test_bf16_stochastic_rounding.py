@@ -57,7 +57,7 @@ def test_other_seeds_round_differently():
 
 def test_a_checkpoint_without_rounding_is_refused(tmp_path):
     fit(module=module, precision="bf16-true", max_steps=1).seen["trainer"].save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(ValueError, match="of a run without StochasticRounding"):
+    with pytest.raises(ValueError, match="written with no StochasticRounding"):
         fit([StochasticRounding()], module, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
 
 

@@ -1,7 +1,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit.techniques.core.facts import LoaderFacts
 from lightning_memfit.techniques.data_loading import DataLoading, refusal
@@ -98,12 +98,6 @@ def test_what_would_change_the_data_is_refused():
     stream = DataLoader(Stream(), batch_size=2)
     assert "IterableDataset" in refusal(LoaderFacts.of(stream), 2)
     assert refusal(LoaderFacts.of(stream), 1) is None
-    generator = torch.Generator().manual_seed(5)
-    assert "of its own" in refusal(LoaderFacts.of(shuffled(generator=generator)), 2)
-    own = DataLoader(torch.arange(4), sampler=RandomSampler(range(4), generator=generator))
-    assert "of its own" in refusal(LoaderFacts.of(own), 2)
-    assert refusal(LoaderFacts.of(DataLoader(torch.arange(4), generator=generator)), 2) is None
-    assert "persistent_workers=True" in refusal(LoaderFacts.of(shuffled()), 2, persistent_workers=True)
     with pytest.raises(ValueError, match="no torch DataLoader"):
         run([torch.ones(2)], DataLoading())
     with pytest.raises(ValueError, match="num_workers=-1"):

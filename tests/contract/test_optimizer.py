@@ -16,9 +16,9 @@ LION = {"name": "bitsandbytes.Lion", "options": {"betas": [0.9, 0.99]}}
 CASES = {
     "fused": [ReplaceOptimizer("torch.AdamW", {"fused": True})],
     "transformers": [ReplaceOptimizer("transformers.Adafactor", {"eps": [1e-30, 1e-3]}, ["betas"])],
-    "ademamix-8bit": [ReplaceOptimizer("bitsandbytes.AdEMAMix", {"betas": [0.9, 0.95, 0.999]}), Optimizer8bit()],
+    "ademamix": [ReplaceOptimizer("bitsandbytes.AdEMAMix", {"betas": [0.9, 0.95, 0.999]})],
 }
-FAMILIES_WITHOUT_RECORD = ["transformers", "ademamix-8bit"]
+FAMILIES_WITHOUT_RECORD = ["transformers", "ademamix"]
 """Those with a record are tried by the contract test."""
 
 

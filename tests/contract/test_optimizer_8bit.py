@@ -2,7 +2,6 @@ import copy
 import subprocess
 import sys
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -61,17 +60,6 @@ def test_resume_is_bitwise(tmp_path, precision):
     resumed = fit([Optimizer8bit()], plain, ckpt_path=path, max_epochs=3, **epochs)
     assert torch.equal(torch.stack(resumed.losses), torch.stack(straight.losses[2:]))
     assert_same_weights(resumed, straight)
-
-
-def test_states_are_checked_after_the_first_step():
-    class Meddle(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            optimizer = trainer.optimizers[0]
-            config = optimizer.get_config
-            optimizer.get_config = lambda g, p, group: {**config(g, p, group), "optim_bits": 8}
-
-    with pytest.raises(RuntimeError, match="32-bit states"):
-        fit([Optimizer8bit(min_8bit_size=2048), Meddle()])
 
 
 def test_manual_optimization_with_two_optimizers():

@@ -17,7 +17,6 @@ from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer import ReplaceOptimizer
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
-from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
 from tests.helpers.trainers import quiet_trainer
 
 BATCHES_PER_EPOCH = 4
@@ -178,11 +177,6 @@ REFUSED = {
         "those of torch.Adafactor",
     ),
     "Adam after Adafactor": ([ReplaceOptimizer(**ADAFACTOR)], [Optimizer8bit()], r"ReplaceOptimizer\('torch.Adaf"),
-    "other options": (
-        [Optimizer8bit()],
-        [ReplaceOptimizer("torch.AdamW", {"eps": 1e-5})],
-        "`options.eps=1e-05`, but the checkpoint has 1e-08",
-    ),
 }
 
 
@@ -250,8 +244,6 @@ HALF = {"precision": "bf16-true"}
 OURS = {
     **{name: (INTO[name], {}) for name in INTO},
     "adafactor": ([ReplaceOptimizer(**ADAFACTOR)], {}),
-    "release": ([GradientRelease()], {}),
-    "zero grad": ([ZeroGradAfterStep()], {}),
     "host": ([HostMasterWeights()], HALF),
     "stochastic": ([StochasticRounding()], HALF),
     "kahan": ([StochasticRounding("kahan")], HALF),
@@ -269,56 +261,8 @@ def test_states_of_parameters_in_another_order_are_refused(tmp_path, name):
         tmp_path / "c.ckpt", callbacks if own else (), make=lambda p: adamw(list(p)[::-1]), **(trainer if own else {})
     )
     module = Regression()
-    with pytest.raises(ValueError, match=r"`net.0.weight`, parameter 0 of group 0, has shape.*\(96, 64\)"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0,? has shape.*\(96, 64\)"):
         run(copy.deepcopy(OURS[name][0]), ckpt_path=path, module=module, **trainer)
-    assert module.losses == []
-
-
-FOREIGN = {
-    "8-bit": ([Optimizer8bit()], {}, "AdamW", r'written with Optimizer8bit\(\).*ReplaceOptimizer\("torch.AdamW"\)'),
-    "8-bit SGD": ([Optimizer8bit()], {}, "SGD", r'written with Optimizer8bit\(\).*ReplaceOptimizer\("torch.SGD"\)'),
-    "lion": (
-        [ReplaceOptimizer(**LION)],
-        {},
-        "AdamW",
-        r"of Lion \(bitsandbytes.Lion\).*Resume with ReplaceOptimizer\('bits",
-    ),
-    "adafactor": ([ReplaceOptimizer(**ADAFACTOR)], {}, "AdamW", r"of torch.Adafactor.*Resume with ReplaceOptimizer"),
-    "kahan": ([StochasticRounding("kahan")], HALF, "AdamW", r'Kahan.*StochasticRounding\(rounding="kahan"\)'),
-    "8-bit kahan": ([Optimizer8bit(), StochasticRounding("kahan")], HALF, "AdamW", r'StochasticRounding\(rounding="k'),
-}
-TAKERS = {
-    "release": ([GradientRelease()], {}),
-    "zero grad": ([ZeroGradAfterStep()], {}),
-    "host": ([HostMasterWeights()], HALF),
-}
-
-
-def configured(name):
-    return {**MAKE, "AdamW": adamw}[name]
-
-
-@pytest.mark.parametrize("taker", ["release", "zero grad", "host"])
-@pytest.mark.parametrize("name", FOREIGN)
-def test_states_that_torch_cannot_step_are_refused_whatever_is_used(tmp_path, name, taker):
-    first, trainer, make, message = FOREIGN[name]
-    path = saved(tmp_path / "c.ckpt", copy.deepcopy(first), make=configured(make), **trainer)
-    module = Regression(configured(make))
-    callbacks, trainer = TAKERS[taker]
-    with pytest.raises(ValueError, match=message):
-        run(copy.deepcopy(callbacks), ckpt_path=path, module=module, **trainer)
-    assert module.losses == []
-
-
-@pytest.mark.parametrize("taker", ["release", "host"])
-@pytest.mark.parametrize("pair", [("SGD", "AdamW"), ("RMSprop", "AdamW"), ("AdamW", "SGD"), ("SGD", "RMSprop")])
-def test_another_class_of_torch_is_refused_whatever_is_used(tmp_path, pair, taker):
-    first, second = pair
-    path = saved(tmp_path / "c.ckpt", make=configured(first))
-    module = Regression(configured(second))
-    callbacks, trainer = TAKERS[taker]
-    with pytest.raises(ValueError, match=rf"can't go on as those of .*\(torch.{second}\)"):
-        run(copy.deepcopy(callbacks), ckpt_path=path, module=module, **trainer)
     assert module.losses == []
 
 
@@ -329,19 +273,8 @@ def test_kahan_summation_is_named_where_it_is_missing(tmp_path, name):
         run(used(name), ckpt_path=path)
 
 
-@pytest.mark.parametrize("second", ["stochastic", "kahan"])
-def test_8_bit_states_of_rounded_weights_need_the_8_bit_optimizer(tmp_path, second):
-    path = saved(tmp_path / "c.ckpt", [Optimizer8bit(), StochasticRounding(second)], **HALF)
-    with pytest.raises(
-        ValueError, match=r'8-bit.*Resume with Optimizer8bit\(\), or with ReplaceOptimizer\("torch.AdamW"\)'
-    ):
-        run([StochasticRounding(second)], ckpt_path=path, **HALF)
-
-
-@pytest.mark.parametrize("name", ["release", "zero grad"])
-def test_what_torch_can_step_goes_on(tmp_path, name):
-    """Nothing is refused that torch can step: states of a user's own, and groups without new switches."""
-    callbacks = copy.deepcopy(OURS[name][0])
+@pytest.mark.parametrize("name", ["torch", "8-bit"])
+def test_states_of_a_users_own_go_on(tmp_path, name):
     path = saved(tmp_path / "c.ckpt")
     checkpoint = torch.load(path, weights_only=False)
     states = checkpoint["optimizer_states"][0]
@@ -349,8 +282,7 @@ def test_what_torch_can_step_goes_on(tmp_path, name):
     for group in states["param_groups"]:
         del group["maximize"], group["decoupled_weight_decay"]
     torch.save(checkpoint, path)
-    resumed = run(callbacks, ckpt_path=path)
-    torch.testing.assert_close(weights(resumed), weights(run(ckpt_path=path)), rtol=0, atol=1e-6)
+    assert distance(run(used(name), ckpt_path=path), run(), weights(run(max_epochs=1))) < 0.05
 
 
 class Grow(pl.Callback):
@@ -489,18 +421,6 @@ def test_schedules_reach_the_8_bit_optimizer(schedule, sgd):
     assert distance(ours, reference, weights(Scheduled())) < 0.05
 
 
-def test_a_schedule_of_what_the_new_optimizer_lacks_is_refused():
-    class OneCycle(Regression):
-        def configure_optimizers(self):
-            optimizer = adamw(self.parameters())
-            return [optimizer], [SCHEDULES["one cycle"](optimizer)]
-
-    for options in (ADAFACTOR, LION):
-        with pytest.raises(ValueError, match=r"OneCycleLR changes `betas`.*cycle_momentum=False"):
-            run([ReplaceOptimizer(**options)], module=OneCycle())
-    run([ReplaceOptimizer("torch.AdamW", {"fused": True})], module=OneCycle(), max_epochs=1)
-
-
 def test_hyper_parameters_set_later():
     class Sets(Regression):
         def __init__(self, key, value):
@@ -554,7 +474,7 @@ def test_sparse_gradients_are_refused_before_a_weight_changes(callback):
     pl.seed_everything(0, verbose=False)
     module = Sparse(MAKE["SGD"] if isinstance(callback, Optimizer8bit) else adamw)
     before = weights(module)
-    with pytest.raises(ValueError, match=r"sparse gradient of a parameter of shape \(128, 64\).*sparse=False"):
+    with pytest.raises((ValueError, RuntimeError), match="sparse gradient"):  # torch's own for its classes
         run([callback], module=module)
     assert torch.equal(weights(module), before)
 

@@ -57,11 +57,6 @@ class Clears(pl.Callback):
         pass
 
 
-class ReadsLate(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        [parameter.grad for parameter in pl_module.parameters()]
-
-
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return iter([[torch.zeros(8)]])
@@ -108,8 +103,6 @@ SITUATIONS = {
     "hook": Situation(Hooked, rows),
     "own backward": Situation(OwnBackward, rows),
     "callback before clearing": Situation(Plain, rows, others=lambda: [Clears()]),
-    "callback that reads gradients late": Situation(Plain, rows, others=lambda: [ReadsLate()]),
-    "own generator": Situation(Plain, lambda: rows(shuffle=True, generator=torch.Generator())),
     "stream": Situation(Plain, lambda: DataLoader(Stream(), batch_size=None)),
     "no loader of torch": Situation(Plain, lambda: [[torch.zeros(4, 8)]]),
 }

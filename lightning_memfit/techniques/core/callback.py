@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import code_below, wrap_method
@@ -115,26 +113,6 @@ class Reversible:
         if self.rules_traces or not self.in_trace:
             self._check(trainer, pl_module)
         self.apply(trainer, pl_module)
-        self._check_states(trainer, pl_module)
-
-    def _check_states(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let a checkpoint's optimizer states be checked before they are loaded, whichever technique wrote them.
-
-        Loaded ones then lie in the order of their parameters, which may have had another memory format in that run.
-
-        Strategies that load states in a way of their own, as those that shard do, have states of other shapes.
-        """
-        if self.in_trace or type(trainer.strategy).load_optimizer_state_dict is not Strategy.load_optimizer_state_dict:
-            return
-
-        def load(inner: Callable[..., Any], checkpoint: Any) -> None:
-            from lightning_memfit.optim.states import checked_states  # which only a run that goes on needs
-
-            names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
-            with checked_states(trainer.strategy.optimizers, checkpoint["optimizer_states"], names):
-                inner(checkpoint)
-
-        self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load))
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the rule now, and once more when the module has built what isn't there yet."""
@@ -219,7 +197,6 @@ class TechniqueCallback(ReversibleCallback):
         finally:
             if applied:
                 self.apply(trainer, pl_module)
-                self._check_states(trainer, pl_module)
 
 
 def describe(counts: dict[Any, int]) -> str:

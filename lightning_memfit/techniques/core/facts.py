@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.extras import is_installed
@@ -34,35 +34,21 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """What decides the order of a training loader's samples."""
+    """What decides whether a training loader can have workers."""
 
     name: str = "DataLoader"
     """Its class; whether it is a `torch.utils.data.DataLoader` says `settable`."""
     settable: bool = True
     iterable: str = ""
     """Class of its data set if that is an IterableDataset."""
-    sampler: str = "SequentialSampler"
-    own_order: bool = True
-    """Whether the order of samples follows from the epoch alone."""
-    own_generator: bool = False
-    """Whether the sampler shuffles by a generator of its own."""
 
     @classmethod
     def of(cls, loader: Any) -> LoaderFacts:
         """Read them off a loader, without iterating over it."""
-        name = type(loader).__name__
         if not isinstance(loader, DataLoader):
-            return cls(name, settable=False)
+            return cls(type(loader).__name__, settable=False)
         iterable = type(loader.dataset).__name__ if isinstance(loader.dataset, IterableDataset) else ""
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        return cls(
-            name,
-            True,
-            iterable,
-            type(sampler).__name__,
-            isinstance(sampler, (SequentialSampler, DistributedSampler)),
-            getattr(sampler, "generator", None) is not None,
-        )
+        return cls(type(loader).__name__, True, iterable)
 
 
 @dataclass(frozen=True)
@@ -92,8 +78,6 @@ class Facts:
     """Whether there is a `transformers.PreTrainedModel`."""
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str = "norm"
-    loader: str = "DataLoader"
-    """Class name of the training loader."""
     loaders: tuple[LoaderFacts, ...] = ()
     """Every training loader; empty if they are not known."""
     compiler: bool | None = None
@@ -104,8 +88,6 @@ class Facts:
     """Which of torch's own implementations of attention every Hugging Face model can switch to."""
     batch_statistics: tuple[str, ...] = ()
     """Names of layers that normalise with statistics of their micro-batch while training."""
-    packages: frozenset[str] | None = None
-    """Those of `ASKED_PACKAGES` that are installed."""
 
     def who_looks(self, *hooks: str) -> str | None:
         """Words for the first hook of these names that looks at gradients; None if there is none."""
@@ -149,6 +131,10 @@ class Run:
         """Whether a callback of this class takes part."""
         return name in self.callbacks
 
+    def beside(self, conflicts: Mapping[str, str]) -> str | None:
+        """Reason and fix for the first callback of a table, which says of each class why it can't take part."""
+        return next((f"{why} Leave {name} out." for name, why in conflicts.items() if self.has(name)), None)
+
 
 _HOOKS = (
     "backward",
@@ -159,9 +145,6 @@ _HOOKS = (
     "optimizer_zero_grad",
 )
 """Hooks that may find no gradients, or not what they expect, under some techniques."""
-
-ASKED_PACKAGES = ("flash_attn", "flash_attn_interface", "kernels")
-"""Packages that an option of a technique may need, in addition to those that the technique always needs."""
 _OWN_ATTENTION = ("eager", "sdpa")
 
 
@@ -205,13 +188,11 @@ def read_facts(
         hugging_face=any(is_pretrained(child) for child in module.modules()) if built else None,
         gradient_clip_val=gradient_clip_val,
         gradient_clip_algorithm=algorithm,
-        loader=type(loader).__name__ if loader is not None else "DataLoader",
         loaders=tuple(LoaderFacts.of(one) for one in flat_loaders(loader)),
         compiler=has_compiler(device),
         callbacks=tuple(type(callback).__name__ for callback in callbacks if not hasattr(callback, "refusal")),
         attention=_attention(module) if built else None,
         batch_statistics=tuple(batch_statistics(module)),
-        packages=frozenset(name for name in ASKED_PACKAGES if is_installed(name)),
     )
 
 
@@ -323,13 +304,6 @@ def is_pretrained(module: nn.Module) -> bool:
     return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module or a part of it is compiled."""
-    return any(
-        child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
-    )
-
-
 def is_causal_lm(module: Any) -> bool:
     """Whether a module is a Hugging Face model with one output head, as causal and encoder-decoder LMs have.
 
@@ -341,8 +315,7 @@ def is_causal_lm(module: Any) -> bool:
         head = module.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return False
-    is_linear = isinstance(head, Linear) or isinstance(getattr(head, "base_layer", None), Linear)
-    return is_linear and any(child is head for child in module.modules())
+    return isinstance(head, Linear) and any(child is head for child in module.modules())
 
 
 def outermost_pretrained(module: nn.Module) -> list[Any]:

@@ -1,8 +1,6 @@
 import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.hooks import gradient_hooks, who_overrides
@@ -11,66 +9,6 @@ from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 
 def norm(module):
     return [p.grad.norm() for p in module.parameters()]
-
-
-class Directly(pl.Callback):
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        for p in pl_module.parameters():
-            print(p.grad)
-
-
-class Nested(pl.Callback):
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        print(sum(p.grad.sum() for p in pl_module.parameters()))
-
-
-class ByFunction(pl.Callback):
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        norm(pl_module)
-
-
-class ByMethod(pl.Callback):
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        self.look(pl_module)
-
-    def look(self, module):
-        norm(module)
-
-
-class ByLightning(pl.Callback):
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        pl_module.log_dict(grad_norm(pl_module, 2))
-
-
-class Other(pl.Callback):
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        x = torch.ones(1, requires_grad=True)
-        torch.autograd.grad(x.sum(), x)
-        torch.func.grad(torch.sum)(x)
-        pl_module.log("lr", trainer.optimizers[0].param_groups[0]["lr"])
-
-    def on_after_backward(self, trainer, pl_module):
-        norm(pl_module)
-
-
-@pytest.mark.parametrize(
-    ("callback", "expected"),
-    [
-        (Directly(), True),
-        (Nested(), True),
-        (ByFunction(), True),
-        (ByMethod(), True),
-        (ByLightning(), True),
-        (LambdaCallback(on_train_batch_end=lambda trainer, module, *args: norm(module)), True),
-        (LambdaCallback(on_train_batch_end=lambda trainer, module, *args: None), False),
-        (Other(), False),
-        (LearningRateMonitor(), False),
-        (HostMasterWeights(), False),
-    ],
-)
-def test_hooks_that_read_gradients_are_known_by_their_code(callback, expected):
-    found = dict(gradient_hooks(pl.LightningModule(), [callback])).get("on_train_batch_end")
-    assert found == (f"`on_train_batch_end` of the callback {type(callback).__name__}" if expected else None)
 
 
 def test_overridden_hooks():

@@ -1,24 +1,7 @@
 """Optimizers to convert, shared by the tests of this folder."""
 
+import bitsandbytes
 import torch
-from torch.optim import Optimizer
-
-
-class Lion(Optimizer):
-    """Chen et al., 2023, arXiv 2302.06675, algorithm 2: what any class called Lion computes."""
-
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(momentum.lerp(p.grad, 1 - group["betas"][0]).sign(), alpha=group["lr"])
-                momentum.lerp_(p.grad, 1 - group["betas"][1])
-
 
 CASES = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-6}),
@@ -26,5 +9,19 @@ CASES = {
     "Adam": (torch.optim.Adam, {"lr": 1e-2}),
     "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1}),
-    "Lion": (Lion, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}),
+    "Lion": (bitsandbytes.optim.Lion, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}),
 }
+
+
+def check_states(optimizer):
+    """States have the promised width, shape and number of scales."""
+    for parameter, state in optimizer.state.items():
+        if not parameter.numel():
+            continue
+        bits = optimizer.state_widths.bits_of(parameter)
+        for key in {"state1", "state2"} & state.keys():
+            assert state[key].dtype is (torch.uint8 if bits == 8 else torch.float32)
+            assert not state[key].numel() % parameter.numel()
+            if bits == 8:
+                scales = -(-parameter.numel() // 256) * (state[key].numel() // parameter.numel())
+                assert state[key.replace("state", "absmax")].numel() == scales

@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_memfit.memory.ledger import StorageLedger
-from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
+from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.float32_step import Float32Step, default_chunk, pieces_of
 from lightning_memfit.optim.gradient_release import GradientRelease
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Stochastic
-from tests.numerics.optim.cases import CASES, Lion
+from tests.numerics.optim.cases import CASES, check_states
 
 SHAPES = [(96, 128), (16,), (5000,)]
 
@@ -191,7 +191,7 @@ def test_other_checkpoints_are_refused():
     ours = weights()
     plain = torch.optim.AdamW(ours)
     train(plain, ours, range(1))
-    with pytest.raises(ValueError, match=r"of a run without StochasticRounding.*rounding=\"stochastic\""):
+    with pytest.raises(ValueError, match="written with no StochasticRounding.*rounding='stochastic'"):
         Float32Step(torch.optim.AdamW(ours), Stochastic()).load_state_dict(plain.state_dict())
 
 
@@ -288,7 +288,6 @@ def test_scratch_memory_is_bounded(kwargs, rounding, factor):
         (lambda: torch.optim.AdamW([*weights(), nn.Parameter(torch.ones(2, dtype=torch.float16))]), "float16"),
         (lambda: torch.optim.LBFGS(weights()), "LBFGS.*which stepping bfloat16 weights in float32"),
         (lambda: torch.optim.Adagrad(weights()), "Adagrad"),
-        (lambda: torch.optim.AdamW(weights(), capturable=True), "capturable"),
     ],
 )
 def test_refusals(make, message):
@@ -299,30 +298,9 @@ def test_refusals(make, message):
 def test_refuses_optimizers_that_have_stepped_and_small_chunks():
     ours = weights()
     optimizer = torch.optim.AdamW(ours)
-    with pytest.raises(ValueError, match="chunk_elements=1"):
-        Float32Step(optimizer, Stochastic(), 1)
     train(optimizer, ours, range(1))
     with pytest.raises(ValueError, match="has states already"):
         Float32Step(optimizer, Stochastic())
-
-
-def test_an_optimizer_that_exchanges_memory_is_refused():
-    class Lion(torch.optim.SGD):
-        def step(self):
-            for p in self.param_groups[0]["params"]:
-                p.data = p.data - p.grad
-
-    ours = weights()
-    give_gradients(ours, 0)
-    with pytest.raises(ValueError, match=r"Lion gives weights other memory"):
-        Float32Step(Lion(ours, lr=1e-2), Stochastic()).step()
-
-
-def test_a_lion_of_unknown_origin_is_stepped_whole():
-    ours = weights()
-    optimizer = Float32Step(Lion(ours, lr=1e-2), Stochastic(), 4096)
-    train(optimizer, ours, range(1))
-    assert [len(list(optimizer._chunks()))] == [3]
 
 
 def test_parts_of_paged_states_are_marked_as_paged():

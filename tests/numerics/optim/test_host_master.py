@@ -151,13 +151,16 @@ def test_closures_are_evaluated_with_the_weights_of_the_device():
 
     def train(net, parameters, rounded, host=None):
         optimizer = torch.optim.LBFGS(parameters, lr=0.1, max_iter=4)
-        if host:
-            HostMaster(optimizer)
+        masters = HostMaster(optimizer) if host else None
 
         def closure():
+            if masters:
+                masters.run_model()
             optimizer.zero_grad()
             loss = (rounded(net, inputs(0)).float() ** 2).mean()
             loss.backward()
+            if masters:
+                masters.show()
             return loss
 
         return [float(optimizer.step(closure)) for _ in range(3)]
@@ -263,7 +266,7 @@ def test_states_and_gradients_of_another_memory_format_keep_their_elements(in_cl
         torch.manual_seed(0)
         net = nn.Conv2d(3, 8, 3).to(torch.bfloat16, memory_format=weights)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        host = HostMaster(optimizer, runs_in_closures=False)
+        host = HostMaster(optimizer)
         if saved is not None:
             optimizer.load_state_dict(copy.deepcopy(saved))
         step_with(net, optimizer, host, in_closure, lambda grad, to=gradients: grad.contiguous(memory_format=to))

@@ -188,17 +188,6 @@ def test_keeping_an_optimizer_changes_nothing():
 # --- parameters taken out -------------------------------------------------------------------------------------------
 
 
-class Around(torch.optim.Optimizer):
-    """Steps by another optimizer, whose groups it shares."""
-
-    def __init__(self, params):
-        self.inner = torch.optim.Adagrad(params, lr=0.1)
-        super().__init__(self.inner.param_groups, {})
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
 def named(parameters):
     if "param_names" not in torch.optim.SGD([("a", nn.Parameter(torch.ones(1)))]).param_groups[0]:
         pytest.skip("torch names no parameters of optimizers before 2.6")
@@ -209,7 +198,6 @@ LEFT = {
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
     "named": named,
-    "around another": Around,
 }
 
 
@@ -235,17 +223,8 @@ def test_what_is_left_steps_and_is_saved_as_if_the_rest_had_never_been_there(mak
     parameters, optimizer = run(True)
     expected, alone = run(False)
     assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
-    for ours, theirs in ((optimizer, alone), (getattr(optimizer, "inner", optimizer), getattr(alone, "inner", alone))):
-        saved, wanted = ours.state_dict(), theirs.state_dict()
-        assert saved["state"].keys() == wanted["state"].keys()
-        groups = [{**group, "param_names": None} for group in saved["param_groups"]]
-        assert groups == [{**group, "param_names": None} for group in wanted["param_groups"]]
+    saved, wanted = optimizer.state_dict(), alone.state_dict()
+    assert saved["state"].keys() == wanted["state"].keys()
+    groups = [{**group, "param_names": None} for group in saved["param_groups"]]
+    assert groups == [{**group, "param_names": None} for group in wanted["param_groups"]]
     assert optimizer.param_groups[0].get("param_names", ["p1", "p3"]) == ["p1", "p3"]
-
-
-def test_an_optimizer_with_a_list_of_its_own_is_refused():
-    parameters = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)]
-    optimizer = torch.optim.SGD(parameters)
-    optimizer.order = {"slow": [parameters[1]]}
-    with pytest.raises(ValueError, match="SGD keeps parameters that are frozen in its attribute `order`"):
-        take_out(optimizer, lambda p: not p.requires_grad)

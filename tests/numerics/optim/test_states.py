@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lightning_memfit.optim.eight_bit import check_states, to_bitsandbytes
+from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
-from lightning_memfit.optim.states import MOMENTS, NUMBERED, RECORD, Resume, families_of, moments_of
-from tests.numerics.optim.cases import CASES, Lion
+from lightning_memfit.optim.states import RECORD, Resume, families_of, moments_of
+from tests.numerics.optim.cases import CASES, check_states
 
 FAMILY_OF = {"AdamW": "Adam", "AdamW-fused": "Adam", "Adam": "Adam"}
+OF_TORCH = [name for name, (cls, _) in CASES.items() if cls.__module__.startswith("torch.")]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -47,7 +48,7 @@ def through_a_file(state_dict):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OF_TORCH)
 def test_32_bit_states_are_those_of_torch_through_saving(name, dtype):
     cls, kwargs = CASES[name]
     shapes = [(33, 129), (1024, 1), (7,), ()]
@@ -73,7 +74,7 @@ def test_32_bit_states_are_those_of_torch_through_saving(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OF_TORCH)
 def test_8_bit_states_stay_close_to_those_of_torch(name, dtype):
     cls, kwargs = CASES[name]
     ours = parameters((64, 129), dtype=dtype)
@@ -197,7 +198,7 @@ def test_dtypes_of_which_a_part_would_be_lost_are_refused(dtype):
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=f"Parameter group 1 holds a {dtype}"):
+    with pytest.raises(ValueError, match=f"computes in float32, which a {dtype} parameter"):
         optimizer.step()
     assert torch.equal(optimizer.param_groups[0]["params"][0], before)
 
@@ -245,16 +246,6 @@ def manager():
     found.index2config.clear()
 
 
-def test_overrides_of_other_parameters_change_nothing(manager):
-    (other,), (ours,), (reference,) = (parameters((64, 64)) for _ in range(3))
-    manager.override_config(other, key_value_dict={"lr": 100.0, "optim_bits": 32})
-    manager.register_parameters([other])
-    train(to_bitsandbytes(torch.optim.AdamW([ours])), [ours], range(2))
-    manager.index2config.clear()
-    train(to_bitsandbytes(torch.optim.AdamW([reference])), [reference], range(2))
-    assert torch.equal(ours, reference)
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_an_override_counts_whenever_it_was_registered(manager, before):
     first, second = parameters((64, 64), (64, 64))
@@ -275,33 +266,6 @@ def test_hooks_for_saving_and_loading_run():
     optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == ["before", "after"]
-
-
-# --- other moments ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("bits", [8, 32])
-@pytest.mark.filterwarnings("ignore:Paged optimizers")
-def test_ademamix_in_all_widths(bits, scheduled):
-    """`AdEMAMix32bit` of bitsandbytes 0.50 makes its first state of half the size that its kernel writes to."""
-    kwargs = {"lr": 1e-3, "t_alpha": 20, "t_beta3": 20} if scheduled else {"lr": 1e-3}
-    (ours,), (reference,) = (parameters((64, 128)) for _ in range(2))
-    optimizer = to_bitsandbytes(bnb.optim.AdEMAMix([ours], **kwargs), bits=bits, paged=bits == 32)
-    train(optimizer, [ours], range(5))
-    train(bnb.optim.AdEMAMix([reference], **kwargs), [reference], range(5))
-    assert optimizer.state[ours]["state1"].shape == (2, 64, 128)
-    start = parameters((64, 128))[0]
-    assert (ours - reference).norm() / (reference - start).norm() < (1e-5 if bits == 32 else 0.1)
-    wide = to_bitsandbytes(bnb.optim.AdEMAMix([ours], **kwargs), bits=32)
-    wide.load_state_dict(through_a_file(optimizer.state_dict()))
-    expected = moments_of(optimizer.state[ours], "AdEMAMix")[1]
-    for key, name in zip(NUMBERED, MOMENTS["AdEMAMix"], strict=True):
-        assert torch.equal(wide.state[ours][key], expected[name])
-    narrow = to_bitsandbytes(bnb.optim.AdEMAMix([ours], **kwargs))
-    narrow.load_state_dict(wide.state_dict())
-    for name, value in moments_of(narrow.state[ours], "AdEMAMix")[1].items():
-        assert (value - expected[name]).norm() < 0.02 * expected[name].norm()
 
 
 # --- from one to another ----------------------------------------------------------------------------------------------
@@ -338,18 +302,6 @@ def test_moments_go_from_every_adam_to_every_other(source, target):
     assert optimizer.state_dict()[RECORD]["family"] == "Adam"
 
 
-def test_hyper_parameters_under_other_names_are_another_librarys():
-    (p,) = parameters((64, 64))
-    saved = bnb.optim.SGD8bit([p], lr=0.1, momentum=0.7)
-    train(saved, [p], range(1))
-    optimizer = exchange(torch.optim.SGD([p], lr=1.0, momentum=0.9), "torch.SGD")
-    with pytest.raises(ValueError, match=r"are of SGD and can't go on as those of SGD \(torch.SGD\)"):
-        optimizer.load_state_dict(saved.state_dict())
-    back = to_bitsandbytes(bnb.optim.SGD([p], lr=1.0, momentum=0.9))
-    back.load_state_dict(saved.state_dict())
-    assert (back.param_groups[0]["betas"][0], back.param_groups[0]["lr"]) == (0.7, 0.1)
-
-
 def test_bitsandbytes_itself_loads_our_8_bit_states():
     ours, theirs = parameters((64, 64)), parameters((64, 64))
     optimizer = to_bitsandbytes(torch.optim.AdamW(ours, lr=1e-2))
@@ -377,19 +329,16 @@ FAMILIES = {
     torch.optim.SGD: "SGD",
     bnb.optim.Adam: "Adam",
     bnb.optim.AdamW8bit: "Adam",
-    bnb.optim.AdEMAMix: "AdEMAMix",
-    bnb.optim.AdEMAMix8bit: "AdEMAMix",
     bnb.optim.Lion: "Lion",
     bnb.optim.Lion8bit: "Lion",
     bnb.optim.RMSprop8bit: "RMSprop",
     bnb.optim.SGD8bit: "SGD",
-    Lion: "Lion",
 }
 OTHERS = [
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "Rprop", "Adafactor")
     if hasattr(torch.optim, name)
-]
+] + [bnb.optim.AdEMAMix, bnb.optim.AdEMAMix8bit]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_what_cannot_stand_beside_micro_batching_is_not_planned_for_a_recipe_tha
     free, cut = made_workload(1000), replace(made_workload(1000), batching={})
     assert not free.is_cut(Setting(2, 4))
     assert cut.is_cut(Setting(2, 4))
-    assert "HostMasterWeights uses gradients up" in str(conflict(setting, cut))
+    assert "Leave HostMasterWeights out" in str(conflict(setting, cut))
     assert conflict(setting, free) is None
 
 
