@@ -59,17 +59,6 @@ def plain_name(name: str) -> str:
     return name.replace(f".{_BASE}", ".")
 
 
-def with_adapted_names(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Entries of a plain state dictionary by their names beside adapters, for the layers that have one."""
-    adapted = set(names)
-
-    def renamed(name: str) -> str:
-        owner, _, own = name.rpartition(".")
-        return f"{owner}.{_BASE}{own}" if owner in adapted else name
-
-    return {renamed(name): value for name, value in entries.items()}
-
-
 def refuse_incomplete(record: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that lacks some of what was trained.
 
@@ -78,12 +67,11 @@ def refuse_incomplete(record: Mapping[str, Any], entries: Mapping[str, Any]) -> 
     """
     wanted = [f"{name}.lora_{part}.default.weight" for name in record["layers"] for part in "AB"]
     plain = {plain_name(name) for name in entries}
-    missing = [name for name in (*wanted, *record["trained"]) if name not in plain]
-    if missing:
+    missing = next((name for name in (*wanted, *record["trained"]) if name not in plain), None)
+    if missing is not None:
         raise ValueError(
-            f"`ckpt_path` lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + ", "
-            "which its run has trained: something has taken them out. Use a checkpoint that has them; without them the "
-            "module would compute something else."
+            f"`ckpt_path` lacks {missing}, which its run has trained: something has taken it out. Use a checkpoint "
+            "that has it."
         )
 
 
@@ -93,20 +81,13 @@ def refuse_others(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If rank, scale, layers, bits or frozen weights are others.
     """
-    fix = (
-        "Resume with the same arguments, or merge the checkpoint into the module "
-        "(`lightning_memfit.merged_state_dict`) and train new adapters from there."
-    )
-    for key in ("rank", "alpha", "layers"):
+    for key in ("rank", "alpha", "layers", "bits"):
         if theirs[key] != ours[key]:
-            differ = sorted(set(theirs[key]) ^ set(ours[key])) if key == "layers" else []
-            detail = (
-                f"{len(differ)} differ, such as {differ[0]}" if differ else f"{theirs[key]} there, {ours[key]} here"
+            found = sorted(set(theirs[key]) ^ set(ours[key])) if key == "layers" else f"{theirs[key]}, not {ours[key]}"
+            raise ValueError(
+                f"`ckpt_path` has adapters of other {key} ({found}). Resume with the same arguments, or merge the "
+                "checkpoint into the module (`lightning_memfit.merged_state_dict`) and train new adapters from there."
             )
-            raise ValueError(f"`ckpt_path` has adapters of other {key} ({detail}). {fix}")
-    if theirs["bits"] != ours["bits"]:
-        found, here = (f"{one['bits']} bits" if one["bits"] else "their own precision" for one in (theirs, ours))
-        raise ValueError(f"`ckpt_path` has adapters trained beside weights in {found}, here they are in {here}. {fix}")
     if None not in (theirs["base"], ours["base"]) and theirs["base"] != ours["base"]:
         raise ValueError(
             "`ckpt_path` has adapters for other frozen weights than the module's. Start from the same weights, in "

@@ -53,10 +53,9 @@ def linear_layers(
         chosen = {name: child for name, child in chosen.items() if name not in left_out}
         if not chosen:
             reasons = "".join(f" {name}: {reason}." for name, reason in list(left_out.items())[:3])
-            kinds = sorted({type(c).__name__ for c in module.modules() if isinstance(c, Linear) and not is_linear(c)})
-            others = f" {', '.join(kinds)} may compute something else than nn.Linear." if kinds else ""
             raise ValueError(
-                f"{type(module).__name__} has no linear layer (nn.Linear or Conv1D) besides its heads.{others}{reasons}"
+                f"{type(module).__name__} has no linear layer (nn.Linear or Conv1D, no subclass of them) besides its "
+                f"heads.{reasons}"
             )
         return chosen, left_out
     wanted = [names] if isinstance(names, str) else list(names)
@@ -75,18 +74,11 @@ def linear_layers(
 
 
 def _not_found(module: nn.Module, name: str, found: Collection[str]) -> str:
-    others = [full for full, _ in module.named_modules() if full and _fits(full, name)]
-    if others:
-        kind = type(module.get_submodule(others[0])).__name__
-        return (
-            f"{name!r} fits {others[0]} of {type(module).__name__}, a {kind}: only nn.Linear and Conv1D themselves are "
-            "changed, as a subclass may compute something else. Leave it out of `target_modules`."
-        )
     known = sorted({full.rpartition(".")[2] for full in found})
     closest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
     return (
-        f"{name!r} is the end of no linear layer's name in {type(module).__name__}. Closest: "
-        f"{', '.join(closest) or 'none'}."
+        f"{name!r} is the end of no name of an nn.Linear or a Conv1D (subclasses may compute something else) in "
+        f"{type(module).__name__}. Closest: {', '.join(closest) or 'none'}."
     )
 
 

@@ -86,17 +86,8 @@ def take_out(module: nn.Module) -> None:
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> None:
-    """Add `scale * b @ a` to a weight of shape `(out, in)`, or `(in, out)` where it is transposed, in place.
-
-    Where the device has no room for it at the end of a run, the sum is made on the host.
-    """
+    """Add `scale * b @ a` to a weight of shape `(out, in)`, or `(in, out)` where it is transposed, in place."""
     left, right = (a.T, b.T) if transposed else (b, a)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    for device in (weight.device, torch.device("cpu")):
-        try:
-            factors = (left.to(device, dtype), right.to(device, dtype))
-            weight.copy_(weight.to(device, dtype, copy=True).addmm_(*factors, alpha=scale))
-            return
-        except torch.OutOfMemoryError as error:
-            failed = error
-    raise failed
+    factors = (left.to(weight.device, dtype), right.to(weight.device, dtype))
+    weight.copy_(weight.to(dtype, copy=True).addmm_(*factors, alpha=scale))

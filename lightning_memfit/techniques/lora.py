@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,7 +22,6 @@ from lightning_memfit.adapters.checkpoint import (
     merged_state_dict,
     refuse_incomplete,
     refuse_others,
-    with_adapted_names,
 )
 from lightning_memfit.adapters.linears import AUTO, is_conv1d, is_quantized, linear_layers
 from lightning_memfit.extras import require
@@ -42,6 +40,11 @@ from lightning_memfit.techniques.quantized_weights import QuantizedWeights, call
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
 
+_CONFLICTS = {
+    "HostMasterWeights": "adapters are small, and there is nothing to keep on the host.",
+    "StochasticWeightAveraging": "it copies the module before it has adapters; EMAWeightAveraging, listed last, works.",
+    "ModelPruning": "it replaces the weights of layers, which are frozen below adapters.",
+}
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 _merged: "weakref.WeakKeyDictionary[nn.Module, _Merged]" = weakref.WeakKeyDictionary()
@@ -205,13 +208,11 @@ class Lora(TechniqueCallback):
                     self._inject(trainer, pl_module)
                 if self._record is not None:
                     self._complete(pl_module, checkpoint)
-            elif loads_late and adapted_layers(pl_module):
-                raise ValueError(
-                    "Lora: `ckpt_path` was not written by a run with Lora, and this strategy can't load it below "
-                    "adapters. Load its weights in `configure_model`, or begin on one device."
-                )
             elif adapted_layers(pl_module):
-                self._start_from(pl_module, checkpoint)
+                raise ValueError(
+                    "Lora: `ckpt_path` was not written by a run with Lora. To begin on its weights, load them before "
+                    "(`load_from_checkpoint`, or in `configure_model`), and give no `ckpt_path`."
+                )
 
         from lightning_memfit.adapters.lora import adapted_layers
 
@@ -221,22 +222,6 @@ class Lora(TechniqueCallback):
             strict, pl_module.strict_loading = pl_module.strict_loading, False
             self.on_restore(lambda: setattr(pl_module, "strict_loading", strict))
             trainer.strategy.exclude_frozen_parameters = True  # type: ignore[attr-defined]  # of DeepSpeed's
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn of adapters that nothing was learned for."""
-        from lightning_memfit.adapters.lora import NAME, adapted_layers, is_fake
-
-        if trainer.global_step and not is_fake(pl_module) and not is_divided(pl_module):
-            layers = adapted_layers(pl_module)
-            idle = sorted(name for name, layer in layers.items() if not bool(layer.lora_B[NAME].weight.any()))
-            if idle:
-                more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
-                rank_zero_warn(
-                    f"Lora: {', '.join(idle[:3])}{more} learned nothing: no gradient reached the adapters, as the loss "
-                    "doesn't depend on these layers, or code beside them reads their weights. Leave them out of "
-                    "`target_modules`."
-                )
 
     @override
     def on_save_checkpoint(
@@ -261,7 +246,6 @@ class Lora(TechniqueCallback):
                     "out, or merge them first (merge_and_unload)."
                 )
             return
-        _refuse_unready(module)
         layers, left_out = linear_layers(module, self.target_modules)
         whole = [_named(module, name) for name in self.train]
         inside = {id(part) for child in whole for part in child.modules()}
@@ -393,36 +377,12 @@ class Lora(TechniqueCallback):
         base = layer.get_base_layer()
         return next((q.waiting[base] for q in self._quantizers if base in q.waiting), base)
 
-    def _start_from(self, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Make of a checkpoint without adapters, in place, one that training begins from with new adapters."""
-        from lightning_memfit.adapters.lora import adapted_layers
-
-        assert self._record is not None
-        layers, saved = adapted_layers(module), checkpoint["state_dict"]
-        entries = with_adapted_names(saved, layers)
-        for quantizer in self._quantizers:
-            quantizer.load(module, entries)
-        own = module.state_dict()
-        adapters = {name: value for name, value in own.items() if ".lora_" in name}
-        checkpoint["state_dict"] = versioned(entries | adapters, joined_versions(own, saved))
-        self._record["base"] = None
-        for key in ("loops", "callbacks", "current_model_state", "averaging_state"):
-            checkpoint.pop(key, None)
-        checkpoint.update(optimizer_states=[], lr_schedulers=[])
-        self.announce(
-            "`ckpt_path` was not written by a run with Lora. Adapters begin on its weights, with new optimizer states "
-            "and counters."
-        )
-
 
 def _named(module: nn.Module, name: str) -> nn.Module:
     names = [full for full, _ in module.named_modules(remove_duplicate=False) if full]
     if name not in names:
-        closest = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3])
-        raise ValueError(
-            f"Lora: `train` names {name!r}, which is no module of {type(module).__name__}. "
-            f"Closest: {closest or 'none'}."
-        )
+        closest = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3] or ["none"])
+        raise ValueError(f"Lora: `train` names {name!r}, no module of {type(module).__name__}. Closest: {closest}.")
     return module.get_submodule(name)
 
 
@@ -435,20 +395,7 @@ def _refused_beside(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
         name = type(other).__name__
         if isinstance(other, WeightAveraging) and place < callbacks.index(callback):
             return f"{name} stands before it and has copied the module without adapters. List {name} last."
-        if isinstance(other, StochasticWeightAveraging):
-            return f"{name} copies the module before it has adapters. Use EMAWeightAveraging, listed last."
-        if isinstance(other, ModelPruning):
-            return f"{name} replaces the weights of layers, which are frozen below adapters. Leave one of them out."
     return None
-
-
-def _refuse_unready(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"Lora: {name} has no shape before a first batch. Run one through the module before training, or give "
-                "its layer's size."
-            )
 
 
 def _trainable_only(optimizer: Optimizer, seen: list[Optimizer]) -> Optimizer:
@@ -474,11 +421,9 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return f"{run.strategy} can't divide weights that have adapters. Use `memfit_fsdp2`, ZeRO or DDP."
     if run.has("QuantizedWeights") and run.strategy not in _STRATEGIES[:2]:
         return f"{run.strategy} can't divide weights in 4 or 8 bits. Leave QuantizedWeights out, or use DDP."
-    if run.has("HostMasterWeights"):
-        return "adapters are small, and there is nothing to keep on the host. Leave HostMasterWeights out."
     if run.callbacks.count("Lora") > 1:
         return "there are two of it. Give one all `target_modules`."
-    return None
+    return run.beside(_CONFLICTS)
 
 
 _LORA = CallbackSpec("lightning_memfit.techniques.lora.Lora")

@@ -4,7 +4,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from torch import nn
 from typing_extensions import override
 
@@ -15,6 +14,13 @@ from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import Options
+
+_AVERAGES = "it would average codes, which stand for no numbers."
+_CONFLICTS = {
+    "WeightAveraging": _AVERAGES,
+    "EMAWeightAveraging": _AVERAGES,
+    "BackboneFinetuning": "it unfreezes weights, and quantized ones can't be trained.",
+}
 
 
 class QuantizedWeights(TechniqueCallback):
@@ -52,10 +58,7 @@ class QuantizedWeights(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work. `Lora` has the weights quantized before it adds its adapters."""
-        reason = replaces_layers(trainer) or _refused_beside(trainer)
-        if reason is not None:
-            raise ValueError(f"QuantizedWeights: {reason}")
+        """Change nothing yet: `Lora` has the weights quantized before it adds its adapters."""
 
     def quantize(self, module: nn.Module, trained: Collection[int] = ()) -> None:
         """Replace the chosen layers; what was quantized before, such as by `BitsAndBytesConfig`, stays as it is.
@@ -99,16 +102,6 @@ class QuantizedWeights(TechniqueCallback):
         renewed = {made: quantized(layer, self.bits) for made, layer in self.waiting.items()}
         replace_layers(module, {id(made): new for made, new in renewed.items()})
         self.waiting = {renewed[made]: layer for made, layer in self.waiting.items()}
-
-    def load(self, module: nn.Module, entries: dict[str, Any]) -> None:
-        """Take the weights of quantized layers out of a state dictionary, and quantize them."""
-        for name, made in list(module.named_modules()):
-            if made in self.waiting and f"{name}.weight" in entries:
-                self.waiting[made].weight.data.copy_(entries[f"{name}.weight"])  # type: ignore[operator]
-                entries[f"{name}.weight"] = None
-        self.renew(module)
-        own = module.state_dict()
-        entries.update({name: own[name] for name, value in entries.items() if value is None})
 
     def put_back(self, module: nn.Module, on_host: bool = False) -> None:
         """Give layers their weights again, in the precision that the rest of the module has now.
@@ -154,21 +147,10 @@ def replaces_layers(trainer: pl.Trainer) -> str | None:
     return None
 
 
-def _refused_beside(trainer: pl.Trainer) -> str | None:
-    """Reason and fix if another callback would average codes or train what can't be trained."""
-    for other in callbacks_of(trainer):
-        name = type(other).__name__
-        if isinstance(other, WeightAveraging):
-            return f"{name} would average codes, which stand for no numbers. Leave one of them out."
-        if isinstance(other, BaseFinetuning):
-            return f"{name} unfreezes weights, and quantized ones can't be trained. Leave one of them out."
-    return None
-
-
 def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None if weights can be quantized."""
     if not run.has("Lora"):
         return "quantized weights can't be trained, and nothing else is. List Lora beside it."
     if run.callbacks.count("QuantizedWeights") > 1:
         return "there are two of it. Leave one out."
-    return None
+    return run.beside(_CONFLICTS)

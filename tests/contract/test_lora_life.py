@@ -22,13 +22,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import lightning_memfit
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
-from lightning_memfit.adapters.lora import adapted_layers, add_product
+from lightning_memfit.adapters.lora import adapted_layers
 from lightning_memfit.adapters.quantized import quantized
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.profile.fake import turn_fake
@@ -233,12 +232,7 @@ REFUSED = {
     "a layer that is no plain one": (
         {"build": lambda self: setattr(self, "attention", nn.MultiheadAttention(64, 4))},
         ["out_proj"],
-        "NonDynamicallyQuantizableLinear",
-    ),
-    "lazy": (
-        {"build": lambda self: setattr(self, "lazy", nn.LazyLinear(3))},
-        "auto",
-        "no shape before a first batch",
+        "subclasses may compute something else",
     ),
 }
 
@@ -248,26 +242,11 @@ REFUSED = {
 def test_what_an_adapter_cannot_reach_is_refused_before_a_weight_changes(name):
     arguments, targets, message = REFUSED[name]
     module = net(**arguments)
-    before = [p.detach().clone() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
+    before = [p.detach().clone() for p in module.parameters()]
     with pytest.raises(ValueError, match=message):
         fitted([Lora(4, target_modules=targets)], module)
-    after = [p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert bool(adapted_layers(module)) == (name == "adapters of peft")
-
-
-@pytest.mark.parametrize(
-    ("unused", "target_modules", "name"),
-    [
-        (lambda: nn.Linear(64, 64), "auto", "unused"),
-        (lambda: nn.ModuleDict({"head": nn.Linear(64, 64)}), ["head"], r"unused\.head"),
-    ],
-    ids=["auto", "a name that ends like another"],
-)
-def test_says_which_adapters_learned_nothing(unused, target_modules, name):
-    module = net(build=lambda self: setattr(self, "unused", unused()))
-    with pytest.warns(UserWarning, match=f"{name} learned nothing"):
-        fitted([Lora(4, target_modules=target_modules)], module)
 
 
 def test_weights_are_merged_as_peft_merges_them():
@@ -601,7 +580,7 @@ def test_averaging_that_would_break_is_refused():
     for averaging in (EMAWeightAveraging(), EMAWeightAveraging(use_buffers=False)):
         with pytest.raises(ValueError, match="would average codes"):
             fitted([QuantizedWeights(8), Lora(4), averaging])
-    with pytest.raises(ValueError, match="BackboneFinetuning unfreezes"):
+    with pytest.raises(ValueError, match="unfreezes weights.*Leave BackboneFinetuning out"):
         fitted([QuantizedWeights(8), Lora(4), BackboneFinetuning()])
 
 
@@ -650,31 +629,20 @@ def test_what_another_callback_leaves_frozen_stays_so():
 # --- checkpoints of other runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LORA)
-def test_adapters_begin_on_the_weights_of_a_plain_checkpoint(tmp_path, name):
-    full, run = fitted([])
-    run.save_checkpoint(tmp_path / "full.ckpt")
-    started, _ = fitted(fresh(name), ckpt_path=tmp_path / "full.ckpt")
-    module = net()
-    module.load_state_dict(full.state_dict())
-    expected, again = fitted(fresh(name), module)
-    assert_same_weights(started, expected)
-    assert len(started.losses) == len(expected.losses)
-    again.save_checkpoint(tmp_path / "adapters.ckpt")
-    # The checkpoint of that run belongs to the weights it began from.
-    base = net()
-    base.load_state_dict(full.state_dict())
-    trainer(fresh(name)).test(base, loader(1), ckpt_path=tmp_path / "adapters.ckpt", verbose=False)
+def test_a_plain_checkpoint_is_refused_with_the_way_out(tmp_path):
+    fitted([])[1].save_checkpoint(tmp_path / "full.ckpt")
+    with pytest.raises(ValueError, match=r"not written by a run with Lora.*load_from_checkpoint"):
+        fitted(fresh(), ckpt_path=tmp_path / "full.ckpt")
 
 
 @pytest.mark.parametrize(
     ("writer", "reader", "message"),
     [
-        ([Lora(4)], [Lora(8)], r"other rank \(4 there, 8 here\)"),
+        ([Lora(4)], [Lora(8)], r"other rank \(4, not 8\)"),
         ([Lora(4)], [Lora(4, alpha=8)], r"other alpha"),
-        ([Lora(4)], [Lora(4, target_modules=["head"])], r"other layers \(1 differ, such as backbone.1"),
-        ([Lora(4)], [QuantizedWeights(4), Lora(4)], "here they are in 4 bits"),
-        ([QuantizedWeights(4), Lora(4)], [QuantizedWeights(8), Lora(4)], "4 bits, here they are in 8"),
+        ([Lora(4)], [Lora(4, target_modules=["head"])], r"other layers \(\['backbone.1'\]\)"),
+        ([Lora(4)], [QuantizedWeights(4), Lora(4)], r"other bits \(None, not 4\)"),
+        ([QuantizedWeights(4), Lora(4)], [QuantizedWeights(8), Lora(4)], r"other bits \(4, not 8\)"),
     ],
 )
 def test_other_adapters_are_refused_with_the_way_out(tmp_path, writer, reader, message):
@@ -922,44 +890,6 @@ def test_after_an_error_original_weights_stay_in_host_memory(order):
     for name, (first, second) in fails.adapters.items():
         weight = module.get_submodule(name).weight
         torch.testing.assert_close(weight, before.get_submodule(name).weight + 4.0 * second @ first, msg=name)
-
-
-class NoRoom(TorchDispatchMode):
-    """Lets the first products run out of memory."""
-
-    def __init__(self, failures):
-        super().__init__()
-        self.failures = failures
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.addmm_.default and self.failures:
-            self.failures -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
-        return func(*args, **(kwargs or {}))
-
-
-def test_adapters_are_merged_on_the_host_where_the_device_has_no_room():
-    weight, first, second = torch.ones(6, 4), torch.randn(2, 4), torch.randn(6, 2)
-    expected = weight + 0.5 * second @ first
-    with NoRoom(1) as room:
-        add_product(weight, first, second, 0.5, transposed=False)
-    assert not room.failures
-    torch.testing.assert_close(weight, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_adapters_are_merged_on_a_full_card():
-    weight, first, second = torch.ones(4096, 4096).cuda(), torch.randn(8, 4096).cuda(), torch.randn(4096, 8).cuda()
-    expected = weight.cpu() + 0.5 * second.cpu() @ first.cpu()
-    torch.cuda.empty_cache()
-    share = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(share + 1e-6)
-    try:
-        add_product(weight, first, second, 0.5, transposed=False)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.testing.assert_close(weight.cpu(), expected)
 
 
 class Breaks(Lora):

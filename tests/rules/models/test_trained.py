@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from lightning_memfit.adapters import lora
-from lightning_memfit.adapters.checkpoint import KEY, base_checksum, plain_name, with_adapted_names, write_peft_folder
+from lightning_memfit.adapters.checkpoint import KEY, base_checksum, plain_name, write_peft_folder
 from lightning_memfit.adapters.linears import is_conv1d, linear_layers
 from lightning_memfit.models import CausalLM, Seq2SeqLM
 from lightning_memfit.models.trained import (
@@ -88,8 +88,8 @@ def trained_adapters(folder, config, train=(), changes=None, dtype=torch.float32
                 parameter.normal_(std=0.3)
     named = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in named if not parameter.requires_grad}
-    below = with_adapted_names(dict(plain.named_parameters()), record["layers"])
-    whole = [plain_name(name) for name in below if module.get_parameter(name).requires_grad]
+    named = module.named_parameters()
+    whole = [plain_name(name) for name, parameter in named if parameter.requires_grad and ".lora_" not in name]
     checkpoint = {
         KEY: record | {"trained": whole, "base": base_checksum(plain, whole)},
         ARCHITECTURE_KEY: module.network.config.to_dict(),
