@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from torch import nn
@@ -34,9 +33,8 @@ class ActivationCheckpointing(TechniqueCallback):
     """Checkpoint the repeated blocks of the module: exact gradients, less memory, up to a third more time.
 
     With a budget, each block gets its own choice, so that the step stays within the budget at the least extra time.
-    The plan is made when `fit` begins, from traces of the step on one real batch, and saved in checkpoints: a run that
-    is resumed with the same budget follows the same plan. Where no process can be had for these traces, every block is
-    recomputed, and a warning says so.
+    The plan is made when `fit` begins, from traces of the step on one real batch. Where no process can be had for these
+    traces, every block is recomputed, and a warning says so.
 
     Args:
         mode: `full` (keep only each block's inputs), `every` (one block in `every`), `selective` (keep also the outputs
@@ -81,7 +79,6 @@ class ActivationCheckpointing(TechniqueCallback):
         self.blocks = blocks
         self.choices = None if choices is None else tuple(choices)
         self._applied: AppliedCheckpointing | None = None
-        self._blocks: list[nn.Module] = []
 
     @property
     @override
@@ -97,29 +94,6 @@ class ActivationCheckpointing(TechniqueCallback):
                 self.refuse_unsupported(run_of(trainer, pl_module))
             self._resolve(trainer, pl_module)
         super().setup(trainer, pl_module, stage)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """The plan made for a budget."""
-        if self.resolved is None:
-            return {}
-        return {"budget": self.budget, "choices": list(self.resolved.plan.choices), "plan": asdict(self.resolved)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Follow the plan with which the run began, if it was made for the same budget and still fits."""
-        if self.resolved is None or state_dict.get("budget") != self.budget:
-            return
-        saved = {**state_dict["plan"]["plan"], "choices": tuple(state_dict["choices"])}
-        plan = replace(self.resolved.plan, **saved)
-        fits = plan.peak_bytes <= self.resolved.limit_bytes and len(plan.choices) == len(self.resolved.plan.choices)
-        if not fits or plan.choices == self.resolved.plan.choices:
-            return
-        self.resolved = replace(self.resolved, plan=plan)
-        if self._applied is not None:
-            self._applied.remove()
-            self._apply_to(self._blocks)
-        self.announce(f"resumed with the plan of the checkpoint, {self._label()}")
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -140,21 +114,15 @@ class ActivationCheckpointing(TechniqueCallback):
         self.on_restore(disable_caches(module))
         if self.mode == "sqrt":
             applied = self._applied = apply_segments(module, groups)
-            self.on_restore(self._forget)
-            self.on_restore(applied.remove)
         else:
-            applied = self._apply_to([block for group in groups for block in group.modules])
-        self.announce(f"{self._label()}, {describe(_count(groups))} found, {applied.num_blocks} checkpointed")
-
-    def _apply_to(self, blocks: list[nn.Module]) -> AppliedCheckpointing:
-        applied = apply_checkpointing(blocks, self._choices(len(blocks)))
-        self._applied, self._blocks = applied, blocks
+            blocks = [block for group in groups for block in group.modules]
+            applied = self._applied = apply_checkpointing(blocks, self._choices(len(blocks)))
         self.on_restore(self._forget)
         self.on_restore(applied.remove)
-        return applied
+        self.announce(f"{self._label()}, {describe(_count(groups))} found, {applied.num_blocks} checkpointed")
 
     def _forget(self) -> None:
-        self._applied, self._blocks = None, []
+        self._applied = None
 
     def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the plan, unless this is a copy, inside a trace, of a callback that already has one."""

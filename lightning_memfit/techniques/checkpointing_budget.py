@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
@@ -164,7 +163,6 @@ def _resolve(
     checkpointing: type[TechniqueCallback],
     blocks: str | Sequence[str] | None,
 ) -> ResolvedBudget:
-    _refuse_untraced_memory(budget, trainer)
     device = trainer.strategy.root_device
     capability = compute_capability(device)
     cuda = capability is not None
@@ -238,27 +236,5 @@ def _available_bytes(trainer: pl.Trainer, runtime: RuntimeMemory | None) -> tupl
         target = device_target(index_of(trainer.strategy.root_device))
         assert target.usable_bytes is not None
         return min([target.usable_bytes, *(c.limit_bytes + runtime.context_bytes for c in limits)]), True
-    if not limits:
-        raise ValueError(
-            "on the CPU `auto` needs a MemoryLimit callback (or the fragment `memory_limit`), whose limit it keeps."
-        )
     tightest = min(limits, key=lambda limit: limit.limit_bytes)
     return tightest.limit_bytes, tightest.caching
-
-
-def _refuse_untraced_memory(budget: str, trainer: pl.Trainer) -> None:
-    strategy = trainer.strategy
-    alone = isinstance(strategy, SingleDeviceStrategy) or (
-        isinstance(strategy, DDPStrategy) and trainer.world_size == 1
-    )
-    if not alone and not budget.endswith("%"):
-        raise ValueError(
-            f"a trace does not see what {type(strategy).__name__} shards or puts into buckets. Give a percentage of "
-            "the activations, such as 40%."
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if getattr(callback, "micro_batch_size_in_use", callback) is not callback:
-            raise ValueError(
-                f"{type(callback).__name__} cuts batches into micro-batches of a size of its own, and a plan needs to "
-                "know it."
-            )
