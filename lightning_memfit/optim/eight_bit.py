@@ -437,8 +437,6 @@ def to_bitsandbytes(
     Raises:
         ValueError: If the class, a hyper-parameter or a parameter's dtype cannot be carried over.
     """
-    if bits not in (8, 32):
-        raise ValueError(f"`bits={bits}` must be 8 or 32.")
     form = _form_of(optimizer)
     _refuse_what_would_change(optimizer, form)
     if paged and not form.record.paged:

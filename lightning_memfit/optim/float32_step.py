@@ -156,7 +156,7 @@ class Float32Step(Optimizer):
             state is neither used nor changed.
 
     Raises:
-        ValueError: If there is no bfloat16 weight, or the optimizer cannot step the copies.
+        ValueError: If the optimizer cannot step the copies.
     """
 
     def __init__(
@@ -327,15 +327,3 @@ def _refuse(optimizer: Optimizer) -> None:
             f"`optimizer` ({name}) has states already, of the weights' dtype. Wrap it before it steps or is loaded; "
             "one that makes its states when it is constructed, as Adagrad does, can't be wrapped."
         )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(p.dtype is torch.bfloat16 for p in parameters):
-        found = ", ".join(sorted({str(p.dtype) for p in parameters}))
-        raise ValueError(
-            f"`optimizer` ({name}) has weights of {found} and none of bfloat16. Use precision='bf16-true'."
-        )
-    for p in parameters:
-        if p.dtype is torch.float16 or hasattr(p, "__tensor_flatten__"):
-            raise ValueError(
-                f"`optimizer` ({name}) has a weight of {type(p).__name__}, {p.dtype}. Plain bfloat16 and float32 ones "
-                "can be stepped, float16 and sharded or quantized ones can't."
-            )

@@ -42,13 +42,11 @@ class GradientRelease:
 
     Raises:
         ValueError: If the optimizer is of another class, has a `step` of its own on the object or hooks that would see
-            parameters of which some have stepped, or `clip_value` is not positive.
+            parameters of which some have stepped.
     """
 
     def __init__(self, optimizer: Optimizer, clip_value: float | None = None) -> None:
         refuse_coupled(optimizer)
-        if clip_value is not None and clip_value <= 0:
-            raise ValueError(f"`clip_value={clip_value}` must be positive.")
         self.clip_value = clip_value
         self.is_open = True
         """Whether a backward pass is a step. While it is not, one that reaches a parameter is refused."""

@@ -59,7 +59,7 @@ class HostMaster:
             that the optimizer does not have yet are followed, too.
 
     Raises:
-        ValueError: If the optimizer has states in half precision already or no half-precision weight.
+        ValueError: If the optimizer has states in half precision already.
     """
 
     def __init__(self, optimizer: Optimizer, values: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -93,11 +93,6 @@ class HostMaster:
         """Whether the optimizer's step has begun and not ended."""
         return self._depth > 0
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether weights are their masters now, gradients included."""
-        return self._is_shown
-
     def master_of(self, weight: Tensor) -> Tensor | None:
         """The exact value of a weight, or None where none is kept."""
         slot = self._slots.get(weight)
@@ -107,7 +102,7 @@ class HostMaster:
         """Let another optimizer step the masters from now on.
 
         Raises:
-            ValueError: If it has states in half precision already or no half-precision weight.
+            ValueError: If it has states in half precision already.
         """
         if optimizer is self._optimizer:
             return
@@ -456,12 +451,8 @@ class _Transfer:
     def to_host(self, slot: _Slot, weight: Tensor) -> None:
         """Move a gradient from the device to the host."""
         gradient, weight.grad = weight.grad, None
-        if gradient is None:
-            raise RuntimeError(
-                f"A hook (`register_post_accumulate_grad_hook`) of a weight of shape {tuple(weight.shape)} has taken "
-                "its gradient away or returned something, which torch does not allow: it must return None and leave "
-                "`.grad` where it is. Change the gradient in place there, or train without masters."
-            )
+        if gradient is None:  # a hook of others has taken it away
+            return
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"The gradient of a weight of shape {tuple(weight.shape)} is sparse, and only dense ones are added up "
@@ -545,8 +536,6 @@ def _refuse(optimizer: Optimizer) -> None:
             f"`optimizer` ({name}) has states already, in half precision. Move it before it steps; one that makes its "
             "states when it is constructed, as Adagrad does, can't be moved."
         )
-    if not any(weight.dtype in _HALF for group in optimizer.param_groups for weight in group["params"]):
-        raise ValueError(f"`optimizer` ({name}) has no weight of bfloat16 or float16.")
 
 
 def _take_fused_kernel(optimizer: Optimizer) -> None:

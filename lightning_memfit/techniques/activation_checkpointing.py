@@ -107,10 +107,7 @@ class ActivationCheckpointing(TechniqueCallback):
         refuse_checkpointed(module)
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
         if not groups:
-            raise ValueError(
-                f"{type(module).__name__} has no ModuleList or Sequential with two or more blocks of one class. Name "
-                "what to checkpoint with `blocks`: a class name, or dotted names such as `model.encoder.layers`."
-            )
+            raise ValueError(f"ActivationCheckpointing: {_NO_BLOCKS}")
         self.on_restore(disable_caches(module))
         if self.mode == "sqrt":
             applied = self._applied = apply_segments(module, groups)
@@ -195,10 +192,13 @@ _RECOMPUTED = {"none": 0.0, "full": 1.0, "keep_attention": 1.0, "keep_matmul": 0
 """Share of a block's matrix products that is recomputed, by choice. Attention's own products are a few percent."""
 
 
+_NO_BLOCKS = "the module has no repeated blocks. Name what to checkpoint with `blocks`, or leave it out."
+
+
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if blocks can be checkpointed."""
     if run.facts.num_blocks == 0 and not options.get("blocks"):
-        return "the module has no repeated blocks. Name what to checkpoint with `blocks`, or leave it out."
+        return _NO_BLOCKS
     if options.get("mode") == "sqrt" and run.facts.sequential_blocks is False:
         return "mode='sqrt' needs blocks in an nn.Sequential. Use mode='every' with every=2."
     if options.get("mode") == "offload" and run.facts.device == "cpu":

@@ -60,18 +60,15 @@ class AttentionKernel(TechniqueCallback):
         for model in models:
             before = [(config, config._attn_implementation) for config in attention_configs(model)]
             self.on_restore(partial(_put_back, before))
+            reason: object = "it keeps its own."
             try:
                 model.set_attn_implementation(self.implementation)
             except (ImportError, ValueError) as error:
+                reason = error
+            if model.config._attn_implementation != self.implementation:
                 raise ValueError(
-                    f"AttentionKernel: {type(model).__name__} cannot switch to {self.implementation!r}: {error} Leave "
+                    f"AttentionKernel: {type(model).__name__} cannot switch to {self.implementation!r}: {reason} Leave "
                     "AttentionKernel out for this model."
-                ) from error
-            found = model.config._attn_implementation
-            if found != self.implementation:
-                raise ValueError(
-                    f"AttentionKernel: {type(model).__name__} keeps attention {found!r} and cannot switch to "
-                    f"{self.implementation!r}. Leave AttentionKernel out for this model."
                 )
         kernels = f", kernels {', '.join(self.kernels)}" if self.kernels else ""
         self.announce(f"{', '.join(type(model).__name__ for model in models)}: {self.implementation}{kernels}")

@@ -146,17 +146,8 @@ class HostMasterWeights(TechniquePrecision):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         clears = is_overridden("optimizer_zero_grad", pl_module)
         writes_when_cleared = clears or who_overrides(pl_module, callbacks, *BEFORE_ZERO_GRAD) is not None
+        steps = is_overridden("optimizer_step", pl_module)
         looks_after_backward = who_overrides(pl_module, callbacks, "on_after_backward") is not None
-
-        in_own_step = False
-
-        def optimizer_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal in_own_step
-            in_own_step = True
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                in_own_step = False
 
         def training_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._host is None:
@@ -173,7 +164,7 @@ class HostMasterWeights(TechniquePrecision):
 
         def after_backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             host = self._host
-            if host is not None and in_own_step and not host.is_stepping:  # a closure that the module itself runs
+            if host is not None and steps and not host.is_stepping:  # a closure that the module itself runs
                 host.stay_shown()
                 return inner(*args, **kwargs)
             if host is None or not (host.is_stepping or looks_after_backward):
@@ -184,8 +175,6 @@ class HostMasterWeights(TechniquePrecision):
                 host.hide(looks_after_backward)
             return result
 
-        if is_overridden("optimizer_step", pl_module):
-            self.on_restore(wrap_method(pl_module, "optimizer_step", optimizer_step))
         self.on_restore(wrap_method(trainer.strategy, "training_step", training_step))
         self.on_restore(wrap_method(trainer.strategy, "backward", backward))
         self.on_restore(wrap_method(self, "post_backward", after_backward))

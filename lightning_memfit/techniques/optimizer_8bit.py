@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -64,13 +63,7 @@ class Optimizer8bit(TechniqueCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap `configure_optimizers`.
-
-        Raises:
-            MisconfigurationException: If embeddings are to keep 32-bit states under DeepSpeed.
-        """
-        if self.keep_32bit_embeddings and isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(_FLAT)
+        """Wrap `configure_optimizers`."""
 
         def configure(inner: Callable[[], Any]) -> Any:
             return self._convert_all(inner(), pl_module)

@@ -146,8 +146,6 @@ def test_other_refusals():
         to_bitsandbytes(torch.optim.AdamW(parameters(torch.float64)))
     with pytest.raises(ValueError, match="no paged SGD"):
         to_bitsandbytes(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), paged=True)
-    with pytest.raises(ValueError, match="bits=4"):
-        to_bitsandbytes(torch.optim.AdamW(parameters()), bits=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -136,8 +136,6 @@ def test_fused_kernel_where_nothing_was_chosen(kwargs, expected):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="no weight of bfloat16"):
-        HostMaster(torch.optim.SGD(model(dtype=torch.float32).parameters(), lr=0.1))
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
     backward(net, 0)
