@@ -1,4 +1,7 @@
-"""Text that scripts write into pages: between marks, and short enough for the cell of a table."""
+"""Text that scripts write into pages: between marks, short enough for a table, and each sentence once."""
+
+import re
+from collections.abc import Iterable
 
 
 def insert(page: str, mark: str, text: str) -> str:
@@ -19,3 +22,21 @@ def shortened(text: str, most: int = 160) -> str:
     """Text on one line that a cell of a table can hold, cut at a word's end after that many characters."""
     text = " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
     return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " ..."
+
+
+def by_words(found: Iterable[tuple[str, str, str]], most: int = 130) -> list[str]:
+    """Items of a list: each verdict and its words once, with the names of all that got them.
+
+    Words that differ in numbers alone count as the same; the first ones are shown.
+
+    Args:
+        found: Verdict, words and name of each.
+        most: Characters of the words that are shown.
+    """
+    items: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
+    for verdict, words, name in found:
+        key = re.sub(r"[\d.,]+( [KMG]?i?B)?", "#", f"{verdict}{shortened(words, most)}")
+        items.setdefault(key, f"{verdict}: {shortened(words, most)}")
+        names.setdefault(key, []).append(name)
+    return [f"- {item} ({', '.join(names[key])})" for key, item in items.items()]

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert, shortened
+from benchmarks.marks import by_words, insert
 from lightning_memfit.memory import format_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def text() -> str:
-    """The summary, and a row for each module, the farthest first."""
+    """The summary, the ten modules farthest off, and what is refused, was changed or has a remark."""
     document = json.loads(RESULT.read_text())
     rows, figures = document["rows"], summary(document["rows"])
     where = ", ".join(f"{name} {value}" for name, value in document["conditions"].items())
@@ -63,20 +63,22 @@ def text() -> str:
         f"| farthest above | {figures['worst_over']:+.2%} |",
         f"| modules that a trace changed | {figures['changed']} |",
         "",
-        "| module | true peak | predicted | difference | |",
-        "|---|---|---|---|---|",
-        *map(_row, sorted(rows, key=lambda row: -abs(apart(row) or 0))),
+        "The ten farthest from the truth:",
+        "",
+        "| module | true peak | predicted | difference |",
+        "|---|---|---|---|",
+        *map(_row, sorted(rows, key=lambda row: -abs(apart(row) or 0))[:10]),
+        "",
+        *by_words(("refused", row["refused"], row["name"]) for row in rows if "refused" in row),
+        *by_words(("remark", remark, row["name"]) for row in rows for remark in row.get("remarks", ())),
+        *by_words(("changed", part, row["name"]) for row in rows for part in row.get("changed", ())),
     ]
     return "\n".join(lines)
 
 
 def _row(row: dict[str, Any]) -> str:
-    difference = apart(row)
-    true = format_bytes(row["true_bytes"]) if "true_bytes" in row else ""
-    predicted = format_bytes(row["predicted_bytes"]) if difference is not None else "refused"
-    share = f"{difference:+.4%}" if difference is not None else ""
-    words = "; ".join([*row.get("remarks", ()), *(f"changed: {part}" for part in row.get("changed", ()))])
-    return f"| {row['name']} | {true} | {predicted} | {share} | {shortened(row.get('refused') or words)} |"
+    true, predicted = format_bytes(row["true_bytes"]), format_bytes(row["predicted_bytes"])
+    return f"| {row['name']} | {true} | {predicted} | {apart(row):+.3%} |"
 
 
 def page() -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert, shortened
+from benchmarks.marks import by_words, insert
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "micro_batching_compare.json"
@@ -17,7 +17,6 @@ MARK = "comparison"
 EXACTNESS_RESULT = ROOT / "benchmarks" / "results" / "micro_batching_exactness.json"
 EXACTNESS_PAGE = ROOT / "docs" / "benchmarks" / "exactness.md"
 _OURS, _POWER, _SEARCH = "memfit", "lightning_power", "lightning_binsearch"
-_REMARK = 140  # characters
 
 
 def table() -> str:
@@ -63,33 +62,36 @@ def page() -> str:
 
 
 def verdicts() -> str:
-    """How often each verdict was given, and a table for each theme with a row per case."""
+    """How often each verdict was given, by theme, and the words of what isn't equal with its cases."""
     rows = json.loads(EXACTNESS_RESULT.read_text())["rows"]
-    lines = [f"{len(rows)} cases. Training: {_counts(rows, 'training')}. Logged values: {_counts(rows, 'logs')}."]
+    training, logs = (Counter(row[key] for row in rows) for key in ("training", "logs"))
+    lines = [
+        f"{len(rows)} cases. Training: {_counted(training)}. Logged values: {_counted(logs)}.",
+        "",
+        f"| theme | {' | '.join(training)} | logged values: warned |",
+        "|---|" + "---|" * (len(training) + 1),
+    ]
     for theme in dict.fromkeys(row["theme"] for row in rows):
-        lines += [
-            f"\n## {theme[0].upper()}{theme[1:]}",
-            "| case | | at once | 4 | 3 | 1 | memory ran out | logged values | |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *(_row(row) for row in rows if row["theme"] == theme),
-        ]
+        part = [row for row in rows if row["theme"] == theme]
+        of_theme = Counter(row["training"] for row in part)
+        cells = [*(of_theme[verdict] for verdict in training), sum(row["logs"] == "warned" for row in part)]
+        lines.append(f"| {theme} | {' | '.join(map(str, cells))} |")
+    lines += ["", "**Not equal**", ""]
+    lines += by_words((row["training"], _words(row), f"`{row['case']}`") for row in rows if row["training"] != "equal")
+    lines += by_words(
+        ("warned", ", ".join(row["logs_differ"]), f"`{row['case']}`") for row in rows if row["logs"] == "warned"
+    )
     return "\n".join(lines)
 
 
-def _counts(rows: list[dict[str, Any]], key: str) -> str:
-    return ", ".join(f"{count} {verdict}" for verdict, count in Counter(row[key] for row in rows).most_common())
+def _counted(verdicts: Counter[str]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
 
 
-def _row(row: dict[str, Any]) -> str:
-    cells = [f"`{row['case']}`", row["title"], *row["runs"].values(), row["logs"].replace("none", ""), _remark(row)]
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def _remark(row: dict[str, Any]) -> str:
-    """Why it was refused, what differs most, or which logged values differ."""
+def _words(row: dict[str, Any]) -> str:
+    """Why it was refused, or what ended it."""
     texts = [text for name, text in row["messages"].items() if row["runs"][name] == row["training"]]
-    texts = texts or list(row["messages"].values())
-    return shortened(texts[0] if texts else ", ".join(row["logs_differ"]), _REMARK)
+    return next(iter(texts or row["messages"].values()), "cuts change its random numbers")
 
 
 def exactness_page() -> str:

@@ -214,20 +214,18 @@ def text() -> str:
     """A row for each run."""
     rows = json.loads(RESULT.read_text())["rows"]
     lines = [
-        "| run | published | reserved, predicted | allocated | tokens/s of a device, published | predicted | a step "
-        "spends |",
-        "|---|---|---|---|---|---|---|",
+        "| run | published | reserved, predicted | allocated | tokens/s of a device, published | predicted |",
+        "|---|---|---|---|---|---|",
     ]
     for name, run in RUNS.items():
         row = rows[name]
         if "tokens_per_s" not in row:
-            lines.append(f"| {name} | {run.gib} GiB | not predicted yet | | {run.tokens_per_s:,.0f} | | |")
+            lines.append(f"| {name} | {run.gib} GiB | not predicted yet | | {run.tokens_per_s:,.0f} | |")
             continue
         reserved, allocated = (row["peak"][f"{key}_bytes"] / GIB for key in ("reserved", "allocated"))
-        spent = ", ".join(f"{part} {value:.2f} s" for part, value in row["step_seconds"].items() if value >= 0.005)
         lines.append(
             f"| {name} | {run.gib} GiB | {reserved:.1f} GiB | {allocated:.1f} GiB | {run.tokens_per_s:,.0f} | "
-            f"{row['tokens_per_s']:,} ({row['tokens_per_s'] / run.tokens_per_s - 1:+.0%}) | {spent} |"
+            f"{row['tokens_per_s']:,} ({row['tokens_per_s'] / run.tokens_per_s - 1:+.0%}) |"
         )
     sources = [f"- {source.name} ({source.date}, <{source.url}>): {source.settings}." for source in (_TITAN, _TUNE)]
     return "\n".join([*lines, "", *sources])

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import by_words, insert
 from benchmarks.memory_zoo.table import apart
 from lightning_memfit.memory import format_bytes
 
@@ -27,42 +27,55 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of torch's strategies and of DeepSpeed's."""
+    """Rows of all of torch's strategies, and of all of DeepSpeed's."""
     zero = [row for row in rows if ", zero " in row["name"]]
-    return {"torch's strategies": [row for row in rows if row not in zero], "DeepSpeed": zero}
+    return {"all of torch's": [row for row in rows if row not in zero], "all of DeepSpeed's": zero}
 
 
 def text() -> str:
-    """The summary, and a row for each run."""
+    """The summary, and the ten runs whose predictions are farthest off."""
     document = json.loads(RESULT.read_text())
     rows = document["rows"]
     parts = groups(rows)
-    figures = [summary(part) for part in parts.values()]
-    runs, compared = (sum(int(found[key]) for found in figures) for key in ("runs", "compared"))
     lines = [
-        f"{runs} runs, of which {compared} are compared (torch {document['versions']['torch']}).",
+        f"{len(rows)} runs (torch {document['versions']['torch']}).",
         "",
-        f"| of the differences | {' | '.join(parts)} |",
-        f"|---|{'---|' * len(parts)}",
-        f"| runs | {' | '.join(str(found['runs']) for found in figures)} |",
-        f"| median | {' | '.join(format(found['median'], '.3%') for found in figures)} |",
-        f"| farthest | {' | '.join(format(found['farthest'], '.2%') for found in figures)} |",
-        f"| farthest below the truth | "
-        f"{' | '.join(format(min(0.0, found['worst_under']), '+.3%') for found in figures)} |",
+        "| strategy | runs | compared | median difference | farthest | farthest below the truth |",
+        "|---|---|---|---|---|---|",
+        *(_summed(name, part) for name, part in {**_strategies(rows), **parts}.items()),
+        "",
+        "The ten farthest from the truth:",
         "",
         "| run | true peak | predicted | difference | peak in |",
         "|---|---|---|---|---|",
-        *map(_row, rows),
+        *map(_row, sorted(rows, key=lambda row: -abs(apart(row) or 0))[:10]),
+        "",
+        *by_words(("refused", row["refused"], row["name"]) for row in rows if "refused" in row),
+        *by_words(("failed", row["failed"], row["name"]) for row in rows if "failed" in row),
     ]
     return "\n".join(lines)
 
 
+def _strategies(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by the strategy in their names, such as `GPT-2, zero 2, 2 ranks, rank 1`."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(f"`{row['name'].split(', ')[1]}`", []).append(row)
+    return found
+
+
+def _summed(name: str, rows: list[dict[str, Any]]) -> str:
+    found = summary(rows)
+    under = min(0.0, found["worst_under"])
+    return (
+        f"| {name} | {found['runs']} | {found['compared']} | {found['median']:.3%} | {found['farthest']:.2%} | "
+        f"{under:+.3%} |"
+    )
+
+
 def _row(row: dict[str, Any]) -> str:
-    difference = apart(row)
-    true = format_bytes(row["true_bytes"]) if "true_bytes" in row else row.get("failed", "")
-    predicted = format_bytes(row["predicted_bytes"]) if "predicted_bytes" in row else f"refused: {row['refused'][:160]}"
-    share = f"{difference:+.3%}" if difference is not None else ""
-    return f"| {row['name']} | {true} | {predicted} | {share} | {row.get('phase', '')} |"
+    true, predicted = format_bytes(row["true_bytes"]), format_bytes(row["predicted_bytes"])
+    return f"| {row['name']} | {true} | {predicted} | {apart(row):+.3%} | {row['phase']} |"
 
 
 def page() -> str:

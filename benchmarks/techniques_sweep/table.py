@@ -2,10 +2,11 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert, shortened
+from benchmarks.marks import by_words, insert
 from benchmarks.techniques_sweep.architectures import RESULT as ARCHITECTURES
 from benchmarks.techniques_sweep.architectures import TECHNIQUES
 from benchmarks.techniques_sweep.combinations import RESULT as COMBINATIONS
@@ -18,7 +19,7 @@ COMBINATIONS_PAGE = ROOT / "docs" / "benchmarks" / "combinations.md"
 
 
 def architectures() -> str:
-    """How often each verdict was given, a row per architecture, the refusals' words, and what can't be built."""
+    """How often each verdict was given, the words of what isn't equal, and what can't be built."""
     rows = json.loads(ARCHITECTURES.read_text())["rows"]
     built = [row for row in rows if "verdicts" in row]
     lines = [
@@ -27,18 +28,11 @@ def architectures() -> str:
         "| technique | " + " | ".join(_VERDICTS) + " | largest difference where equal |",
         "|---|" + "---|" * (len(_VERDICTS) + 1),
         *(_counts(technique, built) for technique in TECHNIQUES),
-        "",
-        "| model | " + " | ".join(TECHNIQUES) + " |",
-        "|---|" + "---|" * len(TECHNIQUES),
-        *(f"| `{row['model']}` | " + " | ".join(_cell(row["verdicts"].get(t)) for t in TECHNIQUES) + " |"
-          for row in built),
-        "",
-        "## In words",
-        *(line for technique in TECHNIQUES for line in _words(technique, built)),
+        *(line for technique in TECHNIQUES for line in _not_equal(technique, built)),
         "",
         "## Not built",
-        *(f"- `{row['model']}`: {shortened(row['not_built'])}" for row in rows if "not_built" in row),
-    ]  # fmt: skip
+        ", ".join(f"`{row['model']}`" for row in rows if "not_built" in row) + ": the results say why.",
+    ]
     return "\n".join(lines)
 
 
@@ -53,20 +47,14 @@ def _counts(technique: str, rows: list[dict[str, Any]]) -> str:
     return f"| {technique} | {' | '.join(cells)} |"
 
 
-def _cell(verdict: dict[str, Any] | None) -> str:
-    return "" if verdict is None else str(verdict["verdict"])
-
-
-def _words(technique: str, rows: list[dict[str, Any]]) -> list[str]:
-    """The words of what isn't equal, each once with its models."""
-    models: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        verdict = row["verdicts"].get(technique, {"verdict": "equal"})
-        if verdict["verdict"] != "equal":
-            words = verdict.get("words", "").replace(row["class"], "The model")
-            models.setdefault((verdict["verdict"], shortened(words)), []).append(f"`{row['model']}`")
-    lines = [f"- {verdict}: {words} ({', '.join(names)})" for (verdict, words), names in models.items()]
-    return ["", f"### {technique}", *lines] if lines else []
+def _not_equal(technique: str, rows: list[dict[str, Any]]) -> list[str]:
+    found = [(row, row["verdicts"][technique]) for row in rows if technique in row["verdicts"]]
+    items = by_words(
+        (verdict["verdict"], verdict.get("words", "").replace(row["class"], "The model"), f"`{row['model']}`")
+        for row, verdict in found
+        if verdict["verdict"] != "equal"
+    )
+    return ["", f"**{technique}**", "", *items] if items else []
 
 
 def architectures_page() -> str:
@@ -78,32 +66,39 @@ def architectures_page() -> str:
 
 
 def combinations() -> str:
-    """How often each verdict was given, the tolerances, and a row per seed."""
+    """How often each verdict was given, by technique, the tolerances, and the words of what isn't equal."""
     document = json.loads(COMBINATIONS.read_text())
     rows = document["rows"]
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(r["verdict"] for r in rows).most_common())
+    counts = Counter(row["verdict"] for row in rows)
     tolerances = ", ".join(f"`{name}` {value:g}" for name, value in document["tolerances"].items())
+    techniques = sorted({name for row in rows for name in row.get("techniques", ())})
     lines = [
-        f"{len(rows)} combinations: {counts}. Tolerances: {tolerances}.",
+        f"{len(rows)} combinations: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}. "
+        f"Tolerances: {tolerances}.",
         "",
-        "| seed | module | techniques | | verdict | largest difference | |",
-        "|---|---|---|---|---|---|---|",
-        *map(_row, rows),
+        f"| technique | {' | '.join(counts)} | largest difference, of its tolerance |",
+        "|---|" + "---|" * (len(counts) + 1),
+        *(
+            _of_technique(name, [row for row in rows if name in row.get("techniques", ())], counts)
+            for name in techniques
+        ),
+        "",
+        "**Not equal**, with the seeds",
+        "",
+        *by_words(
+            (row["verdict"], row.get("words", "").partition(": ")[2], str(row["seed"]))
+            for row in rows
+            if row["verdict"] != "equal"
+        ),
     ]
     return "\n".join(lines)
 
 
-def _row(row: dict[str, Any]) -> str:
-    techniques = [f"`{name}`{_options(options)}" for name, options in row.get("techniques", {}).items()]
-    trainer = _options(row.get("trainer", {}))
-    apart = f"{row['difference']:g} of {row['tolerance']:g}" if "difference" in row else ""
-    remark = shortened(row.get("words", "").partition(": ")[2]) if row["verdict"] != "equal" else ""
-    cells = (row["seed"], row["module"], ", ".join(techniques), trainer.strip(), row["verdict"], apart, remark)
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _options(options: dict[str, Any]) -> str:
-    return " " + ", ".join(f"{name}={value}" for name, value in options.items()) if options else ""
+def _of_technique(name: str, rows: list[dict[str, Any]], verdicts: Iterable[str]) -> str:
+    counts = Counter(row["verdict"] for row in rows)
+    shares = [row["difference"] / row["tolerance"] for row in rows if row["verdict"] == "equal"]
+    cells = [str(counts[verdict]) for verdict in verdicts] + [f"{max(shares):.0%}" if shares else ""]
+    return f"| `{name}` | {' | '.join(cells)} |"
 
 
 def combinations_page() -> str:
