@@ -2,15 +2,19 @@
 
 from pathlib import Path
 
+from benchmarks.side_by_side import REMARKS, side_by_side
 from benchmarks.slower import paragraph
 from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.experiment import Experiment, load_experiment
 from lightning_memfit.bench.record import Result, read_result
-from lightning_memfit.bench.table import markdown
+from lightning_memfit.bench.table import remarks, rows_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "benchmarks"
+_IN_RECORDS = ("step s", "loss", "source: samples/s", "source: MB")
+_IN_TABLES = ("samples/s", "speed x first", "memory x first")
+"""Columns that pages leave out: what the records tell beside the rates, and what tables of several tools show."""
 VARIANTS = (("cpu", "small"), ("cuda", "full"))
 
 
@@ -26,15 +30,13 @@ def page(file: Path) -> str:
     first = variants[0]
     lines = [
         f"# {first.title}",
-        f"Generated from `benchmarks/results/{first.name}_*/` by `python -m benchmarks.bench_pages`. What is run is "
-        f"in `benchmarks/experiments/{file.name}`, what the records hold in `benchmarks/README.md`.",
+        f"`python -m benchmarks.bench_pages` writes this page from `benchmarks/results/{first.name}_*/`; the rows are "
+        f"in `benchmarks/experiments/{file.name}`.",
     ]
     if first.source:
         hardware, note = first.source.get("hardware", ""), first.source.get("note", "")
         lines += ["", f"Source of the figures beside ours: {first.source.get('name', '')}; {hardware}. {note}".strip()]
-        lines.append(
-            "Columns `x first` compare with the first row of the same machine; absolute figures don't compare."
-        )
+        lines.append("Columns `x first` compare with the first row of the same machine.")
     if first.notes:
         lines += ["", *(f"- {note}" for note in first.notes)]
     slower = "".join(paragraph(results_of(one), _title(one)) for one in variants)
@@ -51,14 +53,16 @@ def _section(experiment: Experiment) -> str:
     results = results_of(experiment)
     if not results:
         return f"{heading}Not measured yet: `{command} --folder benchmarks/results`, then this page's command.\n"
-    minutes = sum(result.seconds for result in results) / 60
     keys = {row.name: row.key for row in experiment.rows}
-    stale = "".join(
-        f"- {result.title}: measured before its settings changed: `{result.command} --repeat`\n"
-        for result in results
-        if result.key != keys[result.row]
-    )
-    return f"{heading}`{command}`, {minutes:.1f} minutes in all.\n\n{markdown(results)}{stale}"
+    stale = ", ".join(result.title for result in results if result.key != keys[result.row])
+    lines = [*remarks(results), *([f"Measured before their settings changed: {stale}."] if stale else [])]
+    ours = [result for result in results if not result.peer]
+    beside = ""
+    if any(result.group for result in results):
+        beside, lines = f"{side_by_side(results)}\n**Ours**\n\n", [*lines, *REMARKS]
+    listed = "".join(f"- {line}\n" for line in lines)
+    without = _IN_RECORDS + (_IN_TABLES if beside else ())
+    return f"{heading}`{command}`\n\n{beside}{rows_table(ours, without)}\n{listed}"
 
 
 def main() -> None:

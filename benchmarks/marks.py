@@ -24,7 +24,7 @@ def shortened(text: str, most: int = 160) -> str:
     return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " ..."
 
 
-def by_words(found: Iterable[tuple[str, str, str]], most: int = 130) -> list[str]:
+def by_words(found: Iterable[tuple[str, str, str]], most: int = 90, counted: bool = False) -> list[str]:
     """Items of a list: each verdict and its words once, with the names of all that got them.
 
     Words that differ in numbers alone count as the same; the first ones are shown.
@@ -32,11 +32,13 @@ def by_words(found: Iterable[tuple[str, str, str]], most: int = 130) -> list[str
     Args:
         found: Verdict, words and name of each.
         most: Characters of the words that are shown.
+        counted: Whether to say how many got them instead of naming them.
     """
     items: dict[str, str] = {}
     names: dict[str, list[str]] = {}
     for verdict, words, name in found:
+        words = re.sub(r"^(\w+(Exception|Error)|Refusal): ", "", words)
         key = re.sub(r"[\d.,]+( [KMG]?i?B)?", "#", f"{verdict}{shortened(words, most)}")
         items.setdefault(key, f"{verdict}: {shortened(words, most)}")
         names.setdefault(key, []).append(name)
-    return [f"- {item} ({', '.join(names[key])})" for key, item in items.items()]
+    return [f"- {item} ({len(names[key]) if counted else ', '.join(names[key])})" for key, item in items.items()]

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks import notes
-from lightning_memfit.bench.peers.peer import PEERS
+from benchmarks.peers.peer import PEERS
+from benchmarks.side_by_side import grouped
 from lightning_memfit.bench.record import Result
-from lightning_memfit.bench.table import grouped
 
 LEAST = 0.9
 """Share of the speed that a row is compared with, below which it needs a reason."""
@@ -24,10 +24,15 @@ class Slower:
     is_busy: bool
     """Whether one of the two didn't have the cores for itself."""
 
-    def __str__(self) -> str:
-        words = notes.reason(self.result.experiment, self.result.row, self.result)
-        busy = " Timed while other programs kept the cores busy." if self.is_busy else ""
-        return f"{self.result.title}: {self.times:.2f}x of {self.than}. {words}{busy}"
+    @property
+    def figures(self) -> str:
+        """The row and its figures."""
+        return f"{self.result.title}: {self.times:.2f}x of {self.than}{', busy' if self.is_busy else ''}"
+
+    @property
+    def reason(self) -> str:
+        """Why it is slower."""
+        return notes.reason(self.result.experiment, self.result.row, self.result)
 
 
 def slower(results: Sequence[Result]) -> list[Slower]:
@@ -37,12 +42,19 @@ def slower(results: Sequence[Result]) -> list[Slower]:
 
 
 def paragraph(results: Sequence[Result], title: str) -> str:
-    """Markdown: faults of the commits at which rows were measured, then the rows that are slower."""
+    """Markdown: faults of the commits at which rows were measured, then the rows that are slower, by reason.
+
+    A row is busy if it or what it is compared with was timed while other programs kept the cores busy.
+    """
     if not any(map(_speed, results)):
         return ""
-    lines = [*notes.faults({result.commit for result in results}), *map(str, slower(results))]
-    listed = "".join(f"- {line}\n" for line in lines or ["None."])
-    return f"\n**{title}: below {LEAST}x of the speed that a row is compared with**\n\n{listed}"
+    by_reason: dict[str, list[str]] = {}
+    for one in slower(results):
+        by_reason.setdefault(one.reason, []).append(one.figures)
+    lines = notes.faults({result.commit for result in results})
+    lines += [f"{'; '.join(figures)}. {reason}" for reason, figures in by_reason.items()]
+    listed = "".join(f"- {line}\n" for line in lines)
+    return f"\n**{title}: below {LEAST}x of the speed that a row is compared with**\n\n{listed}" if lines else ""
 
 
 def _beside_tools(results: Sequence[Result]) -> Iterator[Slower]:
@@ -64,7 +76,7 @@ def _beside_the_first(results: Sequence[Result]) -> Iterator[Slower]:
         times, given = _speed(result) / _speed(first), _given(result) / _given(first) if _given(first) else 0.0
         than = "the first row"
         if given:
-            than = f"the source's ratio ({times:.2f} and {given:.2f} of the first row)"
+            than = "the source's ratio"
             times /= given
         yield Slower(result, times, than, not (result.had_cores and first.had_cores))
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,7 @@ from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
 from lightning_memfit.bench.observe import HostGrowth, PredictRun, StepTimes, bucket_bytes, with_buckets
-from lightning_memfit.bench.peers.peer import UnsupportedError
-from lightning_memfit.bench.peers.run import PeerRun
-from lightning_memfit.bench.record import Memory, versions
+from lightning_memfit.bench.record import Memory, UnsupportedError, versions
 from lightning_memfit.bench.tracking import Tracker, Tracking
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
@@ -128,7 +127,7 @@ def main(argv: list[str]) -> int:
     """
     folder = Path(argv[0])
     peer = json.loads((folder / "job.json").read_text(encoding="utf-8")).get("peer")
-    run = PeerRun(folder) if peer else _Run(folder)
+    run = import_module("benchmarks.peers.run").PeerRun(folder) if peer else _Run(folder)
     status: dict[str, Any] = {"status": "ok"}
     try:
         run.fit()

@@ -45,20 +45,6 @@ def _of(record: dict[str, Any]) -> str:
     return f"{record['hardware']['device']}, torch {record['versions']['torch']}.\n\n"
 
 
-def steps(record: list[dict[str, Any]] | None) -> str:
-    """How every step of the suite ended."""
-    if record is None:
-        return _NOT_YET
-    known = {row["name"]: row for row in record}
-    rows = [
-        [step.name, known[step.name]["status"], f"{known[step.name]['seconds']:.0f}"]
-        if step.name in known
-        else [step.name, "not run", ""]
-        for step in STEPS
-    ]
-    return _table(["step", "ended", "seconds"], rows)
-
-
 def at_a_glance(record: list[dict[str, Any]] | None, results: list[Result], searches: dict[str, Any] | None) -> str:
     """What ran, what did not, and what was slower than its peer.
 
@@ -68,7 +54,10 @@ def at_a_glance(record: list[dict[str, Any]] | None, results: list[Result], sear
         searches: The record of the fitter.
     """
     ended = {row["name"]: row["status"] for row in record or []}
-    named = {status: [step.name for step in STEPS if ended.get(step.name) == status] for status in ended.values()}
+    seconds = {row["name"]: f"{row['name']} ({row.get('seconds', 0):.0f} s)" for row in record or []}
+    named = {
+        status: [seconds[step.name] for step in STEPS if ended.get(step.name) == status] for status in ended.values()
+    }
     lines = [f"{status}: {', '.join(names)}." for status, names in sorted(named.items(), key=lambda one: -len(one[1]))]
     absent = [step.name for step in STEPS if step.name not in ended]
     if absent:
@@ -76,11 +65,14 @@ def at_a_glance(record: list[dict[str, Any]] | None, results: list[Result], sear
     by_experiment: dict[str, list[Result]] = {}
     for result in results:
         by_experiment.setdefault(result.experiment, []).append(result)
-    tables = "".join(slower.paragraph(rows, f"`{name}`") for name, rows in by_experiment.items())
+    for name, rows in by_experiment.items():
+        count = len(slower.slower(rows))
+        lines.append(
+            f"[{name}]({name}.md): {count} of {len(rows)} rows are below {slower.LEAST}x of their peer's speed."
+        )
     found = "".join(f"- {line}\n" for line in slower_searches(searches["rows"] if searches else []))
-    if found:
-        tables += f"\n**Searches that take longer than one of `BatchSizeFinder`**\n\n{found}"
-    return "".join(f"- {line}\n" for line in lines) + (tables or "\nNothing is measured beside a peer yet.\n")
+    searches_in_words = f"\n**Searches that take longer than one of `BatchSizeFinder`**\n\n{found}" if found else ""
+    return "".join(f"- {line}\n" for line in lines) + searches_in_words
 
 
 def slower_searches(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -203,7 +195,6 @@ def page(folder: Path = FOLDER) -> str:
         f"\n## GPT-2 XL, fully fine-tuned in 12 GiB\n{_FLAGSHIP}"
         f"{one_run(_read(folder / 'fit_12gib_cuda.json'))}"
         f"\n## GPT-2 XL, ZeRO-3 with the optimizer offloaded\n{one_run(_read(folder / 'zero3_offload_cuda.json'))}"
-        f"\n## Steps of the suite\n{steps(_read(folder / 'suite.json'))}"
     )
 
 

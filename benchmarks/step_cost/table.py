@@ -49,7 +49,7 @@ def page() -> str:
         "",
         "## All rows",
         "| row | | Python calls | x peer | operators | copies | reads | processor ms |",
-        "|---|---|---:|---:|---:|---:|---|---:|",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
         *(line for row in record["rows"] for line in _lines(row)),
         "",
         f"{where}; {versions}; commit {record['commit'][:12]}.",
@@ -85,7 +85,7 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
         times = ratio({"sides": [row["sides"][0], side]}) if index else None
         yield (
             f"| {name} | {side['name']} | {side['calls']:,} | {'' if times is None else f'{times:.2f}'} | "
-            f"{side['operators']:,} | {side['copies']:,} | {_counted(side['reads'])} | {side['milliseconds']:.1f} |"
+            f"{side['operators']:,} | {side['copies']:,} | {sum(side['reads'].values())} | {side['milliseconds']:.1f} |"
         )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def architectures() -> str:
         "| technique | " + " | ".join(_VERDICTS) + " | largest difference where equal |",
         "|---|" + "---|" * (len(_VERDICTS) + 1),
         *(_counts(technique, built) for technique in TECHNIQUES),
-        *(line for technique in TECHNIQUES for line in _not_equal(technique, built)),
+        *_not_equal(built),
         "",
         "## Not built",
         ", ".join(f"`{row['model']}`" for row in rows if "not_built" in row) + ": the results say why.",
@@ -47,14 +47,19 @@ def _counts(technique: str, rows: list[dict[str, Any]]) -> str:
     return f"| {technique} | {' | '.join(cells)} |"
 
 
-def _not_equal(technique: str, rows: list[dict[str, Any]]) -> list[str]:
-    found = [(row, row["verdicts"][technique]) for row in rows if technique in row["verdicts"]]
-    items = by_words(
-        (verdict["verdict"], verdict.get("words", "").replace(row["class"], "The model"), f"`{row['model']}`")
-        for row, verdict in found
-        if verdict["verdict"] != "equal"
-    )
-    return ["", f"**{technique}**", "", *items] if items else []
+def _not_equal(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The words of what isn't equal; techniques that have the same ones stand together."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for technique in TECHNIQUES:
+        items = by_words(
+            (verdict["verdict"], verdict.get("words", "").replace(row["class"], "The model"), f"`{row['model']}`")
+            for row in rows
+            if (verdict := row["verdicts"].get(technique, {"verdict": "equal"}))["verdict"] != "equal"
+        )
+        found.setdefault(tuple(items), []).append(technique)
+    for items_of, techniques in found.items():
+        if items_of:
+            yield from ("", f"**{'; '.join(techniques)}**", "", *items_of)
 
 
 def architectures_page() -> str:
@@ -69,6 +74,7 @@ def combinations() -> str:
     """How often each verdict was given, by technique, the tolerances, and the words of what isn't equal."""
     document = json.loads(COMBINATIONS.read_text())
     rows = document["rows"]
+    not_equal = [row for row in rows if row["verdict"] != "equal"]
     counts = Counter(row["verdict"] for row in rows)
     tolerances = ", ".join(f"`{name}` {value:g}" for name, value in document["tolerances"].items())
     techniques = sorted({name for row in rows for name in row.get("techniques", ())})
@@ -83,13 +89,9 @@ def combinations() -> str:
             for name in techniques
         ),
         "",
-        "**Not equal**, with the seeds",
+        "**Not equal**",
         "",
-        *by_words(
-            (row["verdict"], row.get("words", "").partition(": ")[2], str(row["seed"]))
-            for row in rows
-            if row["verdict"] != "equal"
-        ),
+        *by_words(((row["verdict"], row["words"].partition(": ")[2], "") for row in not_equal), counted=True),
     ]
     return "\n".join(lines)
 

@@ -12,8 +12,8 @@
       all: {layers: [1x4, activation_checkpointing, {trainer: {precision: 16-mixed}}]}
       theirs: {group: vanilla, peer: hf_trainer, options: {optim: adamw_torch}}     # another tool trains it
 
-A layer is the name of an overlay, of a technique, of a recipe or of a file, or the configuration itself. A `peer` is a
-name in `peers.peer.PEERS`, and `options` are that tool's own. Rows of one `group` are compared side by side.
+A layer is the name of an overlay, of a technique, of a recipe or of a file, or the configuration itself. A `peer` is
+one of `benchmarks/peers` in a checkout, and `options` are that tool's own. Rows of one `group` are compared.
 
 `overlay` merges configurations; `load_experiment` reads and checks the file, and resolves every row.
 """
@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightning_memfit.bench.peers.peer import PEERS
 from lightning_memfit.memory.kind import MODELLED, DeviceKind
 
 # --- merging configurations, by the rules of recipes ------------------------------------------------------------------
@@ -213,8 +213,10 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
 
 def _row(name: str, entry: Mapping[str, Any], settings: Settings, measurement: Measurement) -> Row:
     peer = entry.get("peer", "")
-    if peer and peer not in PEERS:
-        raise ValueError(f"`rows.{name}.peer={peer}` is no tool that is known. {closest(str(peer), list(PEERS))}")
+    if peer and find_spec("benchmarks") is None:
+        raise ValueError(
+            f"`rows.{name}.peer={peer}`: other tools are run from the root of a checkout (benchmarks/peers)."
+        )
     if entry.get("options") and not peer:
         raise ValueError(f"`rows.{name}.options` are for a `peer`; what this package does stands in `layers`.")
     return Row(

@@ -22,6 +22,10 @@ Status = Literal["ok", "out_of_memory", "unsupported", "failed"]
 """How a row ended; `unsupported` means that a peer can't do it on this machine, for the reason in `error`."""
 
 
+class UnsupportedError(Exception):
+    """A peer can't do on this machine what its row asks for."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The peak that was predicted before the run allocated anything."""

@@ -229,7 +229,8 @@ def test_step_times_are_corrected_by_the_other_runs_only() -> None:
 def test_the_page_is_what_the_results_give() -> None:
     assert pages.PAGE.read_text() == pages.page(), "run `python -m benchmarks.gpu.pages`"
     assert "did not fit" in pages.fitter({"rows": [{"name": "a", "failed": "did not fit"}], **RECORD})
-    assert "| predictions | passed | 9 |" in pages.steps([{"name": "predictions", "status": "passed", "seconds": 9.2}])
+    ended = [{"name": "predictions", "status": "passed", "seconds": 9.2}]
+    assert "- passed: predictions (9 s)." in pages.at_a_glance(ended, [], None)
 
 
 def test_what_took_longer_than_its_peer_is_named() -> None:
@@ -239,7 +240,7 @@ def test_what_took_longer_than_its_peer_is_named() -> None:
     (line,) = pages.slower_searches([ours, theirs, broken])
     assert line.startswith("gpt2: 12.8 s, which found 47; lightning_power 4.7 s, which found 32. ")
     text = pages.at_a_glance([{"name": "fork", "status": "failed"}], [], {"rows": [ours, theirs]})
-    assert text.startswith("- failed: fork.\n- not run: peers_speed, predictions, ")
+    assert text.startswith("- failed: fork (0 s).\n- not run: peers_speed, predictions, ")
     assert "- gpt2: 12.8 s" in text
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_pages import PAGES, RESULTS, page, results_of
+from benchmarks.side_by_side import grouped
 from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.experiment import load_experiment
-from lightning_memfit.bench.table import grouped
 
 FILES = sorted(FOLDER.glob("*.yaml"))
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers.task import Task
 from lightning_memfit.bench.experiment import QUIET
-from lightning_memfit.bench.peers.task import Task
 
 SETTINGS: dict[str, Any] = {
     "seed_everything": 3,

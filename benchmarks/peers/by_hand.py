@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_memfit.bench.peers.peer import Options, check_options
-from lightning_memfit.bench.peers.task import Task, named
+from benchmarks.peers.peer import Options, check_options
+from benchmarks.peers.task import Task, named
 
 
 @dataclass(frozen=True)

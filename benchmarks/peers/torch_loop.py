@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memfit.bench.peers.by_hand import ByHand
-from lightning_memfit.bench.peers.peer import Options, Peer
-from lightning_memfit.bench.peers.task import Task
-from lightning_memfit.bench.peers.watch import Watch
+from benchmarks.peers.by_hand import ByHand
+from benchmarks.peers.peer import Options, Peer
+from benchmarks.peers.task import Task
+from benchmarks.peers.watch import Watch
 
 
 def train(task: Task, options: Options, watch: Watch) -> None:

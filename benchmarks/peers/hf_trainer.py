@@ -4,9 +4,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_memfit.bench.peers.peer import Options, Peer
-from lightning_memfit.bench.peers.task import Task
-from lightning_memfit.bench.peers.watch import Watch
+from benchmarks.peers.peer import Options, Peer
+from benchmarks.peers.task import Task
+from benchmarks.peers.watch import Watch
 
 
 def train(task: Task, options: Options, watch: Watch) -> None:

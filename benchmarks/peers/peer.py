@@ -1,22 +1,20 @@
-"""`Peer`: what every tool's file provides, the error for what a tool can't do, and `PEERS`, the tools by name."""
+"""`Peer`: what every tool's file provides, and `PEERS`, the tools by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_memfit.bench.experiment import closest
+from lightning_memfit.bench.record import UnsupportedError
 from lightning_memfit.extras import is_installed
 
 if TYPE_CHECKING:
-    from lightning_memfit.bench.peers.task import Task
-    from lightning_memfit.bench.peers.watch import Watch
+    from benchmarks.peers.task import Task
+    from benchmarks.peers.watch import Watch
 
 Options = Mapping[str, Any]
 """Options that a row gives a peer in addition to the task, in the peer's own terms."""
-
-
-class UnsupportedError(Exception):
-    """The tool can't do on this machine what its row asks for."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,13 @@ _MODULES = {
 
 
 def peer_named(name: str) -> Peer:
-    """Return the tool with a name from `PEERS`."""
-    peer = import_module(f"lightning_memfit.bench.peers.{_MODULES[name]}").PEER
+    """The tool with a name from `PEERS`.
+
+    Raises:
+        ValueError: If there is none with that name.
+    """
+    if name not in PEERS:
+        raise ValueError(f"`peer={name}` is no tool that is known. {closest(name, list(PEERS))}")
+    peer = import_module(f"benchmarks.peers.{_MODULES[name]}").PEER
     assert isinstance(peer, Peer)
     return peer

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_memfit.bench.peers.peer import PEERS, Peer, UnsupportedError, peer_named
-from lightning_memfit.bench.peers.run import PeerRun
+from benchmarks.peers.peer import PEERS, Peer, peer_named
+from benchmarks.peers.run import PeerRun
+from lightning_memfit.bench.record import UnsupportedError
 from lightning_memfit.memory import Category
 
-from .test_task import SETTINGS, changed
+from .test_peer_task import SETTINGS, changed
 
 WARMUP = 2
 FP32_BYTES = 4
@@ -86,7 +87,7 @@ def test_deepspeed_trains_the_same(lightning: dict[str, Any], tmp_path: Path) ->
     code = (
         "import json, sys; from pathlib import Path; import os; os.environ['DS_ACCELERATOR'] = 'cpu'\n"
         "from lightning_memfit.strategies.upstream.deepspeed import disable_shared_memory_collectives\n"
-        "from tests.rules.bench.peers.test_peers import run_peer\n"
+        "from tests.truth.benchmarks.test_peers import run_peer\n"
         "disable_shared_memory_collectives()\n"
         "folder = Path(sys.argv[1])\n"
         "outcome = run_peer(folder, 'deepspeed', {'zero_optimization': {'stage': 0}})\n"
@@ -131,8 +132,8 @@ def test_every_name_has_a_peer() -> None:
 
 
 def test_deepspeed_is_given_the_task_and_the_rows_words(tmp_path: Path) -> None:
-    from lightning_memfit.bench.peers.deepspeed_by_hand import configuration
-    from lightning_memfit.bench.peers.task import Task
+    from benchmarks.peers.deepspeed_by_hand import configuration
+    from benchmarks.peers.task import Task
 
     options = {"gradient_checkpointing": True, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
     config = configuration(Task(changed("trainer.precision", "bf16-mixed"), tmp_path), options)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_memfit.bench.peers.peer import Peer, peer_named
-from lightning_memfit.bench.peers.task import Task
-from lightning_memfit.bench.peers.watch import Watch
+from benchmarks.peers.peer import Peer, peer_named
+from benchmarks.peers.task import Task
+from benchmarks.peers.watch import Watch
 from lightning_memfit.memory.kind import device_of, hardware_name
 
 

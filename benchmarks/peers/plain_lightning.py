@@ -6,10 +6,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_memfit.bench.peers.by_hand import ByHand
-from lightning_memfit.bench.peers.peer import Options, Peer
-from lightning_memfit.bench.peers.task import Task
-from lightning_memfit.bench.peers.watch import Watch
+from benchmarks.peers.by_hand import ByHand
+from benchmarks.peers.peer import Options, Peer
+from benchmarks.peers.task import Task
+from benchmarks.peers.watch import Watch
 from lightning_memfit.memory.attach import TrainerAttachment
 
 

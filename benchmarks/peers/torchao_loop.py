@@ -2,11 +2,12 @@
 
 import os
 
-from lightning_memfit.bench.peers.by_hand import ByHand
-from lightning_memfit.bench.peers.peer import Options, Peer, UnsupportedError
-from lightning_memfit.bench.peers.task import Task
-from lightning_memfit.bench.peers.torch_loop import run_steps
-from lightning_memfit.bench.peers.watch import Watch
+from benchmarks.peers.by_hand import ByHand
+from benchmarks.peers.peer import Options, Peer
+from benchmarks.peers.task import Task
+from benchmarks.peers.torch_loop import run_steps
+from benchmarks.peers.watch import Watch
+from lightning_memfit.bench.record import UnsupportedError
 from lightning_memfit.memory.kind import DeviceKind
 
 _OFFLOADING = "torchao.optim.CPUOffloadOptimizer"

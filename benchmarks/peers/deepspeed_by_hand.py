@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from lightning_memfit.bench.peers.peer import Options, Peer
-from lightning_memfit.bench.peers.task import Task
-from lightning_memfit.bench.peers.watch import Watch
+from benchmarks.peers.peer import Options, Peer
+from benchmarks.peers.task import Task
+from benchmarks.peers.watch import Watch
 
 _OWN = ("gradient_checkpointing",)
 _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
