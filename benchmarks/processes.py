@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -87,6 +87,25 @@ def in_a_process(function: Callable[..., Row], case: Any, *arguments: Any, secon
     """The row of one case; see `Job`, and `seconds` of `rows_of`."""
     (row,) = rows_of([Job(function, case, arguments)], seconds)
     return row
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+
+
+def each(
+    job: Callable[[str], Any], names: Iterable[str], seconds: float, processes: int = 1
+) -> Iterator[tuple[str, Any]]:
+    """Names as their jobs end, each with what `job(name)` returned or an error that says how it ended instead."""
+    torch.set_num_threads(1)
+    jobs = [Job(_row_of, _Named(name), (job,)) for name in names]
+    for row in rows_of(jobs, seconds, processes):
+        yield row["name"], RuntimeError(row["failed"]) if "failed" in row else row["returned"]
+
+
+def _row_of(named: _Named, job: Callable[[str], Any]) -> Row:
+    return {"name": named.name, "returned": job(named.name)}
 
 
 def _start(job: Job, seconds: float) -> _Running:

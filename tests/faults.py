@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory import MIB
 from lightning_memfit.profile.build import profile_module

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.gpt2xl_live_bytes.run import MALLOC
-from benchmarks.gpt2xl_two_steps.run import ROOT, provenance, read_metrics, run
+from benchmarks.record import ROOT, provenance, read_metrics, run
 
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30

@@ -8,20 +8,18 @@ are handed to `fit` and nothing is written: `--model.config.n_embd=768` and so o
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.gpt2xl_two_steps.run import hardware, read_metrics, run
+from benchmarks.record import commit, hardware, provenance, read_metrics, run
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.memory import GIB
 from lightning_memfit.nvme.folder import find_runs
@@ -40,7 +38,7 @@ def main() -> int:
     drive = Path(arguments.drive).resolve()
     if not any(option.startswith("--trainer.accelerator=") for option in options):
         os.environ["DS_ACCELERATOR"] = "cpu"  # as the override says
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    at_start = commit()
     raw = [raw_rates(drive)]
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -77,8 +75,8 @@ def main() -> int:
             "problems": predicted["problems"],
         },
         "hardware": hardware() | {"file_system": file_system(drive)},
-        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "commit": commit,
+        "versions": provenance(PACKAGES)["versions"],
+        "commit": at_start,
     }
     if not options:
         (HERE / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from benchmarks.micro_batching.compare import EarlyLimit, trainer_of
 from benchmarks.micro_batching.models import Case, Lit
-from benchmarks.micro_batching.record import write_aside
 from benchmarks.processes import Job, in_a_process, rows_of
+from benchmarks.record import write_aside
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.memory import GIB, MIB

@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.memory_zoo.examine import in_empty_folder
 from benchmarks.memory_zoo.table import PAGE, RESULT, page
-from benchmarks.micro_batching.record import write
-from benchmarks.techniques_sweep.isolated import each
+from benchmarks.processes import each
+from benchmarks.record import write
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from benchmarks.micro_batching.models import CASES, CURVED, Case, Lit
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.search import MAX_STEPS

@@ -8,17 +8,15 @@ looks, is what a prediction is held against. Needs 5 GiB of memory, 10 GB on FOL
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpt2xl_two_steps.run import hardware
 from benchmarks.offload_host_memory.cases import LARGEST, cases
 from benchmarks.offload_host_memory.predict import activation_bytes
+from benchmarks.record import provenance
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "offload_host_memory.json"
@@ -81,9 +79,7 @@ def write(rows: list[dict[str, Any]], largest_kept: dict[str, Any]) -> None:
         "command": "python -m benchmarks.offload_host_memory.run --drive FOLDER",
         "rows": rows,
         "largest_with_freed_memory_kept": largest_kept,
-        "hardware": hardware(),
-        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        **provenance(PACKAGES),
     }
     RESULTS.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

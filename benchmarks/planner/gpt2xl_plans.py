@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import GIB

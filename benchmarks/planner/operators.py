@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice

@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.micro_batching.record import write
 from benchmarks.planner.models import SETS, SHARE, ModelSet
+from benchmarks.record import write
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.planner.make import make_plan

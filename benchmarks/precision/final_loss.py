@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from lightning_memfit.data import StandardLibraryText
 from lightning_memfit.models import CausalLM
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding

@@ -5,7 +5,7 @@ import json
 from itertools import groupby
 from typing import Any
 
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from benchmarks.sharded_traces.cases import CASES
 from benchmarks.sharded_traces.measure import measured
 from benchmarks.sharded_traces.predict import predict

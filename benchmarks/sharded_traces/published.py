@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.marks import insert
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from benchmarks.sharded_traces.table import PAGE, ROOT
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.estimate.architectures import find_architecture

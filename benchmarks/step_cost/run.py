@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from benchmarks.step_cost.rows import ROWS, Row, Side
 from benchmarks.step_cost.table import PAGE, RESULT, page
 

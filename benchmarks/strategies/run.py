@@ -5,17 +5,14 @@ Needs 7 GiB of memory and some minutes; writes `benchmarks/results/strategies_cp
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.gpt2xl_two_steps.run import hardware
+from benchmarks.record import ROOT, provenance
 from benchmarks.strategies.worker import CONFIG
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "strategies_cpu.json"
 STRATEGIES = ("ddp", "fsdp2", "zero_1", "zero_2", "zero_3", "zero_offload", "zero_3_offload", "zero_infinity")
 PACKAGES = ("lightning-memfit", "torch", "lightning", "transformers", "deepspeed")
@@ -38,9 +35,7 @@ def main() -> None:
         "ranks": 2,
         "precision": "bf16-mixed",
         "rows": rows,
-        "hardware": hardware(),
-        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        **provenance(PACKAGES),
     }
     RESULTS.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.trace import Emulation

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.micro_batching.record import write
+from benchmarks.processes import each
+from benchmarks.record import write
 from benchmarks.techniques_sweep import tiny
 from benchmarks.techniques_sweep.adapters import ByHand, CountedAdapters
-from benchmarks.techniques_sweep.isolated import each
 from benchmarks.techniques_sweep.runs import Trained, difference, train, unchanged, was_refused
 from lightning_memfit.checkpointing.apply import disable_caches
 

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.micro_batching.record import write
+from benchmarks.processes import each
+from benchmarks.record import write
 from benchmarks.techniques_sweep import modules
 from benchmarks.techniques_sweep.adapters import Adapters, ByHand
-from benchmarks.techniques_sweep.isolated import each
 from benchmarks.techniques_sweep.runs import Trained, of_losses, train, was_refused
 from lightning_memfit.techniques.core.facts import Facts, read_facts
 from lightning_memfit.techniques.core.precision import trainer_options

@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_memfit
-from benchmarks.micro_batching.record import write
+from benchmarks.record import write
 from lightning_memfit.fitting import MicroBatching
 from tests.zoo.base import Case
 
