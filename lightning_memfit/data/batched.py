@@ -14,9 +14,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
-from typing_extensions import NotRequired, override
+from typing_extensions import override
 
 from lightning_memfit.data.tokenization import load_tokenizer
 from lightning_memfit.memory.replicas import num_replicas, ranks_together
@@ -41,8 +40,8 @@ class Position(TypedDict):
     """Samples of an optimizer step, over all processes."""
     end: int
     """Where in the order the last effective batch ends."""
-    data: NotRequired[dict[str, int]]
-    """`seed` and number of `samples`, on which the order depends; earlier checkpoints have none."""
+    data: dict[str, int]
+    """`seed` and number of `samples`, on which the order depends."""
 
 
 class Part(NamedTuple):
@@ -115,6 +114,7 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
             "per_batch": self.samples_per_batch,
             "per_step": self.samples_per_step,
             "end": part.end,
+            "data": {"seed": self.seed, "samples": len(self.dataset)},  # type: ignore[arg-type]
         }
 
     @override
@@ -136,11 +136,7 @@ class ResumableLoader(DataLoader[Any]):
         sampler: Its order.
         on_resume: Called with a position, the number of batches of the present size that stand for it, and of an epoch;
             returns whether that epoch goes on.
-        knows_ranks: Whether the sampler was made with the run's number of processes.
         arguments: Further arguments of `DataLoader`.
-
-    Raises:
-        ValueError: When it is iterated over, if there are several processes and it doesn't know of them.
     """
 
     sampler: EffectiveBatchSampler
@@ -150,25 +146,17 @@ class ResumableLoader(DataLoader[Any]):
         dataset: Dataset[Any],
         sampler: EffectiveBatchSampler,
         on_resume: Callable[[Position, int, int], bool] | None = None,
-        knows_ranks: bool = True,
         **arguments: Any,
     ) -> None:
         # Its own generator: starting workers draws a number, which must not come from the run's random state.
         arguments.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
         super().__init__(dataset, sampler=sampler, batch_size=sampler.batch_size, **arguments)
         self.on_resume = on_resume
-        self.knows_ranks = knows_ranks
         self._position = sampler.position_at(sampler.part)
         self._resume: Position | None = None
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if not self.knows_ranks and distributed.is_available() and _num_processes() > 1:
-            raise ValueError(  # Lightning, which would divide another sampler's samples, leaves a `DistributedSampler`
-                "`train_dataloader()` was called outside a Trainer: its loader would give all "
-                f"{_num_processes()} processes the same samples. Give the Trainer the data module instead: "
-                "`trainer.fit(model, datamodule=data)`."
-            )
         sampler, resume = self.sampler, self._resume
         self._resume = None
         sampler.part = Part(0, sampler.total_size, 0)
@@ -182,38 +170,26 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> Position:
         """Return the epoch, the number of its batches and samples that were handed out so far, and of which data."""
-        return {**self._position, "data": self._identity()}
-
-    def _identity(self) -> dict[str, int]:
-        return {"seed": self.sampler.seed, "samples": len(self.dataset)}  # type: ignore[arg-type]
+        return {**self._position}
 
     def load_state_dict(self, state: Position) -> None:
         """Continue from a position in the next iteration, if that is of the same epoch and of these data."""
-        sampler = self.sampler
-        # Earlier checkpoints count batches only; they were of the present size, or else nothing can be known.
-        earlier = sampler.position_at(Part(state["batches"] * sampler.samples_per_batch, sampler.total_size, 0))
-        position: Position = {**earlier, **state}
-        now, changed = self._identity(), ""
-        before = state.get("data", now)
+        before, now, changed = state["data"], self._position["data"], ""
         if before["seed"] != now["seed"]:
             changed = f"`seed` was {before['seed']} and is {now['seed']}"
         elif before["samples"] != now["samples"]:
             changed = f"there were {before['samples']:,} samples and are {now['samples']:,}"
-        self._resume = None if changed else position
-        goes_on = position["samples"] < position["end"]
+        self._resume = None if changed else state
+        goes_on = state["samples"] < state["end"]
         if self.on_resume is not None:
-            batches = 0 if changed else sampler.rest_after(position).batches
-            goes_on &= self.on_resume(position, batches, len(self))
+            batches = 0 if changed else self.sampler.rest_after(state).batches
+            goes_on &= self.on_resume(state, batches, len(self))
         if changed and goes_on:
             rank_zero_warn(
                 f"The training data are not those of the checkpoint ({changed}). Its position in epoch "
-                f"{position['epoch']}, after {position['samples']:,} samples, means nothing in them: the epoch's data "
+                f"{state['epoch']}, after {state['samples']:,} samples, means nothing in them: the epoch's data "
                 "begin anew, and samples that were seen in it may come again. Steps go on counting."
             )
-
-
-def _num_processes() -> int:
-    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 # --- the data module --------------------------------------------------------------------------------------------------
@@ -311,15 +287,15 @@ class BatchedSamples(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of shuffled whole effective batches, which continues exactly at a checkpoint's position.
 
-        It knows of processes and accumulation by the Trainer that the data module was given to. Called outside one, it
-        is a loader for one process whose every micro-batch is a step, and refuses to be used in several.
+        It knows of processes and accumulation by the Trainer that the data module was given to (`datamodule=`). Called
+        outside one, it is a loader for one process whose every micro-batch is a step.
         """
         accumulation, processes, rank = self._placement()
         samples = _ready(self._train)
         if self.trainer is not None and self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return self._in_order(samples)
         sampler = EffectiveBatchSampler(samples, self.batch_size, accumulation, processes, rank, self.seed)
-        return ResumableLoader(samples, sampler, self._recount, self.trainer is not None, **self._worker_arguments())
+        return ResumableLoader(samples, sampler, self._recount, **self._worker_arguments())
 
     def _recount(self, position: Position, batches: int, whole: int) -> bool:
         """Let Lightning count an epoch that it resumes in batches of the present size.

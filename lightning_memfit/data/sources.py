@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,8 +97,6 @@ class Source:
                     f"`dataset={self.dataset!r}` is local: `dataset_config` and other splits are for the hub."
                 )
             return self._read_files(local_files(path))
-        if path.is_symlink():
-            raise ValueError(f"`dataset={self.dataset!r}` is a link to {str(path.readlink())!r}, which is not there.")
         if self.dataset.startswith((".", "/", "~")) or path.suffix in _READERS or self.dataset.count("/") > 1:
             raise ValueError(f"`dataset={self.dataset!r}` is a path, but there is no such file or folder.")
         return self._fetch(split)
@@ -113,9 +110,7 @@ class Source:
             return load_dataset(reader, data_files=names, split="train", cache_dir=self.cache_dir, **options)
         except Exception as error:  # of `datasets`, pyarrow or pandas
             cause = " ".join(str(error.__cause__ or error).split())
-            raise ValueError(
-                f"`dataset={self.dataset!r}` cannot be read as {reader} files: {fault_in(files) or cause}"
-            ) from error
+            raise ValueError(f"`dataset={self.dataset!r}` cannot be read as {reader} files: {cause}") from error
 
     def _fetch(self, split: str) -> Dataset:
         from datasets import load_dataset
@@ -150,14 +145,7 @@ class Source:
             first = values.is_null().to_numpy().argmax() + 1 if values.null_count else 0
             missing = f"{values.null_count:,} of {len(values):,} rows have no value, number {first:,} the first of them"
             found = missing if values.null_count else str(rows.features[column])
-            raise ValueError(
-                f"`{argument}={column!r}` has something else than text: {found}. {self.fault(column)}".rstrip()
-            )
-
-    def fault(self, column: str) -> str:
-        """Name the first line of local files that has a fault in a column; empty if there is none."""
-        path = Path(self.dataset).expanduser()
-        return fault_in(local_files(path), column) if path.exists() else ""
+            raise ValueError(f"`{argument}={column!r}` has something else than text: {found}.")
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
@@ -206,9 +194,7 @@ class Source:
                 new_fingerprint=Hasher.hash([rows._fingerprint, *code, *encoder.identity]),
             )
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"`dataset={self.dataset!r}` is not UTF-8. {self.fault(encoder.column)}".rstrip()
-            ) from error
+            raise ValueError(f"`dataset={self.dataset!r}` is not UTF-8 ({error}). Save its files as UTF-8.") from error
         if len(tokenized) == 0:
             raise ValueError(
                 f"`dataset={self.dataset!r}`: none of the {len(rows)} rows has anything in {encoder.column!r}."
@@ -283,7 +269,7 @@ def local_files(path: Path) -> list[Path]:
     """Return the files to read, sorted, all of one kind; hidden ones are left out, and others with a warning.
 
     Raises:
-        ValueError: If there are no files, they are of several kinds, or one is empty or can't be read.
+        ValueError: If there are no files, or they are of several kinds.
     """
     found = [path]
     if path.is_dir():
@@ -301,47 +287,7 @@ def local_files(path: Path) -> list[Path]:
         raise ValueError(f"`dataset={str(path)!r}` has no text files. {wanted}")
     if len(kinds) > 1:
         raise ValueError(f"`dataset={str(path)!r}` mixes {', '.join(kinds)} files. Keep one kind in a folder.")
-    for file in found:
-        try:
-            is_empty = file.stat().st_size == 0
-        except OSError as error:  # a link whose target is gone
-            raise ValueError(f"`dataset`: the file {str(file)!r} can't be read: {error.strerror}.") from error
-        if is_empty:
-            raise ValueError(f"`dataset`: the file {str(file)!r} is empty. Remove it or fill it.")
     return found
-
-
-def fault_in(files: list[Path], column: str | None = None) -> str:
-    """Name the first line that is not UTF-8, no JSON object, or has no text in a column; empty if there is none.
-
-    It is only asked when something is wrong: reading lines is slow.
-    """
-    for file in files:
-        is_json = file.suffix.lower() == ".jsonl"
-        if not is_json and file.suffix.lower() != ".txt":
-            continue
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                fault = _fault_of(line, column, is_json)
-                if fault:
-                    return f"In {str(file)!r}, line {number:,} {fault}."
-    return ""
-
-
-def _fault_of(line: bytes, column: str | None, is_json: bool) -> str:
-    try:
-        text = line.decode("utf-8-sig")
-        row = json.loads(text) if is_json and text.strip() else {column: ""}
-    except UnicodeDecodeError as error:
-        return f"is not UTF-8 (byte {error.start + 1} of it is {line[error.start]:#04x}): save the file as UTF-8"
-    except ValueError as error:
-        return f"is no JSON: {error}"
-    if not isinstance(row, dict):
-        return f"is {type(row).__name__} instead of an object"
-    value = row.get(column)
-    if column is None or isinstance(value, str):
-        return ""
-    return f"has no {column!r}" if value is None else f"has {type(value).__name__} as {column!r}"
 
 
 # --- splitting rows by their content ----------------------------------------------------------------------------------

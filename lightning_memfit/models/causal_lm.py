@@ -24,7 +24,6 @@ from lightning_memfit.memory.generators import random_state, set_random_state
 from lightning_memfit.models.architecture import build, is_encoder_decoder, max_positions, resolve_config
 from lightning_memfit.models.metrics import LossPerplexity, WeightedMean
 from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
-from lightning_memfit.models.sampling import continue_text
 from lightning_memfit.models.trained import ARCHITECTURE_KEY, GENERATION_KEY, export_folder
 
 if TYPE_CHECKING:
@@ -283,14 +282,3 @@ class CausalLM(pl.LightningModule):
     def export(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
         """Write a Hugging Face folder that `from_pretrained` loads again, on all ranks; see `export_folder`."""
         return export_folder(self.network, folder, tokenizer)
-
-    def generate(
-        self,
-        prompt: str,
-        tokenizer: PreTrainedTokenizerBase,
-        max_new_tokens: int = 100,
-        temperature: float = 0.8,
-        top_k: int = 50,
-    ) -> str:
-        """Return the prompt and its continuation; see `continue_text`."""
-        return continue_text(self.network, tokenizer, prompt, max_new_tokens, temperature, top_k)

@@ -177,7 +177,7 @@ def new_folder(folder: str | Path) -> Path:
     return target
 
 
-def _written(own: GenerationConfig, config: PretrainedConfig, folder: Path) -> GenerationConfig:
+def _written(own: GenerationConfig, folder: Path) -> GenerationConfig:
     """Write how a network generates, without what transformers refuses to write; return what was written.
 
     Where nothing is sampled, older models often have settings of sampling, which transformers reads and ignores.
@@ -186,25 +186,17 @@ def _written(own: GenerationConfig, config: PretrainedConfig, folder: Path) -> G
         own.save_pretrained(folder)
         return own
     except ValueError as error:
-        reason = error
+        if own.do_sample:
+            raise ValueError(f"`network.generation_config` can't be exported: {error}") from error
     greedy = deepcopy(own)
-    sampling = {name: value for name in _OF_SAMPLING if (value := getattr(greedy, name, None)) is not None}
-    for name in sampling:
+    for name in _OF_SAMPLING:
         setattr(greedy, name, None)
-    if sampling and not own.do_sample:
-        try:
-            greedy.save_pretrained(folder)
-        except ValueError as error:
-            reason = error
-        else:
-            left_out = ", ".join(f"{name}={value}" for name, value in sampling.items())
-            rank_zero_warn(
-                f"The exported model lacks {left_out} of its settings of generation: without `do_sample=True` they "
-                "have no effect, and transformers refuses to write them."
-            )
-            return greedy
-    rank_zero_warn(f"The exported model has no settings of generation, as transformers refuses to write them: {reason}")
-    return type(own).from_model_config(config)
+    greedy.save_pretrained(folder)
+    rank_zero_warn(
+        "The exported model lacks its settings of sampling: without `do_sample=True` they have no effect, and "
+        "transformers refuses to write them."
+    )
+    return greedy
 
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -238,7 +230,7 @@ def _write_network(
     was_cached, generation = network.config.use_cache, getattr(network, "generation_config", None)
     network.config.use_cache = True  # off only for training
     if generation is not None:  # only what generates has one
-        network.generation_config = _written(generation, network.config, target)
+        network.generation_config = _written(generation, target)
     try:
         network.save_pretrained(target, state_dict=weights)
     finally:

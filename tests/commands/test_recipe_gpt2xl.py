@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from cli.main import main
 from lightning_memfit.data.tokenization import byte_tokenizer
-from lightning_memfit.models.sampling import continue_text
 from lightning_memfit.models.trained import load_checkpoint, network_from_checkpoint
+from tests.helpers.continued import continued
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_the_example_continues_a_text_with_what_was_exported(trained, tmp_path):
     command = [sys.executable, str(example), str(tmp_path / "out"), "99 bot", "--max_new_tokens=8", "--temperature=0"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     network = network_from_checkpoint(load_checkpoint(checkpoint(trained, "whole", 6)))
-    expected = continue_text(network, AutoTokenizer.from_pretrained(tmp_path / "out"), "99 bot", 8, 0, 1)
+    expected = continued(network, AutoTokenizer.from_pretrained(tmp_path / "out"), "99 bot")
     assert ended.stdout == f"{expected}\n"
     assert expected.startswith("99 bot")
 

@@ -44,7 +44,6 @@ def test_files_and_their_content(tmp_path):
     assert [path.name for path in written] == [
         "points.csv",
         "speedup.png",
-        "efficiency.png",
         "memory.png",
         "pareto.png",
         "report.html",
@@ -58,7 +57,7 @@ def test_files_and_their_content(tmp_path):
     assert tags.loads == []
     assert not re.search(r"url\((?!#)|@import", page)
     assert "My &lt;sweep&gt;" in page
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 3
     for result in results:
         assert result.title in page
     assert "out of memory" in page

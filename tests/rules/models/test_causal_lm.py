@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
 from lightning_memfit.data.text import PackedBlocks
-from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM
 from lightning_memfit.models.metrics import LossPerplexity
 from tests.helpers.trainers import quiet_trainer
@@ -195,25 +194,6 @@ def test_run_shorter_than_its_warmup_says_so(tmp_path):
 def test_numbers_out_of_range(argument):
     with pytest.raises(ValueError, match=f"`{argument}=-1`"):
         CausalLM(config=TINY, **{argument: -1})
-
-
-def test_generate_is_repeatable_and_keeps_the_mode():
-    module = CausalLM(config=TINY)
-    module.configure_model()
-    texts = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        texts.append(module.generate("ab", byte_tokenizer(), max_new_tokens=10))
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("ab")
-    assert module.network.training
-
-
-def test_generate_beyond_the_positions():
-    module = CausalLM(config=TINY)
-    module.configure_model()
-    with pytest.raises(ValueError, match=r"Set `max_new_tokens` to at most 30"):
-        module.generate("ab", byte_tokenizer(), max_new_tokens=100)
 
 
 def test_export_has_the_cache_on_again(tmp_path):

@@ -7,8 +7,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from lightning_memfit.data.pairs import TokenizedPairs
 from lightning_memfit.data.tokenization import byte_tokenizer
 from lightning_memfit.models import CausalLM, Seq2SeqLM
-from lightning_memfit.models.sampling import continue_text
 from lightning_memfit.models.trained import network_from_checkpoint
+from tests.helpers.continued import continued
 from tests.helpers.trainers import quiet_trainer
 
 TINY = {
@@ -79,15 +79,15 @@ def test_learns_its_pairs_and_writes_what_it_read(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=300)
     trainer.fit(module, datamodule=Pairs())
     assert float(trainer.callback_metrics["val_loss"]) < 0.1
-    assert module.generate("two", byte_tokenizer(), max_new_tokens=8, temperature=0) == "zwei"
+    assert continued(module.network, byte_tokenizer(), "two") == "zwei"
 
     saved = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(saved)
     again = network_from_checkpoint(saved)
-    assert continue_text(again, byte_tokenizer(), "one", 8, 0, 1) == "eins"
+    assert continued(again, byte_tokenizer(), "one") == "eins"
     exported = module.export(tmp_path / "out", byte_tokenizer())
     network, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
-    assert continue_text(network, tokenizer, "three", 8, 0, 1) == "drei"
+    assert continued(network, tokenizer, "three") == "drei"
 
 
 def test_predicts_a_token_for_every_label(tmp_path):

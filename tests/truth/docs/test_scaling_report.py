@@ -33,7 +33,7 @@ def test_csv_page_and_pictures_belong_to_the_records(results: list[Result]) -> N
     page = (SWEEP / "report.html").read_text()
     assert runs_table(results) in page, again
     assert "--folder benchmarks/results --report-only" in page, "the command must repeat the page"
-    for name in ("speedup", "efficiency", "memory", "pareto"):
+    for name in ("speedup", "memory", "pareto"):
         assert (SWEEP / f"{name}.png").stat().st_size > 10_000
     guide = (ROOT / "docs" / "guides" / "scale.md").read_text()
     for name in ("report.html", "speedup.png", "memory.png", "pareto.png"):
