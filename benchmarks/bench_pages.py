@@ -1,8 +1,9 @@
 """Write `docs/benchmarks/*.md` from the records of `memfit bench`: `python -m benchmarks.bench_pages`."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.side_by_side import REMARKS, side_by_side
+from benchmarks.side_by_side import remarks_on, side_by_side
 from benchmarks.slower import paragraph
 from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.experiment import Experiment, load_experiment
@@ -59,7 +60,9 @@ def _section(experiment: Experiment) -> str:
     ours = [result for result in results if not result.peer]
     beside = ""
     if any(result.group for result in results):
-        beside, lines = f"{side_by_side(results)}\n**Ours**\n\n", [*lines, *REMARKS]
+        beside = f"{side_by_side(results)}\n**Ours**\n\n"
+        lines += remarks_on(beside)
+        ours = [replace(result, title=result.group) for result in ours]
     listed = "".join(f"- {line}\n" for line in lines)
     without = _IN_RECORDS + (_IN_TABLES if beside else ())
     return f"{heading}`{command}`\n\n{beside}{rows_table(ours, without)}\n{listed}"

@@ -14,7 +14,7 @@ _MEMORY_TOLERANCE, _HOST_TOLERANCE = 0.01, 0.1  # live tensors are the same in e
 Groups = dict[str, dict[str, Result]]
 """Results by group, then by tool."""
 
-REMARKS = (
+_REMARKS = (
     "Every row runs in a process of its own, on the same batches from the same weights. Peers are measured with this "
     "package's own clock and ledger; nothing is predicted for them. busy: other programs kept the cores busy. A dash: "
     "there is no such row. The experiment says what each tool is told beside model, data, batch, steps and precision.",
@@ -60,6 +60,12 @@ def side_by_side(results: Sequence[Result]) -> str:
         lines.append(f"| {group} | {' | '.join(_cell(measures, row.get(tool)) for tool in tools)} |")
     lines += ["", "**Where another tool is better**", "", *(f"- {line}" for line in better_peers(results))]
     return "\n".join(lines) + "\n"
+
+
+def remarks_on(table: str) -> list[str]:
+    """What explains the figures of a table of `side_by_side`."""
+    said = {"n/a:": "n/a", "torchao's": "torchao"}
+    return [line for line in _REMARKS if said.get(line.split()[0], "|") in table]
 
 
 def better_peers(results: Sequence[Result]) -> list[str]:

@@ -27,7 +27,8 @@ class Slower:
     @property
     def figures(self) -> str:
         """The row and its figures."""
-        return f"{self.result.title}: {self.times:.2f}x of {self.than}{', busy' if self.is_busy else ''}"
+        busy = ", busy" if self.is_busy else ""
+        return f"{self.result.group or self.result.title}: {self.times:.2f}x of {self.than}{busy}"
 
     @property
     def reason(self) -> str:

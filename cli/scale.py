@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from lightning_memfit.bench.experiment import Experiment
 from lightning_memfit.bench.runner import Runner
-from lightning_memfit.bench.sweep import Sweep, load_sweep
+from lightning_memfit.bench.sweep import load_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 from lightning_memfit.memory.kind import CPU, MODELLED
 
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
     folder = arguments.folder / sweep.folder_name
     runner = Runner(
         sweep.name,
-        "sweep",
+        sweep.scale,
         sweep.device,
         folder,
         worker_command(),
@@ -106,7 +107,7 @@ def _sweep_file(path: Path) -> Path:
     return found
 
 
-def _tracking(arguments: argparse.Namespace, sweep: Sweep, folder: Path) -> Tracking:
+def _tracking(arguments: argparse.Namespace, sweep: Experiment, folder: Path) -> Tracking:
     mode = arguments.wandb or os.environ.get("WANDB_MODE") or "offline"
     mode = {"disabled": "off", "dryrun": "offline", "run": "online"}.get(mode, mode)
     if mode not in ("online", "offline", "off"):
@@ -122,7 +123,7 @@ def _command(arguments: argparse.Namespace, *more: str) -> str:
     return shlex.join(["memfit", "scale", *options, *more])
 
 
-def _report(arguments: argparse.Namespace, sweep: Sweep, runner: Runner, results: list[Result]) -> None:
+def _report(arguments: argparse.Namespace, sweep: Experiment, runner: Runner, results: list[Result]) -> None:
     from lightning_memfit.bench.report import write_report
 
     known = [result for row in sweep.rows if (result := runner.finished(row)) is not None]

@@ -79,6 +79,8 @@ ReadRecipe = Callable[[str], Mapping[str, Any]]
 _KEYS = ("title", "source", "notes", "measure", "base", "overlays", "scales", "rows")
 _ACCELERATORS = {name: DeviceKind.of(name).accelerator for name in MODELLED}
 
+SWEEP = "sweep"
+
 # Turns off what a measured run leaves out, so that nothing but training steps takes time or memory.
 QUIET: Settings = {
     "trainer": {
@@ -150,7 +152,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Rows of one experiment at one scale on one kind of device."""
+    """Rows of one experiment at one scale on one kind of device, or of a sweep (`scale` is `SWEEP`)."""
 
     name: str
     title: str
@@ -165,11 +167,19 @@ class Experiment:
     @property
     def folder_name(self) -> str:
         """Name of the folder for its results."""
-        return f"{self.name}_{self.device}_{self.scale}"
+        return f"{self.name}_{self.device}" if self.scale == SWEEP else f"{self.name}_{self.device}_{self.scale}"
 
     def only(self, names: list[str]) -> tuple[Row, ...]:
-        """Return the rows with these names; see `rows_named`."""
-        return rows_named(self.rows, names)
+        """Return the rows with these names, or all rows if no name is given.
+
+        Raises:
+            ValueError: If there is no such row.
+        """
+        known = [row.name for row in self.rows]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"`--only {name}`: there is no such row. {closest(name, known)}")
+        return tuple(row for row in self.rows if not names or row.name in names)
 
 
 def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe) -> Experiment:
@@ -229,19 +239,6 @@ def _row(name: str, entry: Mapping[str, Any], settings: Settings, measurement: M
         peer=peer,
         options=entry.get("options") or {},
     )
-
-
-def rows_named(rows: tuple[Row, ...], names: list[str]) -> tuple[Row, ...]:
-    """Return the rows with these names, or all rows if no name is given.
-
-    Raises:
-        ValueError: If there is no such row.
-    """
-    known = [row.name for row in rows]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"`--only {name}`: there is no such row. {closest(name, known)}")
-    return tuple(row for row in rows if not names or row.name in names)
 
 
 def accelerator(device: str) -> str:

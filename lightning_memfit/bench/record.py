@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +95,9 @@ class Failure:
     """Last lines that the process wrote."""
 
 
+NESTED: dict[str, Any] = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
+"""Fields of a result that are records themselves."""
+
 _QUIET = 0.03
 """Share of the time that a quiet machine's own services take from a run's threads."""
 
@@ -178,8 +181,7 @@ class Result:
         """
         if data.get("schema") != SCHEMA:
             raise ValueError(f"`schema={data.get('schema')}` is not {SCHEMA}: made by another version. Measure anew.")
-        nested = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
-        made = {name: kind(**data[name]) for name, kind in nested.items() if data.get(name) is not None}
+        made = {name: kind(**data[name]) for name, kind in NESTED.items() if data.get(name) is not None}
         losses = {name: float(data[name]) for name in ("loss_first", "loss_last") if data.get(name) is not None}
         return cls(**{**data, **made, **losses})
 
@@ -198,18 +200,6 @@ def read_result(path: Path) -> Result:
         ValueError: If the file has another schema.
     """
     return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-def field_paths(kind: type = Result, prefix: str = "") -> list[str]:
-    """Return the paths of all fields in the file: `row`, `predicted.allocated_bytes`, ..."""
-    nested = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
-    assert is_dataclass(kind)
-    paths = []
-    for one in fields(kind):
-        name = f"{prefix}{one.name}"
-        inner = nested.get(one.name) if kind is Result else None
-        paths += field_paths(inner, f"{name}.") if inner else [name]
-    return paths
 
 
 # --- where a result comes from: versions, hardware, commit (imports no torch) -----------------------------------------
@@ -246,8 +236,6 @@ def hardware(notes: str) -> dict[str, Any]:
 
 def commit() -> str:
     """Commit of the checkout that the package runs from, with `-dirty` if it has changes; empty outside one."""
-    from pathlib import Path
-
     import lightning_memfit
 
     root = Path(lightning_memfit.__file__).resolve().parents[1]

@@ -20,18 +20,7 @@ from typing import Any
 import yaml
 
 from lightning_memfit.bench.experiment import Row
-from lightning_memfit.bench.record import (
-    SCHEMA,
-    Failure,
-    Memory,
-    Prediction,
-    Result,
-    Speed,
-    commit,
-    hardware,
-    read_result,
-    versions,
-)
+from lightning_memfit.bench.record import NESTED, SCHEMA, Result, commit, hardware, read_result, versions
 from lightning_memfit.bench.tracking import Tracking
 
 _LOG_LINES = 20
@@ -101,8 +90,7 @@ class Runner:
         with tempfile.TemporaryDirectory(prefix="memfit-bench-") as name:
             outcome = self._run_worker(Path(name), row)
         facts["hardware"].update(outcome.pop("hardware", {}))
-        nested: dict[str, Any] = {"error": Failure, "predicted": Prediction, "measured": Memory, "speed": Speed}
-        made = {key: kind(**outcome.pop(key)) for key, kind in nested.items() if outcome.get(key)}
+        made = {key: kind(**outcome.pop(key)) for key, kind in NESTED.items() if outcome.get(key)}
         return Result(
             schema=SCHEMA,
             experiment=self.experiment,

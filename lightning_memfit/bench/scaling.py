@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_memfit.bench.record import Result
@@ -27,7 +27,6 @@ class Point:
     predicted_bytes: int | None
     technique: str = ""
     row: str = ""
-    axes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ def points_of(results: Sequence[Result]) -> list[Point]:
                 predicted_bytes=result.predicted.allocated_bytes if result.predicted else None,
                 technique=str(result.point.get("technique", "")),
                 row=result.row,
-                axes=dict(result.point),
             )
         )
     return points

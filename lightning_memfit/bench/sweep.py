@@ -1,4 +1,4 @@
-"""`Sweep`: a matrix of training runs over processes, sizes, techniques and models, as read from a YAML file.
+"""`load_sweep`: a matrix of training runs over processes, sizes, techniques and models, as read from a YAML file.
 
     title: What is measured
     measure: {warmup_steps: 2, timed_steps: 10, timeout_s: 300}
@@ -18,13 +18,14 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from lightning_memfit.bench.experiment import (
     QUIET,
+    SWEEP,
+    Experiment,
     Measurement,
     ReadRecipe,
     Row,
@@ -35,7 +36,6 @@ from lightning_memfit.bench.experiment import (
     read_document,
     read_measurement,
     resolve_layer,
-    rows_named,
 )
 
 NUMBERS = ("devices", "micro_batch_size", "sequence_length")
@@ -45,26 +45,7 @@ _PATHS = {"micro_batch_size": "data.init_args.batch_size", "sequence_length": "d
 _SHORT = {"devices": "p", "micro_batch_size": "b", "sequence_length": "s"}
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """All runs of a matrix."""
-
-    name: str
-    title: str
-    device: str
-    rows: tuple[Row, ...]
-
-    @property
-    def folder_name(self) -> str:
-        """Name of the folder for its results."""
-        return f"{self.name}_{self.device}"
-
-    def only(self, names: list[str]) -> tuple[Row, ...]:
-        """Return the points with these names; see `rows_named`."""
-        return rows_named(self.rows, names)
-
-
-def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Sweep:
+def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Experiment:
     """Read a sweep.
 
     Args:
@@ -94,7 +75,7 @@ def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Sweep:
         rows.append(_row(point, settings, measurement))
     if len({row.name for row in rows}) < len(rows):
         raise ValueError("Some points of `matrix` have the same name. Name techniques and models by different letters.")
-    return Sweep(path.stem, document["title"], device, tuple(rows))
+    return Experiment(path.stem, document["title"], SWEEP, device, tuple(rows))
 
 
 def _row(point: dict[str, Any], settings: Settings, measurement: Measurement) -> Row:

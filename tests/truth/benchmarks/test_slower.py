@@ -41,7 +41,7 @@ def test_ours_is_compared_with_the_fastest_tool_of_its_group() -> None:
     ]
     (one,) = slower(rows)
     assert (one.result.row, one.times, one.than) == ("ours", 0.8, "HF Trainer")
-    assert (one.figures, one.reason) == ("ours: 0.80x of HF Trainer", "Not explained yet.")
+    assert (one.figures, one.reason) == ("a: 0.80x of HF Trainer", "Not explained yet.")
 
 
 def test_a_fault_of_a_commit_stands_first_and_explains_what_it_concerns() -> None:
