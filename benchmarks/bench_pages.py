@@ -1,18 +1,16 @@
-"""Write `docs/benchmarks/*.md` from the records of `memfit bench`: `python -m benchmarks.bench_pages`."""
+"""`docs/benchmarks/NAME.md` from the records of `memfit bench`."""
 
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.marks import RESULTS
 from benchmarks.side_by_side import remarks_on, side_by_side
 from benchmarks.slower import paragraph
-from cli.bench import FOLDER, read_recipe
+from cli.bench import read_recipe
 from lightning_memfit.bench.experiment import Experiment, load_experiment
 from lightning_memfit.bench.record import Result, read_result
 from lightning_memfit.bench.table import remarks, rows_table
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ROOT / "docs" / "benchmarks"
 _IN_RECORDS = ("step s", "loss", "source: samples/s", "source: MB")
 _IN_TABLES = ("samples/s", "speed x first", "memory x first")
 """Columns that pages leave out: what the records tell beside the rates, and what tables of several tools show."""
@@ -31,7 +29,7 @@ def page(file: Path) -> str:
     first = variants[0]
     lines = [
         f"# {first.title}",
-        f"`python -m benchmarks.bench_pages` writes this page from `benchmarks/results/{first.name}_*/`; the rows are "
+        f"`python -m benchmarks.pages` writes this page from `benchmarks/results/{first.name}_*/`; the rows are "
         f"in `benchmarks/experiments/{file.name}`.",
     ]
     if first.source:
@@ -66,15 +64,3 @@ def _section(experiment: Experiment) -> str:
     listed = "".join(f"- {line}\n" for line in lines)
     without = _IN_RECORDS + (_IN_TABLES if beside else ())
     return f"{heading}`{command}`\n\n{beside}{rows_table(ours, without)}\n{listed}"
-
-
-def main() -> None:
-    PAGES.mkdir(parents=True, exist_ok=True)
-    for file in sorted(FOLDER.glob("*.yaml")):
-        target = PAGES / f"{file.stem}.md"
-        target.write_text(page(file), encoding="utf-8")
-        print(f"wrote {target.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    main()

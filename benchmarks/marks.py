@@ -2,6 +2,10 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def insert(page: str, mark: str, text: str) -> str:

@@ -1,14 +1,11 @@
-"""What the README shows of committed results: `python -m benchmarks.readme` writes it anew."""
+"""What the README shows of committed results."""
 
 import json
-from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
-from benchmarks.marks import insert
+from benchmarks.marks import RESULTS
 
-ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "bert_large.svg"
-RESULTS = ROOT / "benchmarks" / "results"
 _TECHNIQUES = {
     "optimizer_8bit": ("optimizer states: 8 to 2 bytes per parameter", "lossy; update of quantized states"),
     "bf16_stochastic_rounding": ("weights and gradients: 8 to 4 bytes", "lossy; random bits in each update"),
@@ -22,9 +19,9 @@ _TECHNIQUES = {
 """What the README's techniques save and cost, in words."""
 
 
-def techniques() -> str:
+def techniques(document: dict[str, Any]) -> str:
     """The table of techniques: measured are live bytes and processor time of a step, as parts of the plain step's."""
-    rows = {row["name"]: row for row in json.loads((RESULTS / "techniques_cpu.json").read_text())["rows"]}
+    rows = {row["name"]: row for row in document["rows"]}
     lines = ["| technique | saves | costs | memory | time |", "|---|---|---|---:|---:|"]
     for name, (saves, costs) in _TECHNIQUES.items():
         memory, time = (rows[name][key] / rows["plain"][key] for key in ("measured_bytes", "cpu_s_per_step"))
@@ -48,13 +45,3 @@ def picture() -> str:
             f'<text x="{458 + 40 * measured:.1f}" y="{y + 14}">{measured:.2f}</text>',
         ]
     return "\n".join([*shapes, "</svg>", ""])
-
-
-def pages() -> dict[Path, str]:
-    """Every file that is made here, with its text."""
-    return {PAGE: insert(PAGE.read_text(encoding="utf-8"), "techniques", techniques()), PICTURE: picture()}
-
-
-if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 """Plan for ten budgets each: `python -m benchmarks.checkpointing_budget.run`.
 
 GPT-2 (12 blocks) and a ViT, both narrow, are executed on the CPU with every storage followed; GPT-2-XL is traced for
-an A100. Writes `benchmarks/results/checkpointing_budget.json`, from which `benchmarks.checkpointing_budget.table` makes
+an A100. Writes `benchmarks/results/checkpointing_budget.json`, from which `benchmarks.pages` makes
 the tables of the technique's page. The mixed-integer program needs scipy.
 """
 

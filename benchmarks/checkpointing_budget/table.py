@@ -1,16 +1,11 @@
-"""Write the tables of the technique's page from the results: `python -m benchmarks.checkpointing_budget.table`."""
+"""Plans for activation checkpointing to a budget, by budget."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import RESULTS as FOLDER
 from lightning_memfit.memory import format_bytes
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "checkpointing_budget.json"
-PAGE = ROOT / "docs" / "techniques" / "activation_checkpointing.md"
-MARK = "checkpointing_budget"
+RESULTS = FOLDER / "checkpointing_budget.json"
 
 
 def render(document: dict[str, Any]) -> str:
@@ -36,11 +31,3 @@ def _table(case: dict[str, Any]) -> str:
             f"{100 * row['above_milp']:.2f} % |"
         )
     return "\n".join([*lines, ""])
-
-
-def main() -> None:
-    PAGE.write_text(insert(PAGE.read_text(), MARK, render(json.loads(RESULTS.read_text()))))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,19 @@
 """Estimate GPT-2 XL as `docs/guides/estimate.md` shows it: `python -m benchmarks.estimator.example`.
 
 No GPU, no weights; half a minute. What the command prints goes into `benchmarks/results/estimate_gpt2xl.json`, with the
-figures of `--json`, and from there into the page.
+figures of `--json`.
 """
 
 import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import RESULTS, ROOT
 from lightning_memfit.bench.record import versions
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "estimate_gpt2xl.json"
-PAGE = ROOT / "docs" / "guides" / "estimate.md"
-MARK = "estimate of GPT-2 XL"
+RESULT = RESULTS / "estimate_gpt2xl.json"
 ARGUMENTS = [
     *("--config", "gpt2xl"),
     *("--config", "benchmarks/gpu/random_gpt2xl.yaml"),
@@ -55,7 +51,6 @@ def main() -> None:
         "report": json.loads(estimate("--json")),
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), MARK, render(document)), encoding="utf-8")
 
 
 if __name__ == "__main__":

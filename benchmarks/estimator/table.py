@@ -1,20 +1,16 @@
-"""Write `docs/accuracy.md` from the committed results: `python -m benchmarks.estimator.table`."""
+"""The page `docs/accuracy.md`."""
 
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 from benchmarks.estimator import published
 from benchmarks.estimator.collected import collect
+from benchmarks.marks import RESULTS
 from lightning_memfit.memory import MIB
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "accuracy.md"
-
 _HEAD = """# How accurate the estimates are
-This page is generated from all committed results by `python -m benchmarks.estimator.table`.
+This page is generated from all committed results by `python -m benchmarks.pages`.
 
 ## All results
 Every run of any benchmark that has a predicted and a measured peak of live tensors, by the file or folder that holds
@@ -130,13 +126,3 @@ def page() -> str:
                 f"`python -m benchmarks.estimator.run --device {device.partition('_')[0]}`, then this page's command.\n"
             )
     return text + published.table(json.loads(published.RESULT.read_text()))
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(page())
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    main()

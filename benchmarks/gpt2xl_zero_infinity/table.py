@@ -1,16 +1,11 @@
-"""Write the figures of GPT-2 XL on disk into their page: `python -m benchmarks.gpt2xl_zero_infinity.table`."""
+"""GPT-2 XL trained from disk, as predicted and as measured."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
-from benchmarks.precision.table import ROOT
 from lightning_memfit.memory import format_bytes
 
 RESULT = Path(__file__).with_name("result.json")
-PAGE = ROOT / "docs" / "guides" / "nvme.md"
-MARK = "gpt2xl_zero_infinity"
 
 
 def render(document: dict[str, Any]) -> str:
@@ -51,12 +46,3 @@ def render(document: dict[str, Any]) -> str:
             "Memory beyond the prediction is libraries, what a step holds for a moment, and what the allocator kept.",
         ]
     )
-
-
-def main() -> None:
-    document = json.loads(RESULT.read_text(encoding="utf-8"))
-    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), MARK, render(document)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

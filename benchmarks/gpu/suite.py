@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None, steps: Sequence[Step] | None = None)
     return 0 if passed else 1
 
 
-PAGES = Step("pages", ("-m", "benchmarks.gpu.pages", "--folder", "{folder}"), 120)
+PAGES = Step("pages", ("-m", "benchmarks.pages", "--folder", "{folder}"), 120)
 """Merges all results into the pages of the docs."""
 
 

@@ -1,11 +1,10 @@
-"""Predict and measure every module of the zoo, each in a process of its own; write the results and the page."""
+"""Predict and measure every module of the zoo, each in a process of its own; write the results."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_zoo.examine import in_empty_folder
-from benchmarks.memory_zoo.table import PAGE, RESULT, page
+from benchmarks.memory_zoo.table import RESULT
 from benchmarks.processes import each
 from benchmarks.record import write
 
@@ -31,8 +30,7 @@ def main() -> None:
 
         found_rows = [{"name": name, **rows[name]} for name in ZOO if name in rows]
         write(RESULT, {"conditions": conditions(), "rows": found_rows})
-        PAGE.write_text(page())
-        print(f"wrote {Path(RESULT).name} and {PAGE.name}")
+        print(f"wrote {RESULT.name}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
-"""Write the page of the zoo from its results: `python -m benchmarks.memory_zoo.table`."""
+"""Predicted and true peaks of a zoo of modules."""
 
-import json
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import by_words, insert
+from benchmarks.marks import RESULTS, by_words
 from lightning_memfit.memory import format_bytes
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "benchmarks" / "memory_zoo.md"
-RESULT = ROOT / "benchmarks" / "results" / "memory_zoo_cpu.json"
+RESULT = RESULTS / "memory_zoo_cpu.json"
 
 
 def conditions() -> dict[str, str]:
@@ -46,9 +42,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def text() -> str:
+def text(document: dict[str, Any]) -> str:
     """The summary, the ten modules farthest off, and what is refused, was changed or has a remark."""
-    document = json.loads(RESULT.read_text())
     rows, figures = document["rows"], summary(document["rows"])
     where = ", ".join(f"{name} {value}" for name, value in document["conditions"].items())
     lines = [
@@ -79,13 +74,3 @@ def text() -> str:
 def _row(row: dict[str, Any]) -> str:
     true, predicted = format_bytes(row["true_bytes"]), format_bytes(row["predicted_bytes"])
     return f"| {row['name']} | {true} | {predicted} | {apart(row):+.3%} |"
-
-
-def page() -> str:
-    """The page with its table made anew."""
-    return insert(PAGE.read_text(), "zoo", text())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"wrote {PAGE.relative_to(ROOT)}")

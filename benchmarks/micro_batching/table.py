@@ -1,27 +1,17 @@
-"""Write results into `docs/guides/micro_batching.md` and `docs/benchmarks/exactness.md`.
+"""Sizes that searches found, and whether micro-batches are exact."""
 
-python -m benchmarks.micro_batching.table
-"""
-
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import by_words, insert
+from benchmarks.marks import RESULTS, by_words
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "micro_batching_compare.json"
-PAGE = ROOT / "docs" / "guides" / "micro_batching.md"
-MARK = "comparison"
-EXACTNESS_RESULT = ROOT / "benchmarks" / "results" / "micro_batching_exactness.json"
-EXACTNESS_PAGE = ROOT / "docs" / "benchmarks" / "exactness.md"
+RESULT = RESULTS / "micro_batching_compare.json"
+EXACTNESS_RESULT = RESULTS / "micro_batching_exactness.json"
 _OURS, _POWER, _SEARCH = "memfit", "lightning_power", "lightning_binsearch"
 
 
-def table() -> str:
+def table(result: dict[str, Any]) -> str:
     """One row per model: the size found as a share of the true maximum, trial steps, out-of-memory errors."""
-    result = json.loads(RESULT.read_text())
     lines = [
         "| model | true maximum | MicroBatching | errors in 50 steps after it | BatchSizeFinder `power` | "
         "BatchSizeFinder `binsearch` |",
@@ -53,17 +43,12 @@ def _later(row: dict[str, Any]) -> int:
     return int(row[_OURS]["later_errors"])
 
 
-def page() -> str:
-    """The guide with its table made anew."""
-    return insert(PAGE.read_text(), MARK, table())
-
-
 # --- exactness ------------------------------------------------------------------------------------------------------
 
 
-def verdicts() -> str:
+def verdicts(document: dict[str, Any]) -> str:
     """How often each verdict was given, by theme, and the words of what isn't equal with its cases."""
-    rows = json.loads(EXACTNESS_RESULT.read_text())["rows"]
+    rows = document["rows"]
     training, logs = (Counter(row[key] for row in rows) for key in ("training", "logs"))
     lines = [
         f"{len(rows)} cases. Training: {_counted(training)}. Logged values: {_counted(logs)}.",
@@ -92,14 +77,3 @@ def _words(row: dict[str, Any]) -> str:
     """Why it was refused, or what ended it."""
     texts = [text for name, text in row["messages"].items() if row["runs"][name] == row["training"]]
     return next(iter(texts or row["messages"].values()), "cuts change its random numbers")
-
-
-def exactness_page() -> str:
-    """The page of verdicts with its tables made anew."""
-    return insert(EXACTNESS_PAGE.read_text(), "verdicts", verdicts())
-
-
-if __name__ == "__main__":
-    for target, text in ((PAGE, page()), (EXACTNESS_PAGE, exactness_page())):
-        target.write_text(text)
-        print(f"wrote {target.relative_to(ROOT)}")

@@ -1,18 +1,14 @@
-"""Write predicted and measured host memory into their page: `python -m benchmarks.offload_host_memory.table`."""
+"""Host memory under DeepSpeed, predicted and measured."""
 
 import json
 from typing import Any
 
 from benchmarks.gpt2xl_zero_infinity.table import RESULT as GPT2_XL
-from benchmarks.marks import insert
 from benchmarks.offload_host_memory.predict import gpt2_xl_run, predict
 from benchmarks.offload_host_memory.run import RESULTS
-from benchmarks.precision.table import ROOT
 from lightning_memfit.estimate.deepspeed import deepspeed_memory
 from lightning_memfit.memory import MIB, format_bytes
 
-PAGE = ROOT / "docs" / "guides" / "nvme.md"
-MARK = "offload_host_memory"
 TITLES = {
     "zero_2": "`memfit_zero_2`",
     "zero_3": "`memfit_zero_3`",
@@ -68,12 +64,3 @@ def render(document: dict[str, Any]) -> str:
             "with freed memory kept.",
         ]
     )
-
-
-def main() -> None:
-    document = json.loads(RESULTS.read_text(encoding="utf-8"))
-    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), MARK, render(document)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

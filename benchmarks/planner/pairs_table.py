@@ -1,18 +1,9 @@
-"""Write how good plans are into the plan guide: `python -m benchmarks.planner.pairs_table`."""
+"""How good plans are, beside the grid's best."""
 
-import json
 import statistics
-from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.marks import insert
-from benchmarks.planner.models import SETS
-from benchmarks.planner.pairs import RESULTS
-from benchmarks.planner.table import PAGE
 from lightning_memfit.planner.workload import DEFAULT_TOLERANCE
-
-MARKS: Mapping[str, str] = {"known": "pairs", "held_out": "held-out pairs"}
-"""Where the table of a set stands in the guide."""
 
 
 def render(document: dict[str, Any]) -> str:
@@ -76,20 +67,3 @@ def _row(model: str, pair: dict[str, Any]) -> str:
     if pair["best"] is None:
         return f"{row}| none of the grid fits | | |"
     return f"{row}| {pair['best']} | {1000 * pair['best_s']:.0f} ms | {pair['slower_than_best']:+.0%} |"
-
-
-def pages(text: str) -> str:
-    """The guide with the tables of all sets that were measured."""
-    for name, mark in MARKS.items():
-        file = RESULTS / SETS[name].file
-        if file.exists():
-            text = insert(text, mark, render(json.loads(file.read_text())))
-    return text
-
-
-def main() -> None:
-    PAGE.write_text(pages(PAGE.read_text()))
-
-
-if __name__ == "__main__":
-    main()

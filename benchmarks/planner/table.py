@@ -1,17 +1,12 @@
-"""Write the table of the plan guide from the results: `python -m benchmarks.planner.table`."""
+"""Plans for GPT-2 XL on machines of many sizes."""
 
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import RESULTS as FOLDER
 from lightning_memfit.memory import format_bytes
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "planner_gpt2xl.json"
-PAGE = ROOT / "docs" / "guides" / "plan.md"
-MARK = "plans"
+RESULTS = FOLDER / "planner_gpt2xl.json"
 DEFAULT = ["8bit", "bf16", "exact", "stochastic", "tf32"]
 
 
@@ -52,11 +47,3 @@ def _blocks(techniques: dict[str, dict[str, Any]]) -> str:
     if "choices" not in options:
         return "keep products and attention" if options.get("keep") else "recompute all"
     return ", ".join(f"{count} {choice}" for choice, count in sorted(Counter(options["choices"]).items()))
-
-
-def main() -> None:
-    PAGE.write_text(insert(PAGE.read_text(), MARK, render(json.loads(RESULTS.read_text()))))
-
-
-if __name__ == "__main__":
-    main()

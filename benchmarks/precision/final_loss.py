@@ -5,7 +5,7 @@
 The model is of the quickstart's family, but small enough (128 instead of 448 wide, blocks of 128 tokens) that 42 runs
 of 200 steps take about twenty minutes of one core. Every run of a seed starts from the same float32 weights and sees
 the same batches; the loss is that of the final weights in a float32 forward pass, so that it tells what was learned and
-not how it is evaluated. Writes `benchmarks/results/precision_final_loss.json`; `python -m benchmarks.precision.table`
+not how it is evaluated. Writes `benchmarks/results/precision_final_loss.json`; `python -m benchmarks.pages`
 puts it into the pages.
 """
 

@@ -1,17 +1,10 @@
-"""Write the table of final losses into the techniques' pages: `python -m benchmarks.precision.table`."""
+"""Final losses by precision."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import RESULTS as FOLDER
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "precision_final_loss.json"
-PAGES = tuple(
-    ROOT / "docs" / "techniques" / f"{name}.md" for name in ("bf16_stochastic_rounding", "host_master_weights")
-)
-MARK = "precision_final_loss"
+RESULTS = FOLDER / "precision_final_loss.json"
 
 
 def render(document: dict[str, Any]) -> str:
@@ -36,13 +29,3 @@ def render(document: dict[str, Any]) -> str:
             ),
         ]
     )
-
-
-def main() -> None:
-    table = render(json.loads(RESULTS.read_text(encoding="utf-8")))
-    for page in PAGES:
-        page.write_text(insert(page.read_text(encoding="utf-8"), MARK, table), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Predict and measure every run; write the results and the page."""
+"""Predict and measure every run; write the results."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from benchmarks.record import write
 from benchmarks.sharded_traces.cases import CASES
 from benchmarks.sharded_traces.measure import measured
 from benchmarks.sharded_traces.predict import predict
-from benchmarks.sharded_traces.table import PAGE, RESULT, apart, page
+from benchmarks.sharded_traces.table import RESULT, apart
 
 
 def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -44,8 +44,7 @@ def main() -> None:
             RESULT.write_text(json.dumps(json.loads(RESULT.read_text()) | {"rows": merged(rows)}, indent=2) + "\n")
         else:
             write(RESULT, {"rows": merged(rows)})
-        PAGE.write_text(page())
-        print(f"wrote {RESULT.name} and {PAGE.name}")
+        print(f"wrote {RESULT.name}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Llama-3.1-8B beside figures that torchtitan and torchtune publish: `python -m benchmarks.sharded_traces.published`.
 
 Memory is that of `memfit estimate`, a command of its own for each run, without any cache; speed is that of the
-planner's time model for the same techniques, batch and devices. Nothing is run on these GPUs. Writes the results and
-the sections of the page; with `speed`, memory stays as it was recorded.
+planner's time model for the same techniques, batch and devices. Nothing is run on these GPUs. With `speed`, memory
+stays as it was recorded.
 """
 
 import json
@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import insert
+from benchmarks.marks import RESULTS, ROOT
 from benchmarks.record import write
-from benchmarks.sharded_traces.table import PAGE, ROOT
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.estimate.architectures import find_architecture
 from lightning_memfit.estimate.named_model import make_batch
@@ -41,7 +40,7 @@ _OF_MEMORY = ("peak", "seconds", "processor_seconds", "load")
 _MICRO_BATCH, _OPTIMIZER, _PER_MACHINE = 2, "adamw_fused", 8
 _PRECISIONS = {"bf16-mixed": "bf16_mixed", "bf16-true": "bf16_true"}
 
-RESULT = ROOT / "benchmarks" / "results" / "llama31_published.json"
+RESULT = RESULTS / "llama31_published.json"
 
 
 @dataclass(frozen=True)
@@ -210,9 +209,9 @@ def estimate(options: list[str]) -> dict[str, Any]:
     }
 
 
-def text() -> str:
+def text(document: dict[str, Any]) -> str:
     """A row for each run."""
-    rows = json.loads(RESULT.read_text())["rows"]
+    rows = document["rows"]
     lines = [
         "| run | published | reserved, predicted | allocated | tokens/s of a device, published | predicted |",
         "|---|---|---|---|---|---|",
@@ -231,11 +230,6 @@ def text() -> str:
     return "\n".join([*lines, "", *sources])
 
 
-def page(before: str) -> str:
-    """The page with its table made anew."""
-    return insert(before, "llama31", text())
-
-
 def main() -> None:
     """Predict everything, or with `speed` the speeds alone; runs whose memory isn't known yet are estimated."""
     warnings.simplefilter("ignore")
@@ -249,7 +243,6 @@ def main() -> None:
             rows[name] |= speed(run, ProfileCache(Path(folder)))
             print(f"{name}: {rows[name]['tokens_per_s']} tokens/s", flush=True)
             write(RESULT, {"sources": [asdict(_TITAN), asdict(_TUNE)], "rows": rows})  # known, should this end early
-    PAGE.write_text(page(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
-"""Write the page from the results: `python -m benchmarks.sharded_traces.table`."""
+"""Predicted and true peaks of ranks."""
 
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import by_words, insert
+from benchmarks.marks import RESULTS, by_words
 from benchmarks.memory_zoo.table import apart
 from lightning_memfit.memory import format_bytes
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "benchmarks" / "sharded_traces.md"
-RESULT = ROOT / "benchmarks" / "results" / "sharded_traces_cpu.json"
+RESULT = RESULTS / "sharded_traces_cpu.json"
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -32,9 +28,8 @@ def groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {"all of torch's": [row for row in rows if row not in zero], "all of DeepSpeed's": zero}
 
 
-def text() -> str:
+def text(document: dict[str, Any]) -> str:
     """The summary, and the ten runs whose predictions are farthest off."""
-    document = json.loads(RESULT.read_text())
     rows = document["rows"]
     parts = groups(rows)
     lines = [
@@ -73,13 +68,3 @@ def _summed(name: str, rows: list[dict[str, Any]]) -> str:
 def _row(row: dict[str, Any]) -> str:
     true, predicted = format_bytes(row["true_bytes"]), format_bytes(row["predicted_bytes"])
     return f"| {row['name']} | {true} | {predicted} | {apart(row):+.3%} | {row['phase']} |"
-
-
-def page() -> str:
-    """The page with its table made anew."""
-    return insert(PAGE.read_text(), "sharded_traces", text())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.record import write
 from benchmarks.step_cost.rows import ROWS, Row, Side
-from benchmarks.step_cost.table import PAGE, RESULT, page
+from benchmarks.step_cost.table import RESULT
 
 
 def measure(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -40,11 +40,10 @@ def main() -> int:
     Side("warm-up").cost()  # imports, and kernels that are made once
     rows = measure(ROWS)
     write(RESULT, {"rows": rows})
-    PAGE.write_text(page(), encoding="utf-8")
     failed = [(row["name"], side) for row in rows for side in row["sides"] if "failed" in side]
     for name, side in failed:
         print(f"{name}, {side['name']}: {side['failed']}")
-    print(f"wrote {RESULT} and {PAGE}")
+    print(f"wrote {RESULT}")
     return int(bool(failed))
 
 

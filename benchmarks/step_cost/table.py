@@ -1,22 +1,19 @@
-"""Write the page of step costs from its results: `python -m benchmarks.step_cost.table`."""
+"""The page of step costs."""
 
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import shortened
+from benchmarks.marks import RESULTS, shortened
 from benchmarks.notes import reason
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "benchmarks" / "step_cost.md"
-RESULT = ROOT / "benchmarks" / "results" / "step_cost.json"
+RESULT = RESULTS / "step_cost.json"
 MOST = 1.25
 """Python calls of a step, over those of its peer, from which a row needs a reason."""
 
 _HEAD = """# What a steady step costs the host
-Generated from `benchmarks/results/step_cost.json` by `python -m benchmarks.step_cost.table`; measured by
+Generated from `benchmarks/results/step_cost.json` by `python -m benchmarks.pages`; measured by
 `python -m benchmarks.step_cost.run`. What runs is in `benchmarks/step_cost/rows.py`.
 
 A GPT-2 of 12 small blocks is trained by Lightning's Trainer on one core; the peers run in the same module and Trainer.
@@ -87,8 +84,3 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
             f"| {name} | {side['name']} | {side['calls']:,} | {'' if times is None else f'{times:.2f}'} | "
             f"{side['operators']:,} | {side['copies']:,} | {sum(side['reads'].values())} | {side['milliseconds']:.1f} |"
         )
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")

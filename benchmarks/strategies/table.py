@@ -1,14 +1,9 @@
-"""Write what strategies keep on a rank into their page: `python -m benchmarks.strategies.table`."""
+"""What strategies keep on a rank."""
 
-import json
 from typing import Any
 
-from benchmarks.marks import insert
-from benchmarks.precision.table import ROOT
 from benchmarks.strategies.run import RESULTS
 
-PAGE = ROOT / "docs" / "guides" / "multi_gpu.md"
-MARK = "strategies_cpu"
 TITLES = {
     "zero_3_offload": "ZeRO-3, `offload_optimizer`, `offload_parameters`",
 }
@@ -30,12 +25,3 @@ def render(document: dict[str, Any]) -> str:
         disk = f"{row['disk_bytes'] / numel:.1f}" if row["disk_bytes"] else ""
         lines.append(f"| {TITLES.get(name, f'`memfit_{name}`')} | {row['live_bytes'] / numel:.1f} | {disk} |")
     return "\n".join(lines)
-
-
-def main() -> None:
-    document = json.loads(RESULTS.read_text(encoding="utf-8"))
-    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), MARK, render(document)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

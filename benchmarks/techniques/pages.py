@@ -1,4 +1,4 @@
-"""Write what the registry and the results say into the techniques' pages: `python -m benchmarks.techniques.pages`."""
+"""What the registry and the results say in the techniques' pages."""
 
 import json
 from pathlib import Path
@@ -115,12 +115,3 @@ def _row(name: str, row: dict[str, Any], plain: dict[str, Any]) -> str:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:.1f} MiB"
-
-
-def main() -> None:
-    for path, page in render().items():
-        path.write_text(page)
-
-
-if __name__ == "__main__":
-    main()

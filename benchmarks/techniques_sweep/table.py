@@ -1,26 +1,18 @@
-"""Write the pages of both sweeps from their results: `python -m benchmarks.techniques_sweep.table`."""
+"""Verdicts of both sweeps."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.marks import by_words, insert
-from benchmarks.techniques_sweep.architectures import RESULT as ARCHITECTURES
+from benchmarks.marks import by_words
 from benchmarks.techniques_sweep.architectures import TECHNIQUES
-from benchmarks.techniques_sweep.combinations import RESULT as COMBINATIONS
-
-ROOT = Path(__file__).parents[2]
-ARCHITECTURES_PAGE = ROOT / "docs" / "benchmarks" / "architectures.md"
-COMBINATIONS_PAGE = ROOT / "docs" / "benchmarks" / "combinations.md"
 
 # --- architectures --------------------------------------------------------------------------------------------------
 
 
-def architectures() -> str:
+def architectures(document: dict[str, Any]) -> str:
     """How often each verdict was given, the words of what isn't equal, and what can't be built."""
-    rows = json.loads(ARCHITECTURES.read_text())["rows"]
+    rows = document["rows"]
     built = [row for row in rows if "verdicts" in row]
     lines = [
         f"{len(built)} of {len(rows)} architectures build small.",
@@ -62,17 +54,11 @@ def _not_equal(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield from ("", f"**{'; '.join(techniques)}**", "", *items_of)
 
 
-def architectures_page() -> str:
-    """The page with its tables made anew."""
-    return insert(ARCHITECTURES_PAGE.read_text(), "verdicts", architectures())
-
-
 # --- combinations ---------------------------------------------------------------------------------------------------
 
 
-def combinations() -> str:
+def combinations(document: dict[str, Any]) -> str:
     """How often each verdict was given, by technique, the tolerances, and the words of what isn't equal."""
-    document = json.loads(COMBINATIONS.read_text())
     rows = document["rows"]
     not_equal = [row for row in rows if row["verdict"] != "equal"]
     counts = Counter(row["verdict"] for row in rows)
@@ -101,14 +87,3 @@ def _of_technique(name: str, rows: list[dict[str, Any]], verdicts: Iterable[str]
     shares = [row["difference"] / row["tolerance"] for row in rows if row["verdict"] == "equal"]
     cells = [str(counts[verdict]) for verdict in verdicts] + [f"{max(shares):.0%}" if shares else ""]
     return f"| `{name}` | {' | '.join(cells)} |"
-
-
-def combinations_page() -> str:
-    """The page with its table made anew."""
-    return insert(COMBINATIONS_PAGE.read_text(), "verdicts", combinations())
-
-
-if __name__ == "__main__":
-    for target, text in ((ARCHITECTURES_PAGE, architectures_page()), (COMBINATIONS_PAGE, combinations_page())):
-        target.write_text(text)
-        print(f"wrote {target.relative_to(ROOT)}")

@@ -4,7 +4,7 @@
 
 Each trial runs in a process of its own, in an empty folder, and is ended after its time. `--write` writes
 `tests/zoo/verdicts.md`, which has nothing that differs from run to run, and the record of the docs' page of exactness.
-What moves is a diff of that table; `python -m benchmarks.micro_batching.table` makes the page.
+What moves is a diff of that table; `python -m benchmarks.pages` makes the page.
 """
 
 import argparse

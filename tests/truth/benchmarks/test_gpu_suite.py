@@ -226,8 +226,7 @@ def test_step_times_are_corrected_by_the_other_runs_only() -> None:
     assert found["largest_error"]["fitted"] < found["largest_error"]["data sheet"]
 
 
-def test_the_page_is_what_the_results_give() -> None:
-    assert pages.PAGE.read_text() == pages.page(), "run `python -m benchmarks.gpu.pages`"
+def test_the_page_says_how_steps_ended() -> None:
     assert "did not fit" in pages.fitter({"rows": [{"name": "a", "failed": "did not fit"}], **RECORD})
     ended = [{"name": "predictions", "status": "passed", "seconds": 9.2}]
     assert "- passed: predictions (9 s)." in pages.at_a_glance(ended, [], None)

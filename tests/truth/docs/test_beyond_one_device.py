@@ -3,17 +3,10 @@
 import json
 
 from benchmarks.gpt2xl_zero_infinity import table as on_disk
-from benchmarks.marks import insert
 from benchmarks.strategies import table as strategies
 
 RESULT = json.loads(on_disk.RESULT.read_text())
 KEPT = json.loads(strategies.RESULTS.read_text())
-
-
-def test_page_shows_the_run_from_disk() -> None:
-    page = on_disk.PAGE.read_text()
-    made = insert(page, on_disk.MARK, on_disk.render(RESULT))
-    assert made == page, "run `python -m benchmarks.gpt2xl_zero_infinity.table`"
 
 
 def test_gpt2_xl_trains_from_disk_within_12_gib() -> None:
@@ -24,11 +17,6 @@ def test_gpt2_xl_trains_from_disk_within_12_gib() -> None:
     assert abs(RESULT["peak_disk_bytes"] / predicted - 1) < 0.001
     later = RESULT["optimizer_steps"][1:]
     assert min(step["update_share_of_raw"] for step in later) > 0.7
-
-
-def test_page_shows_what_strategies_keep() -> None:
-    page = strategies.PAGE.read_text()
-    assert insert(page, strategies.MARK, strategies.render(KEPT)) == page, "run `python -m benchmarks.strategies.table`"
 
 
 def test_strategies_keep_what_the_page_counts() -> None:

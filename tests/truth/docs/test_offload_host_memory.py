@@ -4,19 +4,12 @@ import json
 
 import pytest
 
-from benchmarks.marks import insert
 from benchmarks.offload_host_memory import table
 from benchmarks.offload_host_memory.cases import cases
 from benchmarks.offload_host_memory.predict import predict
 from lightning_memfit.memory import MIB, Tier
 
 DOCUMENT = json.loads(table.RESULTS.read_text())
-
-
-def test_page_shows_the_predictions_of_the_model_as_it_is() -> None:
-    page = table.PAGE.read_text()
-    made = insert(page, table.MARK, table.render(DOCUMENT))
-    assert made == page, "run `python -m benchmarks.offload_host_memory.table`"
 
 
 def test_every_case_was_measured() -> None:

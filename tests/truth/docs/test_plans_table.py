@@ -3,15 +3,9 @@ import json
 import pytest
 
 from benchmarks.gpt2xl_from_plan import table as from_plan
-from benchmarks.marks import insert
 from benchmarks.planner import pairs, pairs_table
 from benchmarks.planner.models import SETS
-from benchmarks.planner.table import MARK, PAGE, RESULTS, render
-
-
-def test_the_guide_shows_the_recorded_plans():
-    page = PAGE.read_text()
-    assert insert(page, MARK, render(json.loads(RESULTS.read_text()))) == page
+from benchmarks.planner.table import RESULTS
 
 
 def test_recorded_plans_keep_their_limits():
@@ -26,7 +20,6 @@ def test_recorded_plans_keep_their_limits():
 
 def test_gpt2_xl_trains_from_the_plan_alone_within_12_gib():
     result = json.loads(from_plan.RESULT.read_text())
-    assert from_plan.PAGE.read_text() == from_plan.page(), "run `python -m benchmarks.gpt2xl_from_plan.table`"
     assert result["limit_bytes"] == 12 << 30
     assert result["within_the_limit"]
     assert len(result["optimizer_steps"]) == 2
@@ -35,13 +28,8 @@ def test_gpt2_xl_trains_from_the_plan_alone_within_12_gib():
 
 
 def pairs_of(name):
-    file = pairs_table.RESULTS / SETS[name].file
+    file = pairs.RESULTS / SETS[name].file
     return [pair for model in json.loads(file.read_text())["models"] for pair in model["pairs"]]
-
-
-def test_the_guide_shows_how_good_plans_are():
-    page = pairs_table.PAGE.read_text()
-    assert pairs_table.pages(page) == page, "run `python -m benchmarks.planner.pairs_table`"
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -1,17 +1,8 @@
 import json
 
-import pytest
-
-from benchmarks.marks import insert
-from benchmarks.precision.table import MARK, PAGES, RESULTS, render
+from benchmarks.precision.table import RESULTS
 
 DOCUMENT = json.loads(RESULTS.read_text())
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_pages_show_the_recorded_losses(path):
-    page = path.read_text()
-    assert insert(page, MARK, render(DOCUMENT)) == page, "run `python -m benchmarks.precision.table`"
 
 
 def test_lossy_techniques_learn_as_float32_does():

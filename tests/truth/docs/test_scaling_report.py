@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.bench_pages import RESULTS, ROOT
+from benchmarks.marks import RESULTS, ROOT
 from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.record import Result, read_result
 from lightning_memfit.bench.report import runs_table
