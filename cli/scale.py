@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from lightning_memfit.bench.experiment import Experiment
 from lightning_memfit.bench.runner import Runner
-from lightning_memfit.bench.sweep import load_sweep
+from lightning_memfit.bench.sweep import load_sweep, wandb_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 from lightning_memfit.memory.kind import CPU, MODELLED
 
@@ -25,6 +25,7 @@ _EPILOG = """\
 examples:
   memfit scale --config benchmarks/experiments/sweeps/scaling.yaml
   memfit scale --config mine.yaml --device cuda --wandb online --project mine
+  memfit scale --config mine.yaml --device cuda --sweep sweep.yaml        (for `wandb sweep` and `wandb agent`)
   memfit scale --config mine.yaml --report-only
 
 Every point becomes FOLDER/SWEEP_DEVICE/RUN.json; points.csv, report.html and PNG files are made of them. Offline runs
@@ -58,6 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--project", default="lightning-memfit", help="Weights & Biases project")
     parser.add_argument("--note", default="", help="goes into every record")
+    parser.add_argument(
+        "--sweep",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing; write a Weights & Biases sweep of all points for `wandb sweep FILE` and its agents",
+    )
     parser.add_argument("--report-only", action="store_true", help="make the report from existing records")
     parser.add_argument("--json", action="store_true", help="print all records as JSON on stdout")
     return parser
@@ -67,6 +74,8 @@ def main(argv: list[str]) -> int:
     """Run the command."""
     arguments = build_parser().parse_args(argv)
     sweep = load_sweep(_sweep_file(arguments.config), arguments.device, read_recipe)
+    if arguments.sweep is not None:
+        return _write_sweep(arguments, sweep)
     folder = arguments.folder / sweep.folder_name
     runner = Runner(
         sweep.name,
@@ -93,6 +102,21 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"`--report-only`: there are no records in {folder}. Run the sweep first, without it.")
     _report(arguments, sweep, runner, results)
     return int(any(result.status == "failed" for result in results))
+
+
+def _write_sweep(arguments: argparse.Namespace, sweep: Experiment) -> int:
+    import yaml
+
+    command = [*shlex.split(_command(arguments)), "--wandb", "online", "--project", arguments.project]
+    try:
+        with arguments.sweep.open("x", encoding="utf-8") as file:
+            yaml.safe_dump(wandb_sweep(sweep, command), file, sort_keys=False)
+    except OSError as error:
+        raise ValueError(f"`--sweep {arguments.sweep}` can't be written: {error.strerror}. Name a new file.") from error
+    print(f"{len(sweep.rows)} points in {arguments.sweep}")
+    print(f"Next: wandb sweep --project {arguments.project} {arguments.sweep}, then on each machine the command "
+          "that it prints")  # fmt: skip
+    return 0
 
 
 def _sweep_file(path: Path) -> Path:

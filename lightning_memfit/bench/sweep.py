@@ -17,7 +17,7 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,25 @@ def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Experiment:
     if len({row.name for row in rows}) < len(rows):
         raise ValueError("Some points of `matrix` have the same name. Name techniques and models by different letters.")
     return Experiment(path.stem, document["title"], SWEEP, device, tuple(rows))
+
+
+def wandb_sweep(sweep: Experiment, command: Sequence[str]) -> Settings:
+    """Return the configuration of a Weights & Biases sweep that has one run for each point, in plain data.
+
+    `wandb sweep FILE` registers it, and `wandb agent ID` on any number of machines works it off, a point at a time.
+
+    Args:
+        sweep: What is measured.
+        command: Command line that measures points; an agent adds `--only=POINT`.
+    """
+    return {
+        "name": f"{sweep.name}-{sweep.device}",
+        "description": sweep.title,
+        "program": command[0],
+        "method": "grid",
+        "parameters": {"only": {"values": [row.name for row in sweep.rows]}},
+        "command": [*command, "${args}"],
+    }
 
 
 def _row(point: dict[str, Any], settings: Settings, measurement: Measurement) -> Row:

@@ -10,6 +10,7 @@ import yaml
 
 from cli.bench import progress_of
 from cli.main import main
+from cli.scale import build_parser
 from tests.helpers.wandb_files import read_run
 
 BASE = {
@@ -98,6 +99,23 @@ def test_scale_over_two_processes_tracked_offline_and_reported(tmp_path, capsys,
     assert run["summary"]["prediction_error"] == pytest.approx(0, abs=0.03)
     assert len(run["history"]) == 3
     assert run["system"]
+
+
+def test_a_sweep_for_agents_names_every_point_and_a_command_that_measures_it(tmp_path, capsys):
+    file, config = tmp_path / "sweep.yaml", "benchmarks/experiments/sweeps/scaling.yaml"
+    options = ["scale", "--config", config, "--folder", str(tmp_path / "runs"), "--sweep", str(file)]
+    assert main(options) == 0
+    assert "wandb sweep --project lightning-memfit" in capsys.readouterr().out
+    document = yaml.safe_load(file.read_text())
+    points = document["parameters"]["only"]["values"]
+    assert len(points) == 12
+    *command, macro = document["command"]
+    assert (command[:2], macro) == (["memfit", "scale"], "${args}")
+    asked = build_parser().parse_args([*command[2:], f"--only={points[0]}"])  # as an agent calls it
+    assert (str(asked.config), asked.only, asked.wandb) == (config, [points[0]], "online")
+    assert not (tmp_path / "runs").exists()
+    assert main(options) == 2
+    assert "can't be written: File exists" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
