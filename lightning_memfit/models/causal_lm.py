@@ -1,8 +1,4 @@
-"""`CausalLM`: any Hugging Face causal language model as a LightningModule.
-
-The random state of every rank, on the CPU and on the rank's own device, is kept in checkpoints, so that dropout
-continues where it stopped on as many ranks.
-"""
+"""`CausalLM`: any Hugging Face causal language model as a LightningModule."""
 
 from __future__ import annotations
 
@@ -19,8 +15,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from lightning_memfit.memory.collectives import of_every_rank
-from lightning_memfit.memory.generators import random_state, set_random_state
 from lightning_memfit.models.architecture import build, is_encoder_decoder, max_positions, resolve_config
 from lightning_memfit.models.metrics import LossPerplexity, WeightedMean
 from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
@@ -28,8 +22,6 @@ from lightning_memfit.models.trained import ARCHITECTURE_KEY, GENERATION_KEY, ex
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-_RANDOM_STATE = "memfit_random_state"
 
 
 class CausalLM(pl.LightningModule):
@@ -79,7 +71,6 @@ class CausalLM(pl.LightningModule):
         self._optimizer_options = checked_options(optimizer_options)
         self.model: PreTrainedModel | None = None
         self._architecture: PretrainedConfig | None = None
-        self._random_state: dict[str, Any] | None = None
         self.val_loss, self.test_loss = WeightedMean(), WeightedMean()
         self.val_perplexity, self.test_perplexity = LossPerplexity(), LossPerplexity()
 
@@ -234,48 +225,14 @@ class CausalLM(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add architecture (a checkpoint loads without the hub) and every rank's random state (dropout continues).
+        """Add the architecture, with which a checkpoint loads without the hub.
 
         What the pretrained model says of generation (ends, suppressed tokens, languages) goes along.
-
-        With several processes all of them have to save, as Lightning does. While an error is handled, each may save
-        alone; random numbers of several processes are drawn anew after that.
         """
         checkpoint[ARCHITECTURE_KEY] = self.network.config.to_dict()
         generation = getattr(self.network, "generation_config", None)
         if generation is not None:
             checkpoint[GENERATION_KEY] = generation.to_dict()
-        mine = random_state(self._random_device)
-        checkpoint[_RANDOM_STATE] = [mine] if self._trainer is None else of_every_rank(self._trainer, mine)
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep this rank's random state for the first batch, if there are as many ranks as before.
-
-        It is left to a callback that finds its own there (`WholeSteps`), which knows of a validation that is repeated.
-        """
-        callbacks: list[Any] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
-        if any(getattr(callback, "random_state_key", None) in checkpoint for callback in callbacks):
-            return
-        states = checkpoint.get(_RANDOM_STATE)
-        states = [states] if isinstance(states, dict) else states  # version 0.1 kept that of the first rank alone
-        if states and len(states) == self._num_ranks:
-            self._random_state = states[self.global_rank]
-
-    @property
-    def _random_device(self) -> torch.device:
-        return self.device if self._trainer is None else self._trainer.strategy.root_device
-
-    @property
-    def _num_ranks(self) -> int:
-        return 1 if self._trainer is None else self._trainer.world_size
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Restore the checkpoint's random state once, after everything that draws random numbers at the start."""
-        if self._random_state is not None:
-            set_random_state(self._random_state, self._random_device)
-            self._random_state = None
 
     # --- what comes out ---------------------------------------------------------------------------------------------
 
