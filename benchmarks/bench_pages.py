@@ -51,7 +51,7 @@ def _section(experiment: Experiment) -> str:
     heading = f"\n## {_title(experiment)}\n"
     results = results_of(experiment)
     if not results:
-        return f"{heading}Not measured yet: `{command} --folder benchmarks/results`, then this page's command.\n"
+        return f"\nNot measured on {experiment.device.upper()} yet: `{command} --folder benchmarks/results`.\n"
     keys = {row.name: row.key for row in experiment.rows}
     stale = ", ".join(result.title for result in results if result.key != keys[result.row])
     lines = [*remarks(results), *([f"Measured before their settings changed: {stale}."] if stale else [])]

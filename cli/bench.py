@@ -209,6 +209,4 @@ def read_recipe(name: str) -> Mapping[str, Any]:
 
 def worker_command() -> tuple[str, ...]:
     """Return the command that starts a measured run in a process of its own."""
-    import sys
-
     return (sys.executable, "-m", f"{__package__}.bench_worker")

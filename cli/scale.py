@@ -8,18 +8,16 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lightning_memfit.bench.experiment import Experiment
+from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.runner import Runner
-from lightning_memfit.bench.sweep import load_sweep, wandb_sweep
+from lightning_memfit.bench.sweep import load_sweep, write_wandb_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 from lightning_memfit.memory.kind import CPU, MODELLED
 
 from .bench import FOLDER, INTERRUPTED, check_device, progress_of, read_recipe, worker_command
-
-if TYPE_CHECKING:
-    from lightning_memfit.bench.record import Result
 
 _EPILOG = """\
 examples:
@@ -75,7 +73,10 @@ def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     sweep = load_sweep(_sweep_file(arguments.config), arguments.device, read_recipe)
     if arguments.sweep is not None:
-        return _write_sweep(arguments, sweep)
+        command = [*shlex.split(_command(arguments)), "--wandb", "online", "--project", arguments.project]
+        write_wandb_sweep(sweep, arguments.sweep, command)
+        print(f"Next: wandb sweep --project {arguments.project} {arguments.sweep}, then its command on each machine")
+        return 0
     folder = arguments.folder / sweep.folder_name
     runner = Runner(
         sweep.name,
@@ -102,21 +103,6 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"`--report-only`: there are no records in {folder}. Run the sweep first, without it.")
     _report(arguments, sweep, runner, results)
     return int(any(result.status == "failed" for result in results))
-
-
-def _write_sweep(arguments: argparse.Namespace, sweep: Experiment) -> int:
-    import yaml
-
-    command = [*shlex.split(_command(arguments)), "--wandb", "online", "--project", arguments.project]
-    try:
-        with arguments.sweep.open("x", encoding="utf-8") as file:
-            yaml.safe_dump(wandb_sweep(sweep, command), file, sort_keys=False)
-    except OSError as error:
-        raise ValueError(f"`--sweep {arguments.sweep}` can't be written: {error.strerror}. Name a new file.") from error
-    print(f"{len(sweep.rows)} points in {arguments.sweep}")
-    print(f"Next: wandb sweep --project {arguments.project} {arguments.sweep}, then on each machine the command "
-          "that it prints")  # fmt: skip
-    return 0
 
 
 def _sweep_file(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """Predicted and true peaks of ranks."""
 
+import re
 import statistics
 from typing import Any
 
@@ -52,10 +53,11 @@ def text(document: dict[str, Any]) -> str:
 
 
 def _strategies(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by the strategy in their names, such as `GPT-2, zero 2, 2 ranks, rank 1`."""
+    """Rows by the strategy in their names, such as `GPT-2, zero 2 offload, 2 ranks, rank 1`, whatever it offloads."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(f"`{row['name'].split(', ')[1]}`", []).append(row)
+        name = re.sub(r"^(zero \w+) .*", r"\1", row["name"].split(", ")[1])
+        found.setdefault(f"`{name}`", []).append(row)
     return found
 
 

@@ -22,6 +22,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightning_memfit.bench.experiment import (
     QUIET,
     SWEEP,
@@ -78,16 +80,20 @@ def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Experiment:
     return Experiment(path.stem, document["title"], SWEEP, device, tuple(rows))
 
 
-def wandb_sweep(sweep: Experiment, command: Sequence[str]) -> Settings:
-    """Return the configuration of a Weights & Biases sweep that has one run for each point, in plain data.
+def write_wandb_sweep(sweep: Experiment, file: Path, command: Sequence[str]) -> None:
+    """Write the configuration of a Weights & Biases sweep that has one run for each point.
 
     `wandb sweep FILE` registers it, and `wandb agent ID` on any number of machines works it off, a point at a time.
 
     Args:
         sweep: What is measured.
+        file: YAML file to write; it must not exist yet.
         command: Command line that measures points; an agent adds `--only=POINT`.
+
+    Raises:
+        ValueError: If the file can't be written.
     """
-    return {
+    document = {
         "name": f"{sweep.name}-{sweep.device}",
         "description": sweep.title,
         "program": command[0],
@@ -95,6 +101,11 @@ def wandb_sweep(sweep: Experiment, command: Sequence[str]) -> Settings:
         "parameters": {"only": {"values": [row.name for row in sweep.rows]}},
         "command": [*command, "${args}"],
     }
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            yaml.safe_dump(document, opened, sort_keys=False)
+    except OSError as error:
+        raise ValueError(f"`--sweep {file}` can't be written: {error.strerror}. Name a new file.") from error
 
 
 def _row(point: dict[str, Any], settings: Settings, measurement: Measurement) -> Row:
