@@ -26,7 +26,6 @@ from benchmarks.precision import table as precision
 from benchmarks.sharded_traces import published
 from benchmarks.sharded_traces import table as sharded_traces
 from benchmarks.step_cost import table as step_cost
-from benchmarks.strategies import table as strategies
 from benchmarks.techniques import pages as techniques
 from benchmarks.techniques_sweep import architectures, combinations
 from benchmarks.techniques_sweep import table as techniques_sweep
@@ -55,7 +54,6 @@ PARTS = (
     Part("docs/benchmarks/sharded_traces.md", "sharded_traces", sharded_traces.RESULT, sharded_traces.text),
     Part("docs/guides/estimate.md", "estimate of GPT-2 XL", example.RESULT, example.render),
     Part("docs/guides/micro_batching.md", "comparison", micro_batching.RESULT, micro_batching.table),
-    Part("docs/guides/multi_gpu.md", "strategies_cpu", strategies.RESULTS, strategies.render),
     Part("docs/guides/nvme.md", "gpt2xl_zero_infinity", gpt2xl_zero_infinity.RESULT, gpt2xl_zero_infinity.render),
     Part("docs/guides/nvme.md", "offload_host_memory", offload_host_memory.RESULTS, offload_host_memory.render),
     Part("docs/guides/one_card.md", "live bytes", gpt2xl_live_bytes.RESULT, gpt2xl_live_bytes.render),
@@ -63,10 +61,7 @@ PARTS = (
     Part("docs/guides/plan.md", "pairs", RESULTS / SETS["known"].file, pairs_table.render),
     Part("docs/guides/plan.md", "held-out pairs", RESULTS / SETS["held_out"].file, pairs_table.render),
     Part("docs/guides/plan.md", "from the plan", gpt2xl_from_plan.RESULT, gpt2xl_from_plan.render),
-    *(
-        Part(f"docs/techniques/{name}.md", "precision_final_loss", precision.RESULTS, precision.render)
-        for name in ("bf16_stochastic_rounding", "host_master_weights")
-    ),
+    Part("docs/techniques/bf16_stochastic_rounding.md", "precision_final_loss", precision.RESULTS, precision.render),
     Part(
         "docs/techniques/activation_checkpointing.md",
         "checkpointing_budget",

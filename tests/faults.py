@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.marks import insert
 from benchmarks.record import write
 
 ROOT = Path(__file__).parents[1]
@@ -369,41 +370,34 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     ),
 }
 
-_HEAD = """# What goes wrong, and what then happens
-Every line is provoked for real by the test it names. `make faults` runs all of them and writes this page; most are
-part of `make test`. What a checkpoint, plan or cache may hold is in [security.md](security.md).
-"""
+MARK = "last run"
 
 
 def cases() -> list[Case]:
-    """All cases in the order of the page."""
+    """All cases."""
     return [case for group in GROUPS.values() for case in group]
 
 
 def page(record: dict[str, Any] | None) -> str:
     """The page, with what the last run found."""
-    text = _HEAD
-    if record is not None:
-        passed = sum(row["passed"] for row in record["rows"])
-        cores, torch = record["hardware"]["cores"], record["versions"]["torch"]
-        text += (
-            f"\nLast run: {passed} tests of {len(record['rows'])} cases passed, in "
-            f"{record['seconds'] / 60:.0f} minutes on {cores} cores with torch {torch}.\n"
-        )
-    known = {row["test"]: row for row in record["rows"]} if record is not None else {}
-    for heading, group in GROUPS.items():
-        rows = [f"| {case.fault} | {case.promise} | `{case.test}` | {_shown(known.get(case.test))} |" for case in group]
-        text += "\n".join(["", f"## {heading}", "| what | promise | test | last run |", "|---|---|---|---|", *rows, ""])
-    return text
+    return insert(PAGE.read_text(encoding="utf-8"), MARK, summary(record))
 
 
-def _shown(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "not run"
-    if row["failed"]:
-        return f"**{row['failed']} failed**"
-    more = [f"{number} {name}" for name, number in row.get("figures", {}).items() if ":" not in name]
-    return ", ".join([f"{row['passed']} passed", *([f"{row['skipped']} skipped"] if row["skipped"] else []), *more])
+def summary(record: dict[str, Any] | None) -> str:
+    """One sentence on the last run, and the cases that failed in it."""
+    if record is None:
+        return "The cases were not run."
+    rows = record["rows"]
+    failed = [row for row in rows if row["failed"]]
+    kills = sum(row.get("figures", {}).get("kills", 0) for row in rows)
+    return "\n".join(
+        [
+            f"Last run: {sum(row['passed'] for row in rows)} tests of {len(rows)} cases passed, with {kills} kills, in "
+            f"{record['seconds'] / 60:.0f} minutes on {record['hardware']['cores']} cores with torch "
+            f"{record['versions']['torch']}.",
+            *(f"- `{row['test']}`: **{row['failed']} failed**" for row in failed),
+        ]
+    )
 
 
 def run(only: str = "") -> dict[str, Any]:
@@ -441,7 +435,7 @@ def _row(case: Case, found: list[ElementTree.Element]) -> dict[str, Any]:
 
 
 def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """A record with the rows of some cases replaced, in the order of the page."""
+    """A record with the rows of some cases replaced, in the order of the cases."""
     rows = {row["test"]: row for row in (*before["rows"], *now["rows"])}
     ordered = [rows[case.test] for case in cases() if case.test in rows]
     return {"rows": ordered, "seconds": round(before["seconds"] + now["seconds"], 1), "kills": now["kills"]}

@@ -191,47 +191,30 @@ def predicted(row: Row, attention: str = "sdpa", of_its_time: bool = False) -> d
         return estimate()
 
 
-def table(document: dict[str, Any]) -> str:
+def summary(document: dict[str, Any]) -> str:
     """The section of `docs/accuracy.md`."""
-    lines = [
-        "\n## Published figures of older software",
-        f"`{document['command']}`: BERT-large at sequence length 512 on a V100, from the guide that "
-        "`docs/benchmarks/bert_large.md` names. NVML's memory in MiB, CUDA context included; nothing was measured "
-        "here.\n",
-        "| setting | published | today's software | today's, attention by operators | software of its time |",
-        "|---|---|---|---|---|",
-    ]
 
-    def cell(found: dict[str, Any], published: int) -> str:
-        mib = found["total_bytes"] / MIB
-        return f"{mib:,.0f} ({100 * (mib / published - 1):+.1f} %)"
+    def span(name: str) -> str:
+        errors = [row[name]["total_bytes"] / MIB / row["published_mib"] - 1 for row in document["rows"]]
+        return f"{100 * min(errors):+.1f} % to {100 * max(errors):+.1f} %"
 
-    for row in document["rows"]:
-        cells = (cell(row[name], row["published_mib"]) for name in ("today", "eager", "of_its_time"))
-        lines.append(f"| {row['title']} | {row['published_mib']:,} | {' | '.join(cells)} |")
-    return "\n".join(lines) + _FINDINGS
+    return _PUBLISHED.format(
+        rows=len(document["rows"]),
+        file=RESULT.name,
+        command=document["command"],
+        today=span("today"),
+        old=span("of_its_time"),
+    )
 
 
-_FINDINGS = """
-
-Why today's predictions differ from these figures, by what is alive at the peak:
-
-- Fused attention keeps no scores. With them, a layer keeps 36 MiB more per sample in fp32.
-- torch 1.10 kept softmax's input for its backward: 16 MiB more per layer and sample, 384 MiB per sample in all.
-  `python -m benchmarks.estimator.saved_bytes` counts 100.0 MiB per layer and sample with torch 1.10.2 and transformers
-  4.17, and 84.0 with torch 2.13 and transformers 5.23. This was why rows of four samples were 11 to 14 % under.
-- `torch.optim.AdamW` now updates all parameters together, with scratch memory as large as the weights, 1.25 GiB. Then
-  one parameter was updated after the other. Where checkpointing leaves the step as the peak, predictions were thus 7 to
-  15 % over.
-- `zero_grad` filled gradients with zeros, so that all were alive in forward and backward: up to 230 MiB more.
-
-What isn't explained: 460 MiB of the row with fp16 and four samples, 4.8 MiB per layer and sample, or 4.0 (384 MiB)
-beyond the 76 MiB that the row in fp32 lacks as well. The trace keeps 65 MiB per layer and sample, which add up as they
-should: softmax's input and output in fp32 (2 x 16), the probabilities that autocast casts (8), three masks of dropout
-(4 + 2 x 0.5), four casts of hidden states, copies of query, key and value and the context (8 x 1), GELU's input and
-output (2 x 4) and the layer norms' inputs in fp32 (2 x 2). What would add 4.0 is the output of both layer norms in fp32
-(2 x 2), which nothing in autocast's lists saves once its casts are made; masks kept twice would add 5.0. Neither was
-seen in torch 1.10, whose mixed precision on CUDA was not run here.
+_PUBLISHED = """
+## Published figures of older software
+Predictions for today's software are {today} off the {rows} figures that the guide named in
+[BERT-large](benchmarks/bert_large.md) published for a V100. With the rules of its own software they are {old} off
+(`benchmarks/results/{file}`, by `{command}`). Since then fused attention keeps no scores
+(36 MiB per layer and sample in fp32), softmax does not keep its input (16 MiB), AdamW updates all parameters at once,
+with scratch memory as large as the weights, and gradients are freed, not filled with zeros. 460 MiB of the row with
+fp16 and four samples are not explained.
 """
 
 

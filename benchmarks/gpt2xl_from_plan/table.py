@@ -8,13 +8,10 @@ GIB = 1 << 30
 
 
 def render(document: dict[str, Any]) -> str:
-    """The plan and the run, in GiB."""
-    seconds = ", ".join(f"{step['step_seconds']:.0f}" for step in document["optimizer_steps"])
-    rows = [
-        ("plan", document["setting"]),
-        ("predicted peak", f"{document['predicted_bytes'] / GIB:.2f} GiB"),
-        ("measured peak of the run", f"{document['measured_bytes'] / GIB:.2f} GiB"),
-        ("largest resident set", f"{document['peak_rss_bytes'] / GIB:.2f} GiB"),
-        ("seconds of the optimizer steps", seconds),
-    ]
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    """The plan, its peaks and the time of a step."""
+    seconds = max(step["step_seconds"] for step in document["optimizer_steps"])
+    predicted, measured, resident = (document[f"{name}_bytes"] / GIB for name in ("predicted", "measured", "peak_rss"))
+    return (
+        f"{document['setting']}: {predicted:.2f} GiB predicted, {measured:.2f} GiB measured, "
+        f"{resident:.2f} GiB resident, at most {seconds:.0f} s per step."
+    )

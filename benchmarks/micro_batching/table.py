@@ -11,36 +11,31 @@ _OURS, _POWER, _SEARCH = "memfit", "lightning_power", "lightning_binsearch"
 
 
 def table(result: dict[str, Any]) -> str:
-    """One row per model: the size found as a share of the true maximum, trial steps, out-of-memory errors."""
+    """The least and the most of sizes found, as shares of the true maximum, of trial steps and of errors."""
+    linear, curved = result["rows"], [row for row in result["curved"] if row["kind"] != "untraceable"]
+    untraceable = [row for row in result["curved"] if row["kind"] == "untraceable"]
     lines = [
-        "| model | true maximum | MicroBatching | errors in 50 steps after it | BatchSizeFinder `power` | "
-        "BatchSizeFinder `binsearch` |",
-        "|---|---|---|---|---|---|",
+        "| | models | share of the true maximum | steps | errors |",
+        "|---|---|---|---|---|",
+        _line("`MicroBatching`, memory linear in the batch", linear, _OURS),
+        _line("`MicroBatching`, memory not linear, or longer batches later", curved, _OURS),
+        _line("`MicroBatching`, steps that can't be traced", untraceable, _OURS),
+        _line("`BatchSizeFinder`, `power`, linear", linear, _POWER),
+        _line("`BatchSizeFinder`, `binsearch`, linear", linear, _SEARCH),
     ]
-    for row in result["rows"]:
-        others = " | ".join(map(_cell, (row[_POWER], row[_SEARCH])))
-        lines.append(f"| {row['model']} | {row['true_maximum']} | {_cell(row[_OURS])} | {_later(row)} | {others} |")
-    lines += [
-        "",
-        "The same for models whose memory is not linear in the batch:",
-        "",
-        "| model | kind | true maximum | MicroBatching | errors in 50 steps after it | second batch |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in result["curved"]:
-        longer = row.get("true_maximum_of_second_batch")
-        second = "the same" if longer is None else f"{row[_OURS]['size_of_second_batch']} of {longer}"
-        cells = (row["model"], row["kind"], row["true_maximum"], _cell(row[_OURS]), _later(row), second)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
-def _cell(found: dict[str, Any]) -> str:
-    return f"{found['fraction']:.2f} ({found['steps']} steps, {found['errors']} errors)"
+def _line(name: str, rows: list[dict[str, Any]], method: str) -> str:
+    found = [row[method] for row in rows]
+    shares = _span([round(100 * one["fraction"]) for one in found])
+    steps, errors = (_span([one[key] for one in found]) for key in ("steps", "errors"))
+    return f"| {name} | {len(rows)} | {shares} % | {steps} | {errors} |"
 
 
-def _later(row: dict[str, Any]) -> int:
-    return int(row[_OURS]["later_errors"])
+def _span(values: list[int]) -> str:
+    least, most = min(values), max(values)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 # --- exactness ------------------------------------------------------------------------------------------------------

@@ -23,12 +23,6 @@ def run_of(kind: str, size: str, ranks: int, precision: str, activation_bytes: i
     return _run(kind, config_of(size), ranks, precision, activation_bytes)
 
 
-def gpt2_xl_run() -> DeepSpeedRun:
-    """GPT-2 XL's true architecture with parameters and optimizer on disk, as `benchmarks/gpt2xl_zero_infinity`."""
-    config = config_of("124M") | {"n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024}
-    return _run("disk_both", config, 1, "bf16-mixed", 0)
-
-
 def _run(kind: str, config: dict[str, Any], ranks: int, precision: str, activation_bytes: int) -> DeepSpeedRun:
     arguments, from_disk = KINDS[kind], kind.startswith("disk")
     place: OffloadTarget = "nvme" if from_disk else "cpu"

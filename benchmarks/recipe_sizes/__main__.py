@@ -87,23 +87,29 @@ def plan_of(recipe: str, device: str) -> dict[str, Any]:
 def page(recipes: Sequence[str], rows: Sequence[Row], plans: Sequence[Row], text: str) -> str:
     """Write the tables of estimates and plans of some recipes into the text of their page."""
     cards = [device.replace("GiB", " GB") for device in DEVICES]
+    own = [row for row in rows if row["recipe"] in recipes]
+    names = sorted({row["model"] for row in own})
+    (sample,) = {TASKS[recipe].sample for recipe in recipes}
     lines = [
-        "Largest micro-batch in samples, as `memfit estimate` predicts it; -: not one sample fits.",
+        f"Largest micro-batch in samples of {sample} on cards of {', '.join(cards)}, as `memfit estimate` predicts it; "
+        "-: not one sample fits.",
         "",
-        f"| recipe | model | sample | {' | '.join(cards)} |",
-        f"|---|---|---|{'---:|' * len(cards)}",
+        f"| recipe | {' | '.join(f'`{name}`' for name in names)} |",
+        f"|---{'|---' * len(names)}|",
     ]
-    for row in sorted((row for row in rows if row["recipe"] in recipes), key=lambda row: recipes.index(row["recipe"])):
-        sizes = " | ".join(str(row["largest_micro_batch"][device] or "-") for device in DEVICES)
-        lines.append(f"| `{row['recipe']}` | `{row['model']}` | {TASKS[row['recipe']].sample} | {sizes} |")
-    chosen = (
-        f"What `memfit plan` chooses for a whole batch and the model that a recipe names, "
-        f"beside {HOST_MEMORY.replace('GiB', ' GiB')} of host memory:"
-    )
-    lines += ["", chosen, "", "| recipe | card | plan |", "|---|---:|---|"]
+    found = {(row["recipe"], row["model"]): row["largest_micro_batch"] for row in own}
+    for recipe in recipes:
+        cells = [", ".join(str(found[recipe, name][device] or "-") for device in DEVICES) for name in names]
+        lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
+    device = DEVICES[1]
+    lines += [
+        "",
+        f"What `memfit plan` chooses on a card of {cards[1]} for a recipe's batch and model, beside "
+        f"{HOST_MEMORY.replace('GiB', ' GiB')} of host memory (other cards: `{PLANS.relative_to(ROOT)}`):",
+        "",
+    ]
     planned = {(row["recipe"], row["device"]): row["summary"] for row in plans}
-    for recipe, (device, card) in itertools.product(recipes, zip(DEVICES, cards, strict=True)):
-        lines.append(f"| `{recipe}` | {card} | {planned[recipe, device]} |")
+    lines += [f"- `{recipe}`: {planned[recipe, device].partition(': needs')[0]}" for recipe in recipes]
     return insert(text, "sizes", "\n".join(lines))
 
 

@@ -95,10 +95,7 @@ class RunReport:
         return predicted / measured - 1 if predicted is not None and measured else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, bytes as integers; `docs/guides/monitors.md` describes every field.
-
-        A loss that is no number or infinite is a string: JSON has no such numbers.
-        """
+        """Plain data for JSON: every field in bytes, and `prediction_error`; a loss of NaN or infinity is a string."""
         data = asdict(self)
         for name in ("predicted", "measured"):
             breakdown = getattr(self, name)

@@ -1,12 +1,12 @@
-"""The pages on several devices and on disk show what was recorded."""
+"""The pages on several devices and on disk say what was recorded."""
 
 import json
 
 from benchmarks.gpt2xl_zero_infinity import table as on_disk
-from benchmarks.strategies import table as strategies
+from benchmarks.strategies.run import RESULTS
 
 RESULT = json.loads(on_disk.RESULT.read_text())
-KEPT = json.loads(strategies.RESULTS.read_text())
+KEPT = json.loads(RESULTS.read_text())
 
 
 def test_gpt2_xl_trains_from_disk_within_12_gib() -> None:

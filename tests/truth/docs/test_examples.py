@@ -14,14 +14,14 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from tests.helpers.modules import Layers
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_WHOLE = ("own_module", "tutorial")
-"""Pages whose blocks follow from each other: one is run below, the other as a notebook, in test_site.py."""
+RUN_WHOLE = "tutorial"
+"""The page whose blocks follow from each other; test_site.py runs it."""
 
 
 def blocks(*languages):
@@ -80,17 +80,6 @@ def test_the_added_line_is_all_it_takes(namespace, page, text):
     code = "\n".join(line[1:] for line in text.splitlines())
     exec(compile(code, str(page), "exec"), namespace)
     assert namespace["trainer"].global_step == 3
-
-
-@pytest.mark.nightly
-def test_the_guide_for_an_own_module_runs_from_top_to_bottom(namespace, capsys):
-    text = "\n".join(block.values[1] for block in blocks("python") if "own_module" in block.id)
-    exec(compile(text, "own_module.md", "exec"), namespace)
-    printed = capsys.readouterr().out
-    assert isinstance(namespace["loader"], DataLoader)
-    assert namespace["trainer"].global_step == 2
-    assert "160.00 MiB" in printed
-    assert "predicted" in printed
 
 
 @pytest.mark.parametrize("words", commands())

@@ -1,4 +1,4 @@
-"""The page of faults names tests that exist, and says what the last run of them found."""
+"""Cases of faults name tests that exist, and their page says what the last run of them found."""
 
 import ast
 import json
@@ -31,5 +31,5 @@ def test_a_case_that_failed_is_shown() -> None:
     first: Case = cases()[0]
     row = {"test": first.test, "passed": 2, "failed": 1, "skipped": 0}
     record = {"rows": [row], "seconds": 60, "hardware": {"cores": 2}, "versions": {"torch": "2.13.0"}}
-    assert "**1 failed**" in page(record)
+    assert f"`{first.test}`: **1 failed**" in page(record)
     assert "not run" in page(None)

@@ -13,7 +13,7 @@ PAGES = sorted({page_of(technique) for technique in TECHNIQUES})
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_one_shape(path):
     page = path.read_text()
-    parts = ["\n**When to use it.** ", "\n## Use\n", "\n## Cost\n", "\n## Conflicts\n", "\n## Measured\n"]
+    parts = ["\n**When to use it.** ", "\n## Use\n", "\n## Cost\n", "\n## Conflicts\n"]
     places = [page.index(part) for part in parts]
     assert page.startswith("# ")
     assert places == sorted(places)
