@@ -1,6 +1,6 @@
 """`DataParallelStrategy`: Lightning's DDP with settings that avoid wasting memory."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path

@@ -237,4 +237,4 @@ def _available_bytes(trainer: pl.Trainer, runtime: RuntimeMemory | None) -> tupl
         assert target.usable_bytes is not None
         return min([target.usable_bytes, *(c.limit_bytes + runtime.context_bytes for c in limits)]), True
     tightest = min(limits, key=lambda limit: limit.limit_bytes)
-    return tightest.limit_bytes, tightest.caching
+    return tightest.limit_bytes, False
