@@ -1,6 +1,5 @@
 """`RankConsensus`: ranks exchange a few numbers, so that all of them fit, fail and recover in the same way."""
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -17,7 +16,6 @@ from lightning_memfit.memory.oom import is_out_of_memory
 T = TypeVar("T")
 _PATIENCE = timedelta(seconds=30)
 _MOST_NUMBERS = 4
-_LET_OTHERS_SPEAK = 2.0  # seconds
 _ASTRAY = (
     "The ranks have come to different places of the run: {}. They would wait for each other without end. Let all of "
     "them train and validate on equally many batches (`Trainer(limit_train_batches=...)` takes as many as the rank "
@@ -53,23 +51,6 @@ _IN_WORDS = {
     At.EVALUATED: "has run an evaluation step",
     At.EPOCH_END: "has ended its training epoch",
 }
-
-
-class Outcome(IntEnum):
-    """How what ranks did together has gone on one of them; the last two are those of comparisons."""
-
-    OK = 0
-    OUT_OF_MEMORY = 1
-    FAILED = 2
-    OVERFLOWED = 3
-    UNSEEN = 4
-
-
-def outcome_of(error: Exception | None) -> Outcome:
-    """Return the outcome that an error stands for, or none."""
-    if error is None:
-        return Outcome.OK
-    return Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.FAILED
 
 
 class PeerFailed(RuntimeError):
@@ -198,28 +179,6 @@ class RankConsensus:
         tensor: Tensor = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in tensor.tolist()]
-
-    def raise_failure(self, told: Sequence[float], mine: Outcome, error: Exception | None, where: str) -> None:
-        """End all ranks if one has failed for another reason than memory.
-
-        Args:
-            told: The outcomes of all ranks.
-            mine: That of this one.
-            error: What it ended in.
-            where: What was done, for messages.
-
-        Raises:
-            Exception: This rank's own error, if it has failed.
-            PeerFailed: On the other ranks.
-        """
-        if Outcome.FAILED not in told:
-            return
-        rank = list(told).index(Outcome.FAILED)
-        said = self.from_rank(rank, f"{type(error).__name__}: {error}")
-        if error is not None and mine == Outcome.FAILED:
-            raise error
-        time.sleep(_LET_OTHERS_SPEAK)  # who is first to stop is often the only one that is heard
-        raise PeerFailed(f"Rank {rank} failed {where}: {said}\nThis rank stops, too.")
 
     def from_rank(self, rank: int, value: T) -> T:
         """Return what one rank passes here, on all of them; anything that can be pickled."""

@@ -183,7 +183,7 @@ class _ChunkedHead:
             return inner(hidden, *args, **kwargs)
         head: Any = self.head
         # Read once: spectral norm and the like change with each.
-        return call.begin(hidden, lambda rows: inner(rows, *args, **kwargs), head.weight, head.bias)
+        return call.begin(hidden, head.weight, head.bias)
 
     def refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
         """A sentence that names the model."""
@@ -210,17 +210,16 @@ class _Call(TorchFunctionMode):
         """Whether a value stands for logits."""
         return any(value is one for one, _ in self.made)
 
-    def begin(self, hidden: Tensor, run: Callable[[Tensor], Tensor], weight: Any, bias: Any) -> Tensor:
+    def begin(self, hidden: Tensor, weight: Any, bias: Any) -> Tensor:
         """Return what stands for the head's output of `hidden`, `(..., width)`.
 
         Args:
             hidden: The head's input.
-            run: The head.
             weight: Its weight.
             bias: Its bias; None if it has none.
         """
         self.hidden = hidden if hidden.ndim == 3 else hidden.reshape(1, -1, hidden.shape[-1])
-        self.run, self.weight, self.bias = run, weight, bias
+        self.weight, self.bias = weight, bias
         self.with_gradients = torch.is_grad_enabled()
         device = hidden.device.type
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -234,7 +233,7 @@ class _Call(TorchFunctionMode):
 
     def logits_of(self, rows: Tensor, num_steps: int) -> Tensor:
         """Logits of `(tokens, width)`, after so many of the steps."""
-        return self._changed(self.run(rows), num_steps)
+        return self._changed(F.linear(rows, _gathered(self.weight), _gathered(self.bias)), num_steps)
 
     def _changed(self, logits: Tensor, num_steps: int) -> Tensor:
         for step in self.steps[:num_steps]:

@@ -1,14 +1,63 @@
-"""Errors of memory that nothing recovers from: where it ran out, and what helps.
+"""How steps end: what ranks tell each other of it, and errors of memory that nothing recovers from.
 
 In hooks, clipping, schedulers and saving, and while batches are moved, nobody can tell what an error left half done.
 """
 
+import time
 import traceback
+from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.oom import is_out_of_memory
+from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
+
+_LET_OTHERS_SPEAK = 2.0  # seconds
+
+
+class Outcome(IntEnum):
+    """How what ranks did together has gone on one of them; the last two are those of comparisons."""
+
+    OK = 0
+    OUT_OF_MEMORY = 1
+    FAILED = 2
+    OVERFLOWED = 3
+    UNSEEN = 4
+
+
+def outcome_of(error: Exception | None) -> Outcome:
+    """Return the outcome that an error stands for, or none."""
+    if error is None:
+        return Outcome.OK
+    return Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.FAILED
+
+
+def raise_failure(
+    ranks: RankConsensus, told: Sequence[float], mine: Outcome, error: Exception | None, where: str
+) -> None:
+    """End all ranks if one has failed for another reason than memory.
+
+    Args:
+        ranks: The ranks.
+        told: The outcomes of all of them.
+        mine: That of this one.
+        error: What it ended in.
+        where: What was done, for messages.
+
+    Raises:
+        Exception: This rank's own error, if it has failed.
+        PeerFailed: On the other ranks.
+    """
+    if Outcome.FAILED not in told:
+        return
+    rank = list(told).index(Outcome.FAILED)
+    said = ranks.from_rank(rank, f"{type(error).__name__}: {error}")
+    if error is not None and mine == Outcome.FAILED:
+        raise error
+    time.sleep(_LET_OTHERS_SPEAK)  # who is first to stop is often the only one that is heard
+    raise PeerFailed(f"Rank {rank} failed {where}: {said}\nThis rank stops, too.")
 
 
 class MemoryExhausted(torch.OutOfMemoryError):

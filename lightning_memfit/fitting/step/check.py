@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
 from lightning_memfit.fitting.recovery.step_state import Saved, alike, is_look
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.step.accumulation import Accumulation
@@ -25,7 +26,7 @@ from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWe
 from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import Outcome, RankConsensus, ShortElsewhere, outcome_of
+from lightning_memfit.reliability.consensus import RankConsensus, ShortElsewhere
 from lightning_memfit.techniques.core.facts import batch_statistics
 
 _DIVISORS = (1.0, 2.0**8, 2.0**16)
@@ -156,7 +157,7 @@ class SelfCheck:
             if not isinstance(failure, ShortElsewhere):
                 outcomes, counts = zip(*self._consensus.exchange(outcome, count), strict=True)
                 told, most = set(outcomes), int(max(counts))
-                self._consensus.raise_failure(outcomes, outcome, failure, "before this step")
+                raise_failure(self._consensus, outcomes, outcome, failure, "before this step")
             if failure is not None:
                 release(failure)
             if Outcome.OUT_OF_MEMORY in told:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.fitting.recovery.host_states import fetch_states
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
+from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import held
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
@@ -36,7 +37,7 @@ from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes
 from lightning_memfit.fitting.step.window import PastBatch, Window
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import At, Outcome, PeerFailed, RankConsensus, outcome_of
+from lightning_memfit.reliability.consensus import At, PeerFailed, RankConsensus
 
 _CLOSURES = (
     "The optimizer calls its closure more than once per step, and with `accumulate_grad_batches` the closure runs the "
@@ -420,7 +421,7 @@ class EffectiveStep:
         if not self._recovers and outcome == Outcome.OUT_OF_MEMORY:
             outcome = Outcome.FAILED
         told = self._consensus.exchange(outcome, size, self._sizes.current, at=At.ATTEMPTED)
-        self._consensus.raise_failure([theirs for theirs, *_ in told], outcome, error, "in this step")
+        raise_failure(self._consensus, [theirs for theirs, *_ in told], outcome, error, "in this step")
         self._failed_size = int(max((size for theirs, size, _ in told if theirs == Outcome.OUT_OF_MEMORY), default=0))
         self._sizes.current = min(self._sizes.current, int(min(current for *_, current in told)))
         return not self._failed_size

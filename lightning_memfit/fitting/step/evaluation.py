@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_memfit.fitting.recovery.retry import MemoryExhausted
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted, Outcome, outcome_of, raise_failure
 from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState, TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
     MODULE_INTERNALS,
@@ -41,10 +41,8 @@ from lightning_memfit.memory.state import is_random_source
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.reliability.consensus import (
     At,
-    Outcome,
     PeerFailed,
     RankConsensus,
-    outcome_of,
     require_as_many_batches,
 )
 
@@ -345,7 +343,7 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, pro
         return outcome == Outcome.OUT_OF_MEMORY
     sent = ranks.exchange(outcome, progress.is_last_batch, at=At.EVALUATED)
     told = [theirs for theirs, _ in sent]
-    ranks.raise_failure(told, outcome, failure, f"in `{name}`")
+    raise_failure(ranks, told, outcome, failure, f"in `{name}`")
     if Outcome.OUT_OF_MEMORY in told:
         ranks.start_anew()
         return True
