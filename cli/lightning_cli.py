@@ -119,7 +119,7 @@ class MemFitCLI(LightningCLI):
             "--memfit",
             type=Literal["off", "auto"],
             default="off",
-            help="`auto` plans a fit for this device, tries the plan and trains by it, replacing techniques",
+            help="`auto` plans a fit for this device and trains by it, replacing techniques",
         )
         parser.add_argument(f"--{MADE_FOR}", type=Any, default=None, help="in the file of a plan: what it was made for")
 

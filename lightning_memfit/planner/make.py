@@ -35,7 +35,6 @@ def make_plan(
     workload: Workload,
     cache: ProfileCache | None = None,
     verify: bool = False,
-    withheld_bytes: int = 0,
     compare: bool = False,
     other_limits: bool = False,
     progress: Progress = unseen,
@@ -48,7 +47,6 @@ def make_plan(
         cache: Where traces are kept between runs; none by default.
         verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
             strategy are always traced, where they can be.
-        withheld_bytes: Bytes of the device that a run of an earlier plan needed beyond its prediction.
         compare: Compare the plan with the recipe as it is, the best exact and the best allowed one.
         other_limits: Say what other limits would bring.
         progress: Is told how far the search is.
@@ -59,7 +57,6 @@ def make_plan(
         ValueError: If there is no device to plan for.
     """
     search = Search(TraceStore(workload, cache), progress)
-    search.solver.budget.withheld_bytes = withheld_bytes
     outcome, verified = _verified(search, verify)
     searched = {
         "combinations": outcome.num_candidates,

@@ -134,7 +134,7 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
         # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
         samples = (1, 2) if batch_size(batch) == 1 else (1,)
         ahead = [begin_trace(request, partial(_grown, more, AssumedValues())) for more in samples]
-    with files_read(here=False) as read:
+    with files_read() as read:
         first = make_trace(request)
         sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)

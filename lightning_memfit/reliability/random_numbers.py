@@ -14,6 +14,9 @@ from lightning_memfit.memory.generators import random_state, set_random_state
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.reliability.upstream.lightning import begins_an_epoch, repeats_validation
 
+_KEY = "memfit_random"
+"""Of the generators' states in a checkpoint, by rank."""
+
 
 class KeepsRandomNumbers(Callback):
     """Keep the state of the generators of random numbers in checkpoints; Lightning's alone hold none.
@@ -21,9 +24,6 @@ class KeepsRandomNumbers(Callback):
     Dropout then goes on with the same numbers, on as many ranks as before. Python's, NumPy's and torch's generators are
     kept, the latter for the CPU and for the rank's device. Of several such callbacks of a Trainer the first one acts.
     """
-
-    random_state_key = "memfit_random"
-    """Of the generators' states in a checkpoint, by rank; modules restore none of their own where it is there."""
 
     def __init__(self) -> None:
         self._random: dict[str, Any] | None = None
@@ -63,12 +63,12 @@ class KeepsRandomNumbers(Callback):
         if self._acts(trainer):
             mine = self._before_validation if repeats_validation(trainer) else None
             mine = mine or random_state(trainer.strategy.root_device)
-            checkpoint[self.random_state_key] = of_every_rank(trainer, mine)
+            checkpoint[_KEY] = of_every_rank(trainer, mine)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take this rank's state, if there are as many ranks as before."""
-        states = checkpoint.get(self.random_state_key)
+        states = checkpoint.get(_KEY)
         if self._acts(trainer) and isinstance(states, list) and len(states) == trainer.world_size:
             self._random = states[trainer.global_rank]
 
