@@ -360,7 +360,7 @@ def _answer(function: Callable[[], Any]) -> bytes:
         except Exception as error:  # objects raise what they like when they are asked for their state
             raise LostError(f"what it returned can't be sent to another process: {error}") from error
     except BaseException as error:
-        is_program = type(error).__module__ == "builtins" and not isinstance(error, Exception)
+        is_program = isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit))
         lost = LostError(f"{'it ended the program (' * is_program}{type(error).__name__}: {error}{')' * is_program}")
         told = pickle.dumps((lost, None))
         for cause in () if is_program else (None, _without_traceback(error.__cause__)):

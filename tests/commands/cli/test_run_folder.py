@@ -239,6 +239,8 @@ def test_runs_at_an_address(recipe, capsys):
 @pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK"])
 def test_only_the_first_machine_makes_the_folder(name, monkeypatch):
     """Lightning's own launcher, started on each machine, has no rank yet when the folder is made."""
+    for other in ("NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(other, raising=False)  # which launchers leave behind
     monkeypatch.setenv(name, "1")
     assert not _is_first(2)
     assert _is_first(1)  # left over from another job
