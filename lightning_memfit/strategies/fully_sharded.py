@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,21 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         if not module.automatic_optimization and isinstance(module, FSDPModule):
             announce_backward(module, closure_loss)
 
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let an optimizer, whoever steps it, change weights that are put away, whatever hooks in its closure wrote."""
+
+        def then_put_away(closure: Callable[[], Any]) -> Any:
+            result = closure()
+            self._put_away()
+            return result
+
+        self._put_away()
+        own, *given = args
+        wrapped = [partial(then_put_away, one) if callable(one) else one for one in given]
+        if callable(kwargs.get("closure")):
+            kwargs = kwargs | {"closure": partial(then_put_away, kwargs["closure"])}
+        return (own, *wrapped), kwargs
+
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     @override
@@ -222,8 +238,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             check_divided(optimizer, self.strategy_name)
-            # Whoever steps it changes weights that are put away, and what runs next gathers the new ones.
-            self._undo.append(optimizer.register_step_pre_hook(self._put_away).remove)
+            self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(optimizer.register_step_post_hook(self._put_away).remove)
         if self.tensor_parallel_size > 1:
             for optimizer in self.optimizers:
