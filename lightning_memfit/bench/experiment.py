@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lightning_memfit.extras import is_installed
 from lightning_memfit.memory.kind import MODELLED, DeviceKind
 
 # --- merging configurations, by the rules of recipes ------------------------------------------------------------------
@@ -223,7 +223,7 @@ def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe
 
 def _row(name: str, entry: Mapping[str, Any], settings: Settings, measurement: Measurement) -> Row:
     peer = entry.get("peer", "")
-    if peer and find_spec("benchmarks") is None:
+    if peer and not is_installed("benchmarks"):
         raise ValueError(
             f"`rows.{name}.peer={peer}`: other tools are run from the root of a checkout (benchmarks/peers)."
         )

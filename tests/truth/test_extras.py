@@ -119,7 +119,7 @@ def test_experiments_come_with_the_package_by_name(command, capsys):
 
 def test_nothing_else_looks_for_packages():
     """One place is asked, so that what is missing is said in one way."""
-    allowed = {"extras.py", "one_lightning.py", "culprit.py", "ranks.py", "lock.py"}
+    allowed = {"extras.py", "one_lightning.py", "culprit.py", "ranks.py"}
     found = [path for path in _REPOSITORY.glob("lightning_memfit/**/*.py") if "find_spec" in path.read_text()]
     assert {path.name for path in found} <= allowed
     assert lightning_memfit.extras.EXTRAS["datasets"] == "text"
