@@ -55,7 +55,7 @@ def test_conflicts_name_the_technique():
     setting = Setting(1, 2).choose("gradient_release")
     first, second = setting.validate(Facts(device="cpu"))
     assert first.startswith("gradient_release: `accumulate_grad_batches=2`")
-    assert second.startswith("micro_batching: GradientRelease")
+    assert second.startswith("micro_batching: with GradientRelease: ")
     assert Setting().validate(Facts()) == []
 
 
