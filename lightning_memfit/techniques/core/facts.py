@@ -133,7 +133,9 @@ class Run:
 
     def beside(self, conflicts: Mapping[str, str]) -> str | None:
         """Reason and fix for the first callback of a table, which says of each class why it can't take part."""
-        return next((f"with {name}: {why} Leave {name} out." for name, why in conflicts.items() if self.has(name)), None)
+        return next(
+            (f"with {name}: {why} Leave {name} out." for name, why in conflicts.items() if self.has(name)), None
+        )
 
 
 _HOOKS = (
