@@ -283,12 +283,10 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         *_cases(
             "rules/data/test_text.py",
             (
-                "a row without text, of another type, not UTF-8 or no JSON",
-                "one message with the file and the line",
-                "test_the_file_and_the_line_of_a_fault_are_named",
+                "a row without text, text that is not UTF-8, a file that is no JSON or Parquet",
+                "one message that names the data, and the first row without text",
+                "test_faults_name_the_data",
             ),
-            ("a link to nothing", "one message with its name", "test_links_to_nothing"),
-            ("an empty file", "the same", "test_empty_file"),
         ),
     ),
     "Caches and plans": (

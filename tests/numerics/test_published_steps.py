@@ -50,7 +50,7 @@ def test_weights_that_are_written_alike_whatever_the_batch_is() -> None:
     fit(plain, max_epochs=2)
     fit(ours, MicroBatching(micro_batch_size=4), max_epochs=2)
     assert difference(plain, ours) < 1e-12
-    assert ours.sizes == plain.sizes
+    assert sum(ours.sizes) == sum(plain.sizes)
     with pytest.raises(MisconfigurationException, match=r"sees: `net\.weight`"):
         fit(Shrinking(), MicroBatching(micro_batch_size=4), max_epochs=1)
 
