@@ -103,10 +103,13 @@ def imports_are_not_garbage() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def process_groups_end() -> Iterator[None]:
-    """Lightning leaves the process group of a run in the process, and the next file would train in it."""
+def runs_leave_nothing() -> Iterator[None]:
+    """Lightning leaves a run's process group and variables in the process, and the next file would train with them."""
+    before = dict(os.environ)
     yield
     import torch
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
