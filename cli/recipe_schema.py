@@ -66,7 +66,7 @@ def check_recipe(path: Path) -> dict[str, Any]:
     """
     shown = f"`--config {path}`"
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # nosec B506  # a SafeLoader
     except OSError as error:
         raise ValueError(f"{shown} can't be read: {error.strerror}. Name another file.") from error
     except UnicodeDecodeError as error:
