@@ -158,6 +158,10 @@ class SizePrediction:
         self._live: tuple[int, bool] | None = None
         self._traced_live_bytes: dict[bool, int] = {}
 
+    def close(self) -> None:
+        """End the process that keeps the module."""
+        self._worker.close()
+
     def begin(self, batch: Any, local_batch_size: int, take: Callable[[Any, int], Any]) -> None:
         """Predict for a batch from now on; nothing is traced yet, and only a copy in host memory is kept.
 

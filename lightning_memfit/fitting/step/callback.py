@@ -300,6 +300,8 @@ class MicroBatching(KeepsRandomNumbers):
         if self._session is not None:
             self.state_dict()
             self._session.close()
+        if self._predictor is not None:
+            self._predictor.close()
         if self._loop is not None:
             self._loop.uninstall()
         if self._evaluation is not None:
