@@ -179,6 +179,15 @@ class SizePrediction:
         other.begin(batch, local_batch_size, take)
         return other
 
+    def whole(self, batch: Any) -> ModelProfile:
+        """Return the profile of a step on a batch that isn't split.
+
+        Raises:
+            NoPrediction: If the step can't be traced.
+        """
+        self.begin(batch, 1, lambda batch, _: batch)
+        return self._trace(1)
+
     def __call__(self, size: int) -> int:
         """Return the predicted peak in bytes, from a trace of that size unless a replay is known to be right.
 
@@ -358,11 +367,12 @@ def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
 class MemoryPrediction(Callback):
     """Predict the peak memory of a run before it starts, for the report at its end.
 
-    It passes its figure to every `MemoryMonitor` of the Trainer. If the step can't be traced, a batch can't be read
-    before the run (from a queue, or from the device), or the run has several ranks, whose memory depends on the
-    strategy (`memfit estimate` has it), it says so, and the run continues without a prediction. DeepSpeed on one
-    device, which may keep parts of the model elsewhere, is predicted as `memfit estimate` does. With `MicroBatching`,
-    which predicts for the size it chooses, it does nothing.
+    It passes its figure to every `MemoryMonitor` of the Trainer. Where a batch can't be read before the run, as the
+    module makes the data in its own `setup`, or they come from a queue, it says so and predicts from the first batch
+    that training gets. If the step can't be traced, or the run has several ranks, whose memory depends on the strategy
+    (`memfit estimate` has it), it says so, and the run continues without a prediction. DeepSpeed on one device, which
+    may keep parts of the model elsewhere, is predicted as `memfit estimate` does. With `MicroBatching`, which predicts
+    for the size it chooses, it does nothing.
 
     Attributes:
         estimate: The prediction; None before `fit` and if there is none.
@@ -377,6 +387,7 @@ class MemoryPrediction(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict in another process."""
         self._no_build = ""
+        vars(self)["on_train_batch_start"] = None
         if stage != "fit" or finds_its_size(trainer):
             return
         if trainer.world_size > 1:
@@ -393,6 +404,13 @@ class MemoryPrediction(Callback):
             return
         try:
             batch = first_batch(trainer)
+        except ValueError as error:
+            if division is None:
+                self._wait_for_batch(trainer, pl_module, error)
+            else:
+                rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
+            return
+        try:
             precision = None if division is None else division.traced_precision(str(trainer.precision))
             profile = profile_fit(trainer, pl_module, batch, precision=precision)
         except (TraceError, ValueError) as error:
@@ -403,6 +421,28 @@ class MemoryPrediction(Callback):
                 rank_zero_warn(words)
             return
         self._predict(trainer, profile, division)
+
+    def _wait_for_batch(self, trainer: Trainer, module: LightningModule, reason: ValueError) -> None:
+        """Predict, once, from the first batch that training gets."""
+        try:
+            sizes = SizePrediction(trainer, module)
+        except (LostError, NoProcessError) as error:
+            rank_zero_warn(
+                f"MemoryPrediction: no prediction for this run. {reason} No step can be traced here: {error}"
+            )
+            return
+        rank_zero_warn(f"MemoryPrediction: the prediction comes with the first batch of training. {reason}")
+
+        def predict(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+            vars(self)["on_train_batch_start"] = None
+            try:
+                self._predict(trainer, sizes.whole(batch), None)
+            except NoPrediction as error:
+                rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
+            finally:
+                sizes.close()
+
+        vars(self)["on_train_batch_start"] = predict
 
     def _predict(self, trainer: Trainer, profile: ModelProfile, division: Division | None) -> None:
         if profile.growth is not None:

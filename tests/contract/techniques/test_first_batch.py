@@ -330,14 +330,20 @@ class Shared(Dataset):
         (Writing, "it would write to '0.txt'"),
     ],
 )
-def test_what_can_not_be_read_unchanged_is_refused_and_trained(kind, words, tmp_path, monkeypatch):
+def test_what_can_not_be_read_unchanged_is_refused_trained_and_predicted_from_its_first_batch(
+    kind, words, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     plain, callback = trained(DataLoader(kind(), batch_size=2)), MemoryPrediction()
     for path in tmp_path.iterdir():
         path.unlink()
-    with pytest.warns(UserWarning, match=f"no prediction for this run.*{words}"):
+    with pytest.warns(UserWarning, match=f"comes with the first batch of training.*{words}"):
         ours = trained(DataLoader(kind(), batch_size=2), callback)
-    assert callback.estimate is None
+    readable = MemoryPrediction()
+    trained(DataLoader([torch.tensor([float(number)]) for number in range(64)], batch_size=2), readable)
+    kept = 64 * 8  # batches of an epoch that the module keeps, where its length is known
+    assert callback.estimate.allocated_bytes == pytest.approx(readable.estimate.allocated_bytes, abs=kept)
+    assert vars(callback)["on_train_batch_start"] is None
     for one, other in zip(plain.batches, ours.batches, strict=True):
         assert torch.equal(one, other)
 
