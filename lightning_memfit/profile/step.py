@@ -24,6 +24,7 @@ from lightning_memfit.profile.callbacks import START_HOOKS, do_nothing, guard_ho
 from lightning_memfit.profile.course import Course, RunLength, TraceLimits
 from lightning_memfit.profile.culprit import is_of_this_package
 from lightning_memfit.profile.fake import tensors_in
+from lightning_memfit.profile.process import RefusedError
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
 from lightning_memfit.profile.ranks import Ranks, without_barriers
 from lightning_memfit.profile.recorder import EventRecorder
@@ -256,7 +257,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
         ):
             try:
                 trainer.fit(module, _Repeated(workload.batch, course, trainer))
-            except Exception as error:
+            except (Exception, RefusedError) as error:
                 if workload.start_hooks and not course.in_steps and _has_start_hooks(module):
                     raise StartError(str(error)) from error
                 raise

@@ -760,6 +760,8 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
         cause: TraceErrorCause = ""
         if isinstance(error, StartError):
             cause, error = "start", error.__cause__ or error  # type: ignore[assignment]
+        if isinstance(error, RefusedError):
+            raise TraceError(f"The training step of {name} can't be traced: {error}.", cause=cause) from error
         assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.routings)))
         culprit = Culprit.of(error)
         if integers.gave_addresses and isinstance(error, (TypeError, ctypes.ArgumentError)):

@@ -652,6 +652,18 @@ class CountsDistinct(Classifier):
         return F.cross_entropy(self.head(hidden), batch["y"])
 
 
+class WritesAtTheStart(Classifier):
+    def on_train_start(self):
+        Path("network.txt").write_text(str(self))
+
+
+def test_a_hook_at_the_start_that_writes_a_file_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain, writing = (peak(trace_cpu(kind(), batch()).events) for kind in (Classifier, WritesAtTheStart))
+    assert writing == plain
+    assert not list(tmp_path.iterdir())
+
+
 def test_unknown_values_are_taken_to_differ():
     found = profile_module(CountsDistinct(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
     assert peak(found.events) == pytest.approx(true_peak(CountsDistinct, batch, 4), rel=1e-3)
