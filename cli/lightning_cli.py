@@ -1,6 +1,7 @@
 """`MemFitCLI`: Lightning's command line with our recipes and errors."""
 
 import enum
+import re
 import sys
 import warnings
 from argparse import ArgumentError
@@ -18,6 +19,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+import lightning_memfit
 from lightning_memfit.memory.wrapping import wrap_method
 
 from .explain import closest, explain, import_public_names
@@ -68,11 +70,17 @@ class MemFitCLI(LightningCLI):
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
         self._given = list(arguments) if isinstance(arguments, Sequence) else []
-        import_public_names()  # which bare names stand for
+        if not isinstance(arguments, Sequence) or _asks_for_help(arguments):
+            import_public_names()
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
+            _import_named(self._arguments)
             try:
-                self.config = self.parse_plan(parser, self._arguments)
+                try:
+                    self.config = self.parse_plan(parser, self._arguments)
+                except ArgumentError:
+                    import_public_names()  # a bare name stands for a class that is imported
+                    self.config = self.parse_plan(parser, self._arguments)
             except ArgumentError as error:
                 recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
                 raise ValueError(explain(error, parser, recipes, self._arguments)) from error
@@ -164,13 +172,24 @@ def _section(config: Namespace) -> Namespace:
     return section
 
 
+def _import_named(arguments: Sequence[str]) -> None:
+    """Import the public classes that arguments and their files name: an estimate needs no others."""
+    texts = [Path(one).read_text("utf-8", "replace") for one in configs_of(arguments) if Path(one).is_file()]
+    words = {word for text in (*arguments, *texts) for word in re.findall(r"\w+", text)}
+    for name in words & set(lightning_memfit.__all__):
+        getattr(lightning_memfit, name)
+
+
 def _check_choices(trainer: Mapping[str, Any]) -> None:
     """Refuse names of accelerators and strategies that Lightning doesn't know."""
     registered = {"accelerator": AcceleratorRegistry, "strategy": StrategyRegistry}
     for option, registry in registered.items():
-        value, names = trainer.get(option), {"auto", *(["gpu"] if option == "accelerator" else []), *registry}
-        if isinstance(value, str) and value.lower() not in names:
-            raise ValueError(f"`trainer.{option}={value}` is not known. {closest(value, names)}")
+        value, own = trainer.get(option), {"auto", *(["gpu"] if option == "accelerator" else [])}
+        if not isinstance(value, str) or value.lower() in {*own, *registry}:
+            continue
+        import_public_names()  # which registers ours
+        if value.lower() not in {*own, *registry}:
+            raise ValueError(f"`trainer.{option}={value}` is not known. {closest(value, {*own, *registry})}")
 
 
 def _asks_for_help(args: ArgsType) -> bool:
