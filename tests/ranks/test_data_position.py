@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_memfit.data.batched import BatchedSamples
 from lightning_memfit.data.text import PackedBlocks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
 
 SAMPLES = 48
@@ -63,9 +64,19 @@ class SavesAt(Callback):
 def part(
     folder: Path, setting: Setting, batches: int | None, path: Path | None, to: Path | None, seed: int = 3
 ) -> None:
-    """Run a part of a training."""
-    batch_size, accumulation, processes, workers = setting
+    """Run a part of a training, in processes of its own if there are several."""
     folder.mkdir(exist_ok=True)
+    if setting[2] == 1:
+        return run_part(folder, setting, batches, path, to, seed)
+    ended = run_ranks(run_part, setting[2], folder / "ranks", folder, setting, batches, path, to, seed)
+    assert [one.code for one in ended] == [0] * setting[2], ended[0].output[-2000:]
+
+
+def run_part(
+    folder: Path, setting: Setting, batches: int | None, path: Path | None, to: Path | None, seed: int
+) -> None:
+    """In each process."""
+    batch_size, accumulation, processes, workers = setting
     callbacks = [] if batches is None else [SavesAt(batches, to)]
     trainer = quiet_trainer(
         *callbacks,
@@ -78,7 +89,7 @@ def part(
 
 
 def seen(folder: Path) -> Counter:
-    lines = [line for file in folder.rglob("*.txt") for line in file.read_text().splitlines()]
+    lines = [line for file in folder.rglob("[0-9].txt") for line in file.read_text().splitlines()]
     return Counter(tuple(map(int, line.split())) for line in lines)
 
 
