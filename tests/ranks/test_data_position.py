@@ -67,7 +67,8 @@ def part(
     """Run a part of a training, in processes of its own if there are several."""
     folder.mkdir(exist_ok=True)
     if setting[2] == 1:
-        return run_part(folder, setting, batches, path, to, seed)
+        run_part(folder, setting, batches, path, to, seed)
+        return
     ended = run_ranks(run_part, setting[2], folder / "ranks", folder, setting, batches, path, to, seed)
     assert [one.code for one in ended] == [0] * setting[2], ended[0].output[-2000:]
 
@@ -157,17 +158,3 @@ def test_another_order_from_the_next_epoch_on_is_no_change(tmp_path, recwarn):
     part(tmp_path / "then", (4, 1, 1, 0), None, path, None, seed=4)
     assert seen(tmp_path) == ONCE
     assert not [one for one in recwarn if "not those of the checkpoint" in str(one.message)]
-
-
-def test_a_checkpoint_that_counts_batches_only(tmp_path):
-    """Those of earlier versions."""
-    path = tmp_path / "at.ckpt"
-    part(tmp_path / "first", (4, 1, 1, 0), 5, None, path)
-    checkpoint = torch.load(path, weights_only=False)
-    (state,) = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [
-        {name: state[name] for name in ("epoch", "batches")}
-    ]
-    torch.save(checkpoint, path)
-    part(tmp_path / "then", (4, 1, 1, 0), None, path, None)
-    assert seen(tmp_path) == ONCE
