@@ -108,7 +108,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 inputs = hidden[:, columns].reshape(-1, hidden.shape[2]).to(dtype)
                 logits = F.linear(inputs, head, offset)
                 changed = None if change is None else _changed(change, logits, dtype if is_cast else None)
-                slope = logits.to(exact) if changed is None else changed.detach().to(exact, copy=True)
+                if changed is None:
+                    slope = logits = logits.to(exact)  # what was cast is freed
+                else:
+                    slope = changed.detach().to(exact, copy=True)
                 total += _loss_to_gradient(slope, target[:, columns].reshape(-1), ignore_index, label_smoothing)
                 if changed is not None and any(needed):
                     (slope,) = torch.autograd.grad(changed, logits, slope.to(changed.dtype))
