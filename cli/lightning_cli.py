@@ -1,7 +1,6 @@
 """`MemFitCLI`: Lightning's command line with our recipes and errors."""
 
 import enum
-import re
 import sys
 import warnings
 from argparse import ArgumentError
@@ -19,7 +18,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-import lightning_memfit
 from lightning_memfit.memory.wrapping import wrap_method
 
 from .explain import closest, explain, import_public_names
@@ -70,11 +68,9 @@ class MemFitCLI(LightningCLI):
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
         self._given = list(arguments) if isinstance(arguments, Sequence) else []
-        if not isinstance(arguments, Sequence) or _asks_for_help(arguments):
-            import_public_names()
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
-            _import_named(self._arguments)
+            self.import_classes(self._arguments)
             try:
                 try:
                     self.config = self.parse_plan(parser, self._arguments)
@@ -85,6 +81,7 @@ class MemFitCLI(LightningCLI):
                 recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
                 raise ValueError(explain(error, parser, recipes, self._arguments)) from error
         else:
+            import_public_names()
             self.config = parser.parse_object(arguments)
         section = _section(self.config)
         check_numbers(section)
@@ -119,6 +116,10 @@ class MemFitCLI(LightningCLI):
             trainer.callbacks = made_for.laid_over(both, before, path)
             _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
         return config
+
+    def import_classes(self, arguments: Sequence[str]) -> None:
+        """Import the classes that bare names, in arguments and in the files they name, may stand for."""
+        import_public_names()
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -170,14 +171,6 @@ def _section(config: Namespace) -> Namespace:
     command = config.get("subcommand")
     section: Namespace = config if command is None else config[command]
     return section
-
-
-def _import_named(arguments: Sequence[str]) -> None:
-    """Import the public classes that arguments and their files name: an estimate needs no others."""
-    texts = [Path(one).read_text("utf-8", "replace") for one in configs_of(arguments) if Path(one).is_file()]
-    words = {word for text in (*arguments, *texts) for word in re.findall(r"\w+", text)}
-    for name in words & set(lightning_memfit.__all__):
-        getattr(lightning_memfit, name)
 
 
 def _check_choices(trainer: Mapping[str, Any]) -> None:

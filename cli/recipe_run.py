@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+import lightning_memfit
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds
 from lightning_memfit.models import CausalLM
@@ -37,6 +38,7 @@ from lightning_memfit.techniques.core.precision import TechniquePrecision
 
 from .arguments import LARGEST_COUNT
 from .lightning_cli import MemFitCLI
+from .recipe_files import configs_of
 
 if TYPE_CHECKING:
     from lightning_memfit.estimate.pretrained import Weightless
@@ -127,6 +129,14 @@ class _RecipeCLI(MemFitCLI):
         self.notes: tuple[str, ...] = ()
         self.example = ""
         super().__init__(arguments, run=False, save_config_callback=None)
+
+    @override
+    def import_classes(self, arguments: Sequence[str]) -> None:
+        """Import only those that are named: an estimate has no use for most of the package."""
+        texts = [Path(one).read_text("utf-8", "replace") for one in configs_of(arguments) if Path(one).is_file()]
+        words = {word for text in (*arguments, *texts) for word in re.findall(r"\w+", text)}
+        for name in words & set(lightning_memfit.__all__):
+            getattr(lightning_memfit, name)
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_memfit import AtomicCheckpointIO
-from lightning_memfit.optim.states import FLOAT32_STEP
 from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy
 from tests.helpers.trainers import quiet_trainer
 
@@ -157,18 +156,3 @@ def test_zero_evaluates_no_other_module_s_weights(stage_3, strict, saved, messag
     with pytest.raises(ValueError, match=message):
         zero.ZeroStrategy.load_checkpoint(strategy, "a.ckpt")
     assert not taken
-
-
-def test_ddp_refuses_states_that_its_optimizer_cannot_step():
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(module.parameters())
-    strategy = DataParallelStrategy(parallel_devices=[torch.device("cpu")])
-    strategy._lightning_module, strategy.optimizers = module, [optimizer]
-    state = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)}
-    states = optimizer.state_dict() | {"state": {0: state}, FLOAT32_STEP: {"rounding": "kahan"}}
-    with pytest.raises(ValueError, match="Kahan compensation"):
-        strategy.load_optimizer_state_dict({"optimizer_states": [states]})
-    narrow = {"step": 1, "state1": torch.ones(2, 2, dtype=torch.uint8), "state2": torch.ones(2, 2, dtype=torch.uint8)}
-    with pytest.raises(ValueError, match="8-bit.*those of Adam .torch.AdamW"):
-        strategy.load_optimizer_state_dict({"optimizer_states": [states | {"state": {0: narrow}, FLOAT32_STEP: {}}]})
-    assert not optimizer.state
