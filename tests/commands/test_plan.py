@@ -233,7 +233,7 @@ def test_processes_of_a_recipe_on_auto_train_by_one_plan(recipe: str, tmp_path: 
         timeout=400,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "MEMBER: 2/2" in finished.stdout
+    assert "MEMBER: 2/2" in finished.stdout + finished.stderr
     [used] = tmp_path.rglob("config.yaml")
     assert yaml.safe_load(used.read_text())["data"]["init_args"]["batch_size"] == 4
 
