@@ -8,6 +8,7 @@ What moves is a diff of that table; `python -m benchmarks.pages` makes the page.
 """
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -70,6 +71,7 @@ def _fork(trial: Trial, folder: Path) -> int:
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         warnings.simplefilter("ignore")
+        gc.collect()  # what else this process has left must not close its descriptors in between
         try:
             result = trial.run()
         except BaseException as error:
