@@ -120,6 +120,7 @@ NAMES: dict[str, str] = {
     "_foreach_copy_": "torch",
     "_to_unsharded": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_to_sharded": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_to_sharded_post_forward": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_layer_sync": "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector",
     "_lazy_init": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_training_state": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
