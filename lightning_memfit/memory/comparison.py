@@ -8,7 +8,9 @@ about as much, relative to their size, as the tensors do. They are count sketche
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -79,12 +81,14 @@ def projected(tensor: Tensor) -> Tensor:
         return total.cpu().double()
 
 
-@cache
 def signs(device: torch.device) -> Tensor:
-    """Random signs for a chunk of elements, which stay on their device until `signs.cache_clear()`."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    values = torch.randint(0, 2, (CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
-    return values.to(device)
+    """Random signs for a chunk of elements. What is kept of them is on the host, and no tensor: steps are measured."""
+    return torch.from_numpy(_signs()).to(device)
+
+
+@cache
+def _signs() -> Any:
+    return numpy.random.default_rng(0).integers(0, 2, CHUNK, dtype=numpy.int8) * 2 - 1
 
 
 def explain_difference(

@@ -32,7 +32,6 @@ from lightning_memfit.fitting.step.outputs import StepOutputs, returned
 from lightning_memfit.fitting.step.sketches import Sketches, move_weights
 from lightning_memfit.fitting.step.split import with_own_tensors
 from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.memory.comparison import signs
 from lightning_memfit.memory.float32_products import exact_products
 from lightning_memfit.memory.oom import is_out_of_memory
 
@@ -147,7 +146,6 @@ class Passes:
                 self._snapshot.restore()
                 del self._snapshot  # which holds gradients
                 self.logger_names.update(name for logger in loggers for name in logger.names)
-                signs.cache_clear()
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]
                     if isinstance(callback, MemoryMonitor):
                         callback.reset_peak()
