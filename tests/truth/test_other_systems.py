@@ -29,7 +29,7 @@ for name in ("register_at_fork", "fork", "forkpty", "killpg", "getuid", "geteuid
     if hasattr(os, name):
         delattr(os, name)
 del select.poll
-for name in ("fcntl", "termios", "pwd", "grp", "pty", "tty", "syslog"):
+for name in ("fcntl", "pwd", "grp", "pty", "syslog"):  # huggingface_hub asks the system's name for termios and tty
     sys.modules[name] = None
 """
 
