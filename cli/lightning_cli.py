@@ -72,11 +72,7 @@ class MemFitCLI(LightningCLI):
             self._arguments = resolve_arguments(arguments)
             self.import_classes(self._arguments)
             try:
-                try:
-                    self.config = self.parse_plan(parser, self._arguments)
-                except ArgumentError:
-                    import_public_names()  # a bare name stands for a class that is imported
-                    self.config = self.parse_plan(parser, self._arguments)
+                self.config = self.parse_plan(parser, self._arguments)
             except ArgumentError as error:
                 recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
                 raise ValueError(explain(error, parser, recipes, self._arguments)) from error

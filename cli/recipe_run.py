@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import time
+from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -37,6 +39,7 @@ from lightning_memfit.profile.step import Precision, StepOptions
 from lightning_memfit.techniques.core.precision import TechniquePrecision
 
 from .arguments import LARGEST_COUNT
+from .explain import import_public_names
 from .lightning_cli import MemFitCLI
 from .recipe_files import configs_of
 
@@ -137,6 +140,15 @@ class _RecipeCLI(MemFitCLI):
         words = {word for text in (*arguments, *texts) for word in re.findall(r"\w+", text)}
         for name in words & set(lightning_memfit.__all__):
             getattr(lightning_memfit, name)
+
+    @override
+    def parse_plan(self, parser: LightningArgumentParser, arguments: list[str]) -> Namespace:
+        """Parse arguments, and again with all classes imported where a file that another names has a bare name."""
+        try:
+            return super().parse_plan(parser, arguments)
+        except ArgumentError:
+            import_public_names()
+            return super().parse_plan(parser, arguments)
 
     @override
     def before_instantiate_classes(self) -> None:
