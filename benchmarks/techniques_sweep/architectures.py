@@ -162,9 +162,10 @@ def judged(
             other = rounded(seed)
             other.before = expected.before
             others.append(difference(expected, other))
-        losses = max(other.losses for other in others)
-        if apart.losses <= losses and apart.weights <= max(other.weights for other in others):
-            amplified = f"rounding the first weights differently changes losses by {_rounded(losses)}"
+        losses, weights = max(one.losses for one in others), max(one.weights for one in others)
+        if apart.losses <= max(tolerance, losses) and apart.weights <= max(tolerance, weights):
+            changes = f"losses by {_rounded(losses)} and weights by {_rounded(weights)}"
+            amplified = f"rounding the first weights differently changes {changes}"
             return {"verdict": "equal", **row, "words": f"{remark}; {amplified}" if remark else amplified}
     return {"verdict": "different", **row, "words": f"{apart.name} {remark}".strip()}
 
