@@ -24,7 +24,18 @@ from lightning_memfit import (
 )
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
-from tests.zoo import THEMES, blocks, reported, schedules, side_effects, split_steps, surroundings, usual_modules
+from tests.zoo import (
+    CASES,
+    THEMES,
+    blocks,
+    reported,
+    schedules,
+    settings,
+    side_effects,
+    split_steps,
+    surroundings,
+    usual_modules,
+)
 from tests.zoo.base import Case
 from tests.zoo.classifier import Classifier, batch, true_peak
 from tests.zoo.compare import examine, is_refusal
@@ -55,6 +66,14 @@ def of_micro_batching() -> Iterator[Trial]:
         for case in cases:
             run = partial(micro_batched, case, theme)
             yield Trial(case.name, theme, "MicroBatching", WANTED[case.wanted], source, run)
+
+
+def of_settings() -> Iterator[Trial]:
+    for setting in settings.SETTINGS:
+        for name in settings.NAMES:
+            run = partial(settings.under, name, setting)
+            wanted = WANTED[CASES[name].wanted]
+            yield Trial(f"{name}, {setting}", "settings", "MicroBatching", wanted, "tests/zoo/settings.py", run)
 
 
 # --- profile_module and measure_step --------------------------------------------------------------------------------
@@ -246,7 +265,14 @@ def of_strategies() -> Iterator[Trial]:
 
 def all_trials() -> list[Trial]:
     """Every trial, in the order of the table."""
-    trials = [*of_micro_batching(), *of_profiles(), *of_checkpointing(), *of_strategies(), *reported.trials()]
+    trials = [
+        *of_micro_batching(),
+        *of_settings(),
+        *of_profiles(),
+        *of_checkpointing(),
+        *of_strategies(),
+        *reported.trials(),
+    ]
     with contextlib.suppress(RuntimeError):
         torch.set_num_threads(1)  # more of them take longer on tensors as small as these
     return trials
