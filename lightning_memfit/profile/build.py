@@ -22,7 +22,6 @@ from lightning_memfit.profile.course import TraceLimits
 from lightning_memfit.profile.culprit import runs_steps
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_sizes
 from lightning_memfit.profile.fake import tensors_in
-from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.integers import AssumedValues
 from lightning_memfit.profile.process import RefusedError
@@ -134,12 +133,11 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
         # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
         samples = (1, 2) if batch_size(batch) == 1 else (1,)
         ahead = [begin_trace(request, partial(_grown, more, AssumedValues())) for more in samples]
-    with files_read() as read:
-        first = make_trace(request)
-        sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events)
+    first = make_trace(request)
+    sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events)
     profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)
     profile = profile.after(workload.length.batches or 0)
-    if cache is not None and key is not None and not read:  # no key knows what files hold that only a trace reads
+    if cache is not None and key is not None:
         cache.save(key, profile)
     return profile
 

@@ -48,7 +48,6 @@ from typing_extensions import override
 
 from lightning_memfit.memory.cache_files import default_cache_folder
 from lightning_memfit.profile.culprit import calling_line, owner_of
-from lightning_memfit.profile.files import note_opened, read_so_far, take_read
 
 T = TypeVar("T")
 
@@ -149,10 +148,7 @@ def _import_too(names: list[str]) -> None:
 _modules: frozenset[str] = frozenset()
 """What was imported when this copy of a command was made."""
 
-_BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-    (read_so_far, take_read),
-    (_imported, _import_too),
-]
+_BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(_imported, _import_too)]
 
 
 def can_fork(backward: bool = True) -> bool:
@@ -556,7 +552,6 @@ def keep_inside(folder: str) -> None:
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
-            note_opened(event, arguments)
             path, _, flags = arguments
             if isinstance(flags, int) and flags & _WRITES and isinstance(path, (str, bytes)):
                 _check(path, None, real, event)

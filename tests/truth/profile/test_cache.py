@@ -1,16 +1,13 @@
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_memfit.memory.cache_files import tell_once
 from lightning_memfit.profile import fingerprint, record
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, default_cache_folder
-from lightning_memfit.profile.files import files_read
 from lightning_memfit.profile.trace import Emulation
 
 from .modules import Classifier, batch
@@ -164,29 +161,3 @@ def test_the_key_of_a_trace_changes_with_the_kernels_for_attention(monkeypatch, 
         with sdpa_kernel(kernels):
             profile_module(Classifier(), batch(), emulation=Emulation(device), cache=ProfileCache())
     assert len(keys) == 2
-
-
-class Sized(Classifier):
-    """A module that is as large as a file says when it builds itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.more = None
-
-    def configure_model(self):
-        if self.more is None:
-            self.more = torch.nn.Linear(4, int(Path("size.txt").read_text()))
-
-
-def test_a_profile_of_a_step_that_reads_files_is_not_kept(tmp_path, monkeypatch):
-    """They are read in the trace alone, so that no key from before it tells them."""
-    monkeypatch.chdir(tmp_path)
-
-    def parameters(size):
-        Path("size.txt").write_text(str(size))
-        with files_read() as read:
-            found = profile_module(Sized(), batch(), any_micro_batch=False, cache=ProfileCache(tmp_path / "cache"))
-        assert str(tmp_path / "size.txt") in read
-        return found.num_parameters
-
-    assert parameters(800) - parameters(8) == 5 * 792
