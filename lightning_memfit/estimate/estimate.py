@@ -166,13 +166,24 @@ def estimate_step(
     )
 
 
-def predict_peak_bytes(profile: ModelProfile, micro_batch_size: int, runtime: RuntimeMemory | None = None) -> int:
+def predict_peak_bytes(
+    profile: ModelProfile,
+    micro_batch_size: int,
+    runtime: RuntimeMemory | None = None,
+    rounding_bytes: int | None = None,
+) -> int:
     """Bytes of live tensors and workspaces at the peak alone, for searches that ask for thousands of micro-batch sizes.
 
     It bounds what must be allocated, without what the allocator's blocks have to spare.
+
+    Args:
+        profile: Profile of the step.
+        micro_batch_size: Samples.
+        runtime: Memory outside of a trace.
+        rounding_bytes: Multiple to which sizes are rounded up; by default the device's.
     """
     events = profile.events_at(micro_batch_size)
-    live = events.live_bytes(profile.device_kind.rounding_bytes)
+    live = events.live_bytes(rounding_bytes or profile.device_kind.rounding_bytes)
     start = _first_step(events)
     if runtime is not None:
         live = live + _workspace_levels(events, start, runtime)

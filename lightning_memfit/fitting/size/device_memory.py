@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_memfit.device.limit import MemoryLimit
-from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.kind import CUDA, DeviceKind
 
 
 class DeviceMemory(Protocol):
@@ -75,6 +75,12 @@ def knows_limit(trainer: Trainer) -> bool:
     """Whether `find_device_memory` will find one once training starts."""
     limited = any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     return limited or DeviceKind.of(trainer.strategy.root_device).has_caching_allocator
+
+
+def rounding_of(trainer: Trainer) -> int:
+    """Return the multiple to which sizes on the Trainer's device are rounded; a `MemoryLimit` rounds as CUDA does."""
+    limited = any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return DeviceKind.of(CUDA if limited else trainer.strategy.root_device).rounding_bytes
 
 
 def allocation_retries(device: torch.device) -> int:

@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.division import Division, NotDividedError, division_of, estimate_rank
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
+from lightning_memfit.fitting.size.device_memory import rounding_of
 from lightning_memfit.fitting.size.search import NoPrediction, agrees, largest_by_exact, largest_under
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
@@ -145,6 +146,7 @@ class SizePrediction:
         self._techniques = tuple(techniques_of(trainer))
         self._options = step_options(trainer)
         self._emulation = emulation_of(trainer)
+        self._rounding_bytes = rounding_of(trainer)
         with _taken_off(self._techniques, trainer, module):
             self._worker = Worker(module, self._techniques)
         self._worker.run(partial(_prepare, module))
@@ -265,7 +267,8 @@ class SizePrediction:
         """Return the peak at a size that a profile knows, with the samples that wait on the device for their turn."""
         at = profile.micro_batch_size if profile.slopes is None else size
         waiting_bytes = self._input_bytes(self._local_batch_size) - self._input_bytes(size)
-        return predict_peak_bytes(profile, at, self._runtime) + waiting_bytes + self._untraced_bytes(profile)
+        peak_bytes = predict_peak_bytes(profile, at, self._runtime, self._rounding_bytes)
+        return peak_bytes + waiting_bytes + self._untraced_bytes(profile)
 
     def _untraced_bytes(self, profile: ModelProfile) -> int:
         """Return the bytes alive that a trace doesn't know; they are the same for every size."""
@@ -275,7 +278,7 @@ class SizePrediction:
         if is_after_step not in self._traced_live_bytes:
             events = profile.events
             at = _end_of_step(events) if is_after_step else (events.phases[0][0] if events.phases else len(events)) - 1
-            traced = events.breakdown_at(at, profile.device_kind.rounding_bytes) if at >= 0 else MemoryBreakdown()
+            traced = events.breakdown_at(at, self._rounding_bytes) if at >= 0 else MemoryBreakdown()
             runtime_bytes = self._runtime.allocated_bytes if self._runtime is not None else 0
             self._traced_live_bytes[is_after_step] = traced.total() - traced.get(Category.INPUT) + runtime_bytes
         return live_bytes - self._traced_live_bytes[is_after_step]
