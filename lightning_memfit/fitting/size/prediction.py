@@ -260,6 +260,11 @@ class SizePrediction:
         """
         self._live = (live_bytes - self._input_bytes(self._local_batch_size), is_after_step)
 
+    def bytes_beyond(self, batch: Any) -> int:
+        """Return the bytes by which a batch is larger than the one that is predicted for."""
+        with _disable_current_modes():
+            return sum(tensor.nbytes for tensor in tensors_in(batch)) - self._input_bytes(self._local_batch_size)
+
     def _traced_bytes(self, size: int) -> int:
         return self._peak_bytes(self._trace(size), size)
 

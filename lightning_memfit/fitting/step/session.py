@@ -334,7 +334,7 @@ class FitSession:
             return self._step.run(request)
         if request.zero_grad is not None:
             if self._work_bytes is not None:
-                self._learn(search, sizes, self._work_bytes)
+                self._learn(search, sizes, request.batch, self._work_bytes)
                 if search.is_done:
                     sizes.begin(sizes.current, sizes.current)
                     sizes.name_smaller, self._loop.run_step = None, self._step.run
@@ -364,10 +364,12 @@ class FitSession:
             sizes.begin(size, size)
             self._note(size, "the module can't run fewer samples")
 
-    def _learn(self, search: SizeSearch, sizes: MicroBatchSize, work_bytes: int) -> None:
+    def _learn(self, search: SizeSearch, sizes: MicroBatchSize, batch: Any, work_bytes: int) -> None:
         """Take what the step before this batch has shown, and go on with the size that the search names."""
         memory, before = self._memory, sizes.current
         peak_bytes, rest_bytes = (0, 0) if memory is None else (memory.peak_bytes, memory.live_bytes)
+        if self._prediction is not None:
+            rest_bytes -= self._prediction.bytes_beyond(batch)
         is_alike = self._is_alike and search.num_failed == self._num_failed
         told = self._consensus.exchange(work_bytes, peak_bytes, rest_bytes, not is_alike, at=At.BATCH)
         work, peak, rest, unlike = (int(max(numbers)) for numbers in zip(*told, strict=True))
