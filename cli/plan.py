@@ -104,13 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_batch_options(parser)
     parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
     parser.add_argument("--html", metavar="FILE.html", help="write a page that compares all settings at any limit")
-    parser.add_argument(
-        "--verify", action="store_true", help="trace the plan itself as well, as a proof; takes seconds"
-    )
     parser.add_argument("--dry-run", action="store_true", help="write no file; only print, and exit with 0 or 1")
-    parser.add_argument(
-        "--verbose", action="store_true", help="print what other limits would bring, and what was not chosen and why"
-    )
+    parser.add_argument("--verbose", action="store_true", help="print what was not chosen and why")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached traces")
     return parser
@@ -178,7 +173,7 @@ _TIERS = {"device": "device", "pinned_host": "pinned host memory", "host": "host
 
 
 def print_plan(plan: Mapping[str, Any], is_verbose: bool = False) -> None:
-    """Print a plan on stdout; what other limits would bring, and what was not chosen, where it fits only on request."""
+    """Print a plan on stdout; what was not chosen, where something fits, only on request."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(_headline(plan), style="bold")
     if plan["fits"]:
@@ -188,8 +183,6 @@ def print_plan(plan: Mapping[str, Any], is_verbose: bool = False) -> None:
         console.print(_memory(plan))
         if plan["bought"]:
             console.print(_bought(plan))
-        if plan["sensitivities"] and is_verbose:
-            console.print(_sensitivities(plan))
     else:
         _print_rows(console, plan)
     if plan["alternatives"] and (is_verbose or not plan["fits"]):
@@ -219,20 +212,12 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
         for name, value in plan["seconds"].items()
         if value > 0.005 * plan["seconds_per_step"]
     )
-    larger = (
-        f"Largest micro-batch that would still fit, with checkpointing as needed: about {plan['largest_micro_batch']}"
-    )
-    verified = []
-    if plan["verified_bytes"] is not None:
-        verified = [f"A trace of the plan itself needs {format_bytes(plan['verified_bytes'])}"]
     return [
         f"Plan: {plan['label']}",
         plan["numbers"][0].upper() + plan["numbers"][1:],
         f"Predicted peak {format_bytes(plan['peak_bytes'])} of live tensors; with fragmentation and runtime "
         f"{format_bytes(plan['needed_bytes'])}, {format_bytes(plan['headroom_bytes'])} of headroom beside the margin",
-        *verified,
         f"Predicted {format_seconds(plan['seconds_per_step'])} per step, {speed} ({shares})",
-        larger,
     ]
 
 
@@ -286,20 +271,6 @@ def _row_lines(row: Mapping[str, Any], unit: str) -> list[str]:
     if row["note"] and row["fits"] is not False:
         figures.append(row["note"])
     return ["; ".join(figures), f"changes in the numbers: {', '.join(row['changes']) or 'none'}"]
-
-
-def _sensitivities(plan: Mapping[str, Any]) -> Table:
-    table = Table(title="The plan under other limits", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("with", overflow="fold")
-    table.add_column("plan", overflow="fold")
-    name_of_unit, unit = unit_of_column(item["needed_bytes"] for item in plan["sensitivities"])
-    table.add_column(name_of_unit, justify="right")
-    table.add_column("time", overflow="fold")
-    for item in plan["sensitivities"]:
-        same = item["label"] == plan["label"]
-        needed = f"{item['needed_bytes'] / unit:.3f}"
-        table.add_row(Text(item["change"]), Text("the same" if same else item["label"]), needed, Text(item["effect"]))
-    return table
 
 
 def _alternatives(plan: Mapping[str, Any]) -> Table:

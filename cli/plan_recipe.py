@@ -72,9 +72,6 @@ class PlanRequest(RecipeRequest):
     limits: Limits = field(default_factory=Limits)
     """Of page-locked memory and disk."""
     nvme_path: str | None = field(default_factory=lambda: os.environ.get("MEMFIT_NVME_PATH"))
-    verify: bool = False
-    other_limits: bool = False
-    """Whether to say what other limits would bring."""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> PlanRequest:
@@ -95,8 +92,6 @@ class PlanRequest(RecipeRequest):
             host_bytes=size("host_memory"),
             limits=Limits(None, size("disk"), size("disk_writes_per_day"), size("pinned_memory")),
             nvme_path=arguments.nvme_path,
-            verify=arguments.verify,
-            other_limits=arguments.verbose or arguments.json or arguments.html is not None,
             **cls.shared(arguments, recipe),
         )
 
@@ -123,9 +118,7 @@ def plan_recipe(
             plan = make_plan(
                 workload,
                 ProfileCache() if request.use_cache else None,
-                verify=request.verify,
                 compare=compare,
-                other_limits=request.other_limits,
                 progress=progress,
                 observe=(lambda *found: explored.append(tried_of(*found))) if with_page else None,
             )

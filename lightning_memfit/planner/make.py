@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.memory import format_bytes
@@ -16,27 +15,21 @@ from lightning_memfit.planner.candidates import by_need
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
 from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.search import Outcome, Progress, Search, unseen
-from lightning_memfit.planner.sensitivity import sensitivities_of
 from lightning_memfit.planner.solve import Solution
 from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.process import beside
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.core.setting import Setting
 
 _NUM_ALTERNATIVES = 6
-_MAX_MICRO_BATCH = 1 << 12
 
 
 def make_plan(
     workload: Workload,
     cache: ProfileCache | None = None,
-    verify: bool = False,
     compare: bool = False,
-    other_limits: bool = False,
     progress: Progress = unseen,
     observe: Callable[[Search, Outcome, Plan], object] | None = None,
 ) -> Plan:
@@ -45,10 +38,7 @@ def make_plan(
     Args:
         workload: What is trained, where, within which limits.
         cache: Where traces are kept between runs; none by default.
-        verify: Trace the plan itself as well, and plan again if it needs more than the device has. Plans under a
-            strategy are always traced, where they can be.
         compare: Compare the plan with the recipe as it is, the best exact and the best allowed one.
-        other_limits: Say what other limits would bring.
         progress: Is told how far the search is.
         observe: Is given the search, what it found and the plan made of it.
 
@@ -57,7 +47,7 @@ def make_plan(
         ValueError: If there is no device to plan for.
     """
     search = Search(TraceStore(workload, cache), progress)
-    outcome, verified = _verified(search, verify)
+    outcome = _searched(search)
     searched = {
         "combinations": outcome.num_candidates,
         "worked_out": len(outcome.solutions),
@@ -82,17 +72,13 @@ def make_plan(
     if best is None:
         plan = replace(plan, advice=tuple(advice_of(search, outcome)))
     else:
-        largest: Callable[[], int] = partial(largest_micro_batch, search, best.setting)
-        if other_limits:
-            largest = beside(largest)  # meanwhile, this process works out other limits
-        sensitivities = tuple(sensitivities_of(search, best)) if other_limits else ()
-        plan = replace(_with_figures(search, plan, best, verified, largest()), sensitivities=sensitivities)
+        plan = _with_figures(search, plan, best)
     if observe is not None:
         observe(search, outcome, plan)
     return plan
 
 
-def _with_figures(search: Search, plan: Plan, best: Solution, verified: Solution | None, largest: int) -> Plan:
+def _with_figures(search: Search, plan: Plan, best: Solution) -> Plan:
     """Complete a plan for the setting that was chosen."""
     workload, shown = search.workload, search.figures(best)
     # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
@@ -103,14 +89,12 @@ def _with_figures(search: Search, plan: Plan, best: Solution, verified: Solution
         peak_bytes=shown.peak_bytes,
         needed_bytes=shown.needed_bytes,
         breakdown=shown.breakdown,
-        verified_bytes=None if verified is None else verified.needed_bytes,
         bought=tuple(_effects(search, best)),
-        largest_micro_batch=largest,
     )
 
 
 def as_plan(search: Search, plan: Plan, solution: Solution) -> Plan:
-    """Return a plan with the setting of a solution and its figures, which are not verified, in place of its own."""
+    """Return a plan with the setting of a solution and its figures in place of its own."""
     return replace(
         plan,
         usable_bytes=search.solver.budget.usable_bytes,
@@ -120,7 +104,6 @@ def as_plan(search: Search, plan: Plan, solution: Solution) -> Plan:
         breakdown=solution.breakdown,
         written_bytes=search.solver.time.written_bytes(solution.setting),
         seconds=dict(solution.time.seconds),
-        verified_bytes=None,
         uncorrected=uncorrected(solution.time.seconds, search.workload.rates),
         rates=search.workload.rates.name,
         changes=search.solver.numerics.changes(solution.setting),
@@ -134,43 +117,19 @@ def _limits_of(plain: ModelProfile) -> Iterator[str]:
         yield f"Only micro-batch {size} was considered: at others, memory can't be told from the trace ({reason})."
 
 
-def _verified(search: Search, always: bool) -> tuple[Outcome, Solution | None]:
+def _searched(search: Search) -> Outcome:
     """Search until a trace of the plan itself fits, each time with less of the device for its strategy."""
     capacity = search.workload.target.usable_bytes or 0
     while True:
         outcome = search.run()
-        if outcome.best is None or not (always or outcome.best.setting.sharding is not None):
-            return outcome, None
+        strategy = None if outcome.best is None else outcome.best.setting.of_kind("strategy")
+        if outcome.best is None or strategy is None:
+            return outcome
         found = search.verify(outcome.best)
         if found is None or found.needed_bytes <= capacity:
-            return outcome, found
-        strategy = outcome.best.setting.of_kind("strategy")
-        over = found.needed_bytes - capacity
-        if strategy is None:
-            search.solver.budget.withheld_bytes += over
-        else:  # at some point nothing is left of it, and another one or nothing fits
-            search.solver.budget.withheld[strategy.name] += over
-
-
-def largest_micro_batch(search: Search, setting: Setting) -> int:
-    """Largest micro-batch that would still fit with the same techniques, with checkpointing as needed."""
-    alone = replace(setting, accumulate_grad_batches=1).without("checkpointing")
-    assert setting.micro_batch_size is not None
-    model = search.solver.models.of(alone)
-    if not model.knows_every_size:
-        return setting.micro_batch_size
-
-    def fits(size: int) -> bool:
-        return search.solver.fits_at_size(model, replace(alone, micro_batch_size=size))
-
-    low, high = setting.micro_batch_size, setting.micro_batch_size
-    while high < _MAX_MICRO_BATCH and fits(2 * high):
-        low, high = 2 * high, 2 * high
-    high = min(2 * high, _MAX_MICRO_BATCH)
-    while high - low > max(1, low // 16):  # to about 6 %
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+            return outcome
+        # At some point nothing is left of it, and another one or nothing fits.
+        search.solver.budget.withheld[strategy.name] += found.needed_bytes - capacity
 
 
 def _effects(search: Search, best: Solution) -> Iterator[TechniqueEffect]:

@@ -492,10 +492,6 @@ class MemoryModels:
         self._bounds: dict[Setting, MemoryModel] = {}
         self._placements: dict[Setting, Placement | None] = {}
 
-    def read_with(self, other: MemoryModels) -> None:
-        """Share what is read off traces of forward and backward with the models of a workload on the same traces."""
-        self._passes, self._stored = other._passes, other._stored
-
     def of(self, setting: Setting) -> MemoryModel:
         """Memory of a setting's techniques; missing traces are made.
 

@@ -14,7 +14,7 @@ from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 if TYPE_CHECKING:
     from lightning_memfit.planner.workload import Workload
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -59,30 +59,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Sensitivity:
-    """The best plan if one limit were another, worked out on the traces that the search had made."""
-
-    change: str
-    """What would be different, in words."""
-    label: str
-    """The setting in a few words."""
-    needed_bytes: int
-    """Bytes of one device."""
-    seconds_per_step: float
-    saved: float
-    """Share of the plan's time that it saves; below zero if it keeps more of the recipe's numbers instead."""
-    changes: tuple[str, ...]
-    """What differs from the recipe's numbers, in words; empty if nothing does."""
-
-    @property
-    def effect(self) -> str:
-        """What it brings at least, in words: only what was traced is known."""
-        if self.saved <= -0.005:
-            return f"{-self.saved:.0%} slower, and closer to the recipe's numbers"
-        return f"at least {self.saved:.0%} less time" if self.saved >= 0.005 else "no faster, as far as was traced"
-
-
-@dataclass(frozen=True)
 class Plan:
     """The fastest setting that fits, or why none does."""
 
@@ -113,8 +89,6 @@ class Plan:
     """The same without corrections from earlier measurements on the device; used for calibration."""
     rates: str = ""
     """Name under which measured steps correct the device's rates."""
-    verified_bytes: int | None = None
-    """Bytes of the device that a trace of the plan itself needs; None if no such trace was made."""
     bought: tuple[TechniqueEffect, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     optimizer: str = ""
@@ -123,10 +97,6 @@ class Plan:
     """What the plan changes in the recipe's numbers, in words; empty if it keeps them."""
     rows: tuple[Row, ...] = ()
     """What the plan is compared with; empty if that was not asked for."""
-    sensitivities: tuple[Sensitivity, ...] = ()
-    """What other limits would bring; empty if that was not asked for, or nothing fits."""
-    largest_micro_batch: int = 0
-    """Largest micro-batch that would still fit with the same techniques, with checkpointing as needed."""
     advice: tuple[str, ...] = ()
     """What to change or buy if nothing fits."""
     notes: tuple[str, ...] = ()
@@ -179,7 +149,6 @@ class Plan:
             "tokens_per_s": self.tokens_per_s,
             "written_per_day": self.written_per_day,
             "numbers": self.numbers(),
-            "sensitivities": [{**_plain(one), "effect": one.effect} for one in self.sensitivities],
         }
 
     def numbers(self) -> str:

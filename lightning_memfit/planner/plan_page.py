@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_memfit.estimate.page import render_page
 from lightning_memfit.estimate.timeline import COLOURS, DRAWING_STYLE
-from lightning_memfit.memory import format_bytes
 from lightning_memfit.planner.tried import Explored
 
 _SCRIPT = Path(__file__).with_suffix(".js")
@@ -53,7 +52,7 @@ limit. For the other combinations only bounds are known: at the size that was pl
 <h2>Overlay</h2><p>Save it as a file, and train: <code>memfit fit --config RECIPE --config FILE</code>.</p>
 <textarea id="yaml" readonly aria-label="Overlay of the chosen setting" spellcheck="false"></textarea>
 <button id="copy">Copy</button> <span id="copied" role="status"></span></section>
-{sensitivities}"""
+"""
 
 
 def render_plan(plan: Mapping[str, Any], explored: Explored, overlays: Sequence[str]) -> str:
@@ -96,18 +95,5 @@ def render_plan(plan: Mapping[str, Any], explored: Explored, overlays: Sequence[
         "colours": {str(category): colour for category, colour in COLOURS.items()},
     }
     title = f"Settings for {plan['model']} on {plan['device']}"
-    body = f"<p>{html.escape(plan['summary'])}</p>\n{_BODY.replace('{sensitivities}', _sensitivities(plan))}"
+    body = f"<p>{html.escape(plan['summary'])}</p>\n{_BODY}"
     return render_page(title, body, DRAWING_STYLE + _STYLE, content, _SCRIPT.read_text(encoding="utf-8"))
-
-
-def _sensitivities(plan: Mapping[str, Any]) -> str:
-    """A table of the plan under other limits; empty if there is none."""
-    if not plan["sensitivities"]:
-        return ""
-    rows = [
-        (one["change"], one["label"], format_bytes(one["needed_bytes"]), one["effect"]) for one in plan["sensitivities"]
-    ]
-    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    words = "Each is a search for the same workload with one thing changed, on the traces that there are."
-    table = f'<table><tbody id="sensitivities">{cells}</tbody></table>'
-    return f"<h2>The plan under other limits</h2><p>{words}</p>{table}\n"

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from lightning_memfit.estimate.division import estimate_rank
-from lightning_memfit.estimate.estimate import estimate_step, predict_peak_bytes
+from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.estimate.zero_rank import why_states_stay_whole
 from lightning_memfit.memory import Category, MemoryBreakdown
 from lightning_memfit.planner.candidates import Rejected, by_need, candidates, with_losses
@@ -178,18 +178,13 @@ class Search:
         outcome.unvisited = waiting
 
     def elsewhere(self, workload: Workload) -> Search:
-        """A search for a changed workload on the same traces, which must hold for it: same device type, same batch."""
+        """A search for a workload with another device of that type, other limits or permissions, on the same traces."""
         store = copy(self.store)
         store.workload = workload
         there = Search(store)
         store.on_trace = self._begin_trace
         there.solver.budget.withheld = self.solver.budget.withheld
-        there._verified = self._verified
-        mine = self.workload
-        if (there.workload.devices, workload.rates, workload.options) == (mine.devices, mine.rates, mine.options):
-            there.solver.models = self.solver.models
-        else:
-            there.solver.models.read_with(self.solver.models)
+        there.solver.models = self.solver.models
         return there
 
     def figures(self, solution: Solution) -> Solution:
@@ -197,38 +192,30 @@ class Search:
         return self._verified.get(solution.setting, solution)
 
     def verify(self, solution: Solution) -> Solution | None:
-        """Trace the plan itself, as `memfit estimate` does, and return it with what that says it needs.
-
-        Under a strategy the figures are those of one rank.
+        """Trace a plan under a strategy, as `memfit estimate` does, and return it with what one rank of that needs.
 
         Returns:
-            None if no trace of this process shows it: parts are in host memory by a technique's own doing, or the
-            process belongs to a process group, and no other rank can be traced there.
+            None if this process belongs to a process group: no other rank can be traced there.
 
         Raises:
             TraceError: If it can't be traced.
         """
         setting, runtime = solution.setting, self.workload.target.runtime
-        strategy, sharding, size = setting.of_kind("strategy"), setting.sharding, setting.micro_batch_size
-        if strategy is None or sharding is None:
-            if self.solver.models.of(setting).off_device().entries:
-                return None
-            found = estimate_step(self.store.exactly(setting), size, runtime)
-        else:
-            division = self.workload.division_of(strategy.name, sharding, setting.world_size)
-            if division.traced and torch.distributed.is_initialized():
-                return None
-            found = estimate_rank(self.store.exactly(setting, division), division, size, runtime)
+        strategy, sharding = setting.of_kind("strategy"), setting.sharding
+        assert strategy is not None
+        assert sharding is not None
+        division = self.workload.division_of(strategy.name, sharding, setting.world_size)
+        if division.traced and torch.distributed.is_initialized():
+            return None
+        found = estimate_rank(self.store.exactly(setting, division), division, setting.micro_batch_size, runtime)
         waiting = self.workload.waiting_bytes(setting)
-        traced = replace(
+        self._verified[setting] = replace(
             solution,
             peak_bytes=found.allocated_bytes - found.spare_bytes + waiting,
             needed_bytes=found.total_bytes + waiting,
             breakdown=found.breakdown + MemoryBreakdown.device({Category.INPUT: waiting}),
         )
-        if sharding is not None:
-            self._verified[setting] = traced
-        return traced
+        return self._verified[setting]
 
     @property
     def tie(self) -> float:

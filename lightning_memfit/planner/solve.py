@@ -132,16 +132,6 @@ class Solver:
             return Rejected(setting, self.budget.over(setting, least), least)
         return Rejected(setting, first_conflict)
 
-    def fits_at_size(self, model: MemoryModel, setting: Setting) -> bool:
-        """Whether some plan of a setting fits at its micro-batch; one that isn't known not to counts as fitting."""
-        size, usable = _size_of(setting), self.budget.usable_by(setting)
-        if not model.is_bounded_at(size):
-            return True
-        frontier = model.frontier(size)
-        if frontier is not None and self._least_needed(model, frontier, setting) <= usable:
-            return True  # without replaying the allocator for the others
-        return isinstance(self._fastest(model, setting, frontier, usable), Solution)
-
     def fastest_within(self, setting: Setting, usable_bytes: Sequence[int]) -> Iterator[Solution]:
         """Every micro-batch's fastest plan within each of several limits on the device, and the one that needs least.
 

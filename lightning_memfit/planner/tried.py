@@ -128,9 +128,5 @@ def _limits(search: Search) -> tuple[list[Limit], int]:
     else:
         sizes = {round(capacity * share / MIB) * MIB for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5, 2.0, 3.0, 4.0)}
     near = sorted({size for size in sizes if _FROM * capacity <= size <= _TO * capacity} | {capacity})
-    budget = search.solver.budget
-    limits = []
-    for size in near:
-        there = budget if size == capacity else Budget(search.workload.on(size), budget.withheld_bytes)
-        limits.append(Limit(size, max(0, there.usable_bytes)))
+    limits = [Limit(size, max(0, Budget(search.workload.on(size)).usable_bytes)) for size in near]
     return limits, near.index(capacity)

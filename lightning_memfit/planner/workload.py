@@ -232,16 +232,13 @@ class Budget:
 
     Args:
         workload: Its target and limits say what is available.
-        withheld_bytes: Bytes of the device that may not be used, because a run of an earlier plan needed them beyond
-            its prediction.
 
     Attributes:
         withheld: Bytes by strategy that its plans may not use, as a trace of one needed them beyond its prediction.
     """
 
-    def __init__(self, workload: Workload, withheld_bytes: int = 0) -> None:
+    def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self.withheld_bytes = withheld_bytes
         self.withheld = Counter[str]()
 
     @property
@@ -257,7 +254,7 @@ class Budget:
                 "There is no GPU here and none was named. Pass for example `--device 'RTX 3060'` or 12GiB."
             )
         reserve = _RESERVE_OF_TENSORS if self._workload.target.counts_tensors else _RESERVE
-        return int(usable * (1 - reserve)) - self.withheld_bytes
+        return int(usable * (1 - reserve))
 
     def usable_by(self, setting: Setting) -> int:
         """Bytes of the device that a plan with a setting's strategy may need by its prediction."""

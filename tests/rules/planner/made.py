@@ -161,10 +161,7 @@ class MadeTraceStore:
 
     def exactly(self, setting: Setting, division: Any = None) -> ModelProfile:
         self.asked.append(("exactly", setting))
-        return self.needs_more(self.passes(Setting(chosen=setting.chosen), "none"))
-
-    def needs_more(self, profile: ModelProfile) -> ModelProfile:
-        return profile
+        return self.passes(Setting(chosen=setting.chosen), "none")
 
     def stepping(self, setting: Setting, rounding: int) -> SteadyState:
         pure = stepping_of(setting)

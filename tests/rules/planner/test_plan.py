@@ -41,26 +41,6 @@ def test_plan_says_what_it_needs_and_what_for(plan: Plan) -> None:
     assert plan.tokens_per_s == pytest.approx(16 * 8 / plan.seconds_per_step)
     assert {item.technique for item in plan.bought} == {choice.name for choice in plan.setting.chosen}
     assert plan.alternatives
-    assert plan.largest_micro_batch >= plan.setting.micro_batch_size
-
-
-def test_plan_that_its_own_trace_refutes_is_made_again() -> None:
-    from dataclasses import replace
-
-    from lightning_memfit.planner import make
-
-    class Refuting(MadeTraceStore):
-        def needs_more(self, profile):  # type: ignore[no-untyped-def]
-            count = sum(asked[0] == "exactly" for asked in self.asked)
-            sizes = profile.events.sizes * (100 if count == 1 else 0)
-            return replace(profile, events=replace(profile.events, sizes=sizes))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "TraceStore", lambda workload, cache: Refuting(workload))
-        plan = make.make_plan(made_workload(200_000, allow=frozenset({"exact"})), verify=True)
-    assert plan.fits
-    assert plan.usable_bytes < 0.97 * 200_000 * MIB - 1
-    assert plan.verified_bytes is not None
 
 
 def test_refusal_says_what_would_help() -> None:
