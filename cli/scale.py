@@ -26,7 +26,7 @@ examples:
   memfit scale --config mine.yaml --device cuda --sweep sweep.yaml        (for `wandb sweep` and `wandb agent`)
   memfit scale --config mine.yaml --report-only
 
-Every point becomes FOLDER/SWEEP_DEVICE/RUN.json; points.csv, report.html and PNG files are made of them. Offline runs
+Every point becomes FOLDER/SWEEP_DEVICE/RUN.json; points.csv, report.md and PNG files are made of them. Offline runs
 of Weights & Biases lie in FOLDER/SWEEP_DEVICE/wandb until `wandb sync FOLDER/SWEEP_DEVICE/wandb/offline-run-*`.
 
 exit codes: 0 every point has a result (out of memory is one), 1 a point failed, 2 a mistake, which is explained,

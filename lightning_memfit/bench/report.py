@@ -1,22 +1,19 @@
-"""`write_report`: what a sweep's records show, as a CSV file, pictures and an HTML page that loads nothing.
+"""`write_report`: what a sweep's records show, as a CSV file, pictures and a Markdown page with all of it.
 
-`draw` makes the pictures with matplotlib (the extra `plot`), `page` the HTML that embeds them.
+`draw` makes the pictures with matplotlib (the extra `plot`).
 """
 
 from __future__ import annotations
 
-import html
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.scaling import Curve, Point, as_csv, curves_of, pareto_front, points_of, unit_of
-from lightning_memfit.bench.table import percent, remarks
-from lightning_memfit.estimate.page import render_page
+from lightning_memfit.bench.table import markdown
 from lightning_memfit.extras import require
-from lightning_memfit.memory import GIB, MIB, format_bytes
+from lightning_memfit.memory import GIB, MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -161,100 +158,33 @@ def _unit(points: Sequence[Point]) -> tuple[int, str]:
     return (GIB, "GiB") if max(point.measured_bytes for point in points) >= 2 * GIB else (MIB, "MiB")
 
 
-# --- the HTML page, which loads nothing -------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
-
-_STYLE = """
-body { max-width: 980px; } h1 { font-size: 22px; } h2 { font-size: 17px; margin: 28px 0 4px; }
-p, li { color: var(--soft); margin: 0 0 6px; } svg { max-width: 100%; height: auto; display: block; }
-figure { margin: 0; background: #ffffff; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-"""
 
 _CAPTIONS = {
-    "speedup": (
-        "Speed-up",
-        "Speed of all processes against that of one, all else equal, and how efficient the most processes are. Bars: "
-        "5 % to 95 % quantile of the step times.",
-    ),
-    "memory": (
-        "Memory against prediction",
-        "Peak of live tensors of the first process, and what was predicted before the run.",
-    ),
-    "pareto": (
-        "Speed and memory",
-        "No run beats one on the front in both. Bars: 5 % to 95 % quantile of the step times.",
-    ),
+    "speedup": "Speed of all processes against that of one, all else equal, and how efficient the most processes are.",
+    "memory": "Peak of live tensors of the first process, and what was predicted before the run.",
+    "pareto": "Speed and memory: no run beats one on the front in both.",
 }
 
 
-def page(title: str, results: Sequence[Result], figures: Mapping[str, Figure], command: str) -> str:
-    """Return the whole page.
+def page(title: str, results: Sequence[Result], pictures: Sequence[str], command: str) -> str:
+    """Return the page as Markdown.
 
     Args:
         title: The sweep's title.
         results: Results of all runs.
-        figures: Pictures from `draw`.
+        pictures: Names of the pictures beside the page.
         command: Command line that makes the page.
     """
-    parts = [f"<p>{len(results)} runs. Made by <code>{html.escape(command)}</code>.</p>"]
-    for name, figure in figures.items():
-        heading, caption = _CAPTIONS[name]
-        parts.append(
-            f"<h2>{heading}</h2>\n<p>{html.escape(caption)}</p>\n"
-            f'<figure role="img" aria-label="{heading}">{_svg(figure, name)}</figure>'
-        )
-    parts.append(f'<h2>All runs</h2>\n<div class="wide">{runs_table(results)}</div>')
-    parts.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in remarks(results)) + "</ul>")
-    return render_page(title, "\n".join(parts), _STYLE)
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """The picture as an `svg` element; equal pictures give equal text."""
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
-        figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def runs_table(results: Sequence[Result]) -> str:
-    """Return an HTML table with the figures of every run."""
-    unit = unit_of(results)
-    front = {point.row for point in pareto_front(points_of(results))}
-    headings = ("run", f"{unit}/s", "step s (5 % to 95 %)", "measured", "predicted", "error", "Pareto front")
-    lines = ["<table><tr>" + "".join(f"<th>{heading}</th>" for heading in headings) + "</tr>"]
-    for result in results:
-        cells = _cells(result, unit, result.row in front)
-        lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    return "\n".join([*lines, "</table>"])
-
-
-def _cells(result: Result, unit: str, on_front: bool) -> list[str]:
-    speed, memory = result.speed, result.measured
-    predicted = format_bytes(result.predicted.allocated_bytes) if result.predicted else ""
-    if result.status != "ok" or speed is None:
-        return [result.title, result.status.replace("_", " "), "", "", predicted, "", ""]
-    per_second = getattr(speed, f"{unit}_per_second")
-    return [
-        result.title,
-        "" if per_second is None else f"{per_second:,.0f}",
-        f"{speed.step_seconds_median:.3g} ({speed.step_seconds_q05:.3g} to {speed.step_seconds_q95:.3g})",
-        format_bytes(memory.allocated_bytes) if memory is not None and memory.allocated_bytes else "",
-        predicted,
-        percent(result.prediction_error),
-        "yes" if on_front else "",
-    ]
-
-
-# --- the report -------------------------------------------------------------------------------------------------------
+    shown = "".join(f"\n{_CAPTIONS[name]}\n\n![{name}]({name}.png)\n" for name in pictures)
+    bars = "Bars are the 5 % to 95 % quantiles of the step times." if pictures else ""
+    made = f"{len(results)} runs. Made by `{command}`. {bars}".strip()
+    return f"# {title}\n{made}\n{shown}\n{markdown(results)}"
 
 
 def write_report(title: str, results: Sequence[Result], folder: Path, command: str) -> list[Path]:
-    """Write `points.csv`, one PNG per picture and `report.html` into a folder, in place of older ones.
+    """Write `points.csv`, one PNG per picture and `report.md` into a folder, in place of older ones.
 
     Args:
         title: The sweep's title.
@@ -275,6 +205,6 @@ def write_report(title: str, results: Sequence[Result], folder: Path, command: s
     for name, figure in figures.items():
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=150, bbox_inches="tight", metadata={"Software": None})
-    written.append(folder / "report.html")
-    written[-1].write_text(page(title, results, figures, command), encoding="utf-8")
+    written.append(folder / "report.md")
+    written[-1].write_text(page(title, results, list(figures), command), encoding="utf-8")
     return written

@@ -88,8 +88,8 @@ def test_scale_over_two_processes_tracked_offline_and_reported(tmp_path, capsys,
     assert none["point"] == {"devices": 2, "technique": "none"}
     assert none["predicted"]["by_category"]["communication"] == none["measured"]["by_category"]["communication"] > 0
     assert none["predicted"]["allocated_bytes"] == pytest.approx(none["measured"]["allocated_bytes"], rel=0.03)
-    assert "report.html" in capsys.readouterr().out
-    assert f"--folder {tmp_path / 'out'} --report-only" in (folder / "report.html").read_text()
+    assert "report.md" in capsys.readouterr().out
+    assert f"--folder {tmp_path / 'out'} --report-only" in (folder / "report.md").read_text()
 
     [run] = [read_run(path) for path in (folder / "wandb").glob("offline-run-*")]
     assert (run["name"], run["group"]) == ("p2_none", "toys-cpu")

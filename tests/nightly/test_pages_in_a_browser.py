@@ -6,17 +6,13 @@ from pathlib import Path
 import pytest
 
 from lightning_memfit import MemoryLimit
-from lightning_memfit.bench.report import write_report
 from lightning_memfit.bench.run_timeline import RunTimeline
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds
 from tests.helpers.browser import CHROMIUM, Layout, browser, lay_out
-from tests.rules.bench.results import out_of_memory
 from tests.rules.bench.test_run_timeline import train
-from tests.rules.bench.test_scaling import at
 from tests.rules.planner.test_plan_page import PAYLOAD, explored, page_of
 
-COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "scaling_cpu" / "report.html"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 
@@ -28,22 +24,6 @@ def check(layout: Layout, drawings: int) -> None:
     assert layout.overlaps() == []
     assert layout.outside() == []
     assert layout.width <= layout.room, "the page is wider than its window"
-
-
-@pytest.mark.parametrize("width", [1100, 480])
-def test_the_committed_report_of_a_sweep(tmp_path: Path, width: int) -> None:
-    check(lay_out(COMMITTED, tmp_path, width), drawings=4)
-
-
-def test_a_report_of_many_curves_with_long_names(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    results = [
-        at(f"{name}{devices}", devices, f"{name} with checkpointing and 8-bit Adam", 1.0, 90.0 * devices, 400 * devices)
-        for name in "abcdefghi"
-        for devices in (1, 2, 4, 8)
-    ]
-    *_, page = write_report("Many", [*results, out_of_memory("z")], tmp_path, "memfit scale")
-    check(lay_out(page, tmp_path), drawings=4)
 
 
 @pytest.mark.parametrize("limited", [False, True])

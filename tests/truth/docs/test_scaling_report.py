@@ -5,9 +5,9 @@ import pytest
 from benchmarks.marks import RESULTS, ROOT
 from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.record import Result, read_result
-from lightning_memfit.bench.report import runs_table
 from lightning_memfit.bench.scaling import as_csv
 from lightning_memfit.bench.sweep import load_sweep
+from lightning_memfit.bench.table import markdown
 
 SWEEP = RESULTS / "scaling_cpu"
 
@@ -30,11 +30,11 @@ def test_csv_page_and_pictures_belong_to_the_records(results: list[Result]) -> N
     sweep = "benchmarks/experiments/sweeps/scaling.yaml"
     again = f"run `memfit scale --config {sweep} --folder benchmarks/results --report-only`"
     assert (SWEEP / "points.csv").read_text() == as_csv(results), again
-    page = (SWEEP / "report.html").read_text()
-    assert runs_table(results) in page, again
+    page = (SWEEP / "report.md").read_text()
+    assert markdown(results) in page, again
     assert "--folder benchmarks/results --report-only" in page, "the command must repeat the page"
     for name in ("speedup", "memory", "pareto"):
         assert (SWEEP / f"{name}.png").stat().st_size > 10_000
     guide = (ROOT / "docs" / "guides" / "scale.md").read_text()
-    for name in ("report.html", "speedup.png", "memory.png", "pareto.png"):
+    for name in ("report.md", "speedup.png", "memory.png", "pareto.png"):
         assert f"../../benchmarks/results/scaling_cpu/{name})" in guide
