@@ -134,12 +134,14 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoi
     own = None if is_deepspeed and workload.options.precision.endswith("-mixed") else workload.options.precision
     choices: list[list[TechniqueChoice | None]] = []
     dropped: list[Rejected] = []
+    on_gpu = workload.target.device_kind.has_own_memory
     for kind in _searched(workload):
-        options: list[TechniqueChoice | None] = [None]
+        options: list[TechniqueChoice] = []
+        is_optional = True
         for technique in sorted(techniques(), key=lambda record: record.name):
             if technique.kind != kind:
                 continue
-            is_own = technique.trainer.get("precision") == own and not technique.changes_step
+            is_own = kind == "precision" and technique.trainer["precision"] == own and not technique.changes_step
             permitted = technique.numerics <= workload.allow and technique.proposed
             if permitted or is_own:
                 found = _beside(base, technique, workload)
@@ -147,8 +149,11 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoi
                     dropped.append(found)
                 else:
                     options.append(found)
-        dominated = {name for option in options if option is not None for name in option.technique.dominates}
-        choices.append([option for option in options if option is None or option.name not in dominated])
+                    # On a GPU, float32 is no faster than the half precision of a recipe, and none of its numbers.
+                    is_optional &= not (is_own and on_gpu)
+        dominated = {name for option in options for name in option.technique.dominates}
+        kept = [option for option in options if option.name not in dominated]
+        choices.append([None, *kept] if is_optional else [*kept])
     return choices, dropped
 
 
