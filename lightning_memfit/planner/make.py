@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightning_memfit.estimate.estimate import predict_peak_bytes
-from lightning_memfit.memory import format_bytes
 from lightning_memfit.planner.advice import advice_of
-from lightning_memfit.planner.candidates import by_need
+from lightning_memfit.planner.candidates import Rejected, by_need
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
 from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.search import Outcome, Progress, Search, unseen
@@ -23,7 +22,7 @@ from lightning_memfit.profile.build import sequence_length
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.record import ModelProfile
 
-_NUM_ALTERNATIVES = 6
+_NUM_ALTERNATIVES = 3
 
 
 def make_plan(
@@ -48,11 +47,6 @@ def make_plan(
     """
     search = Search(TraceStore(workload, cache), progress)
     outcome = _searched(search)
-    searched = {
-        "combinations": outcome.num_candidates,
-        "worked_out": len(outcome.solutions),
-        "traces": search.store.num_traces,
-    }
     plan = Plan(
         model=type(workload.module).__name__,
         num_parameters=search.plain.num_parameters,
@@ -62,35 +56,22 @@ def make_plan(
         devices=workload.devices.total,
         usable_bytes=search.solver.budget.usable_bytes,
         setting=None,
-        alternatives=tuple(_alternatives(search, outcome)),
+        alternatives=tuple(_alternatives(outcome)),
         notes=(*_limits_of(search.plain), *(f"Assumed: {assumption}." for assumption in search.plain.assumptions)),
         rows=tuple(rows_of(search, outcome)) if compare else (),
         optimizer=search.plain.optimizer,
-        searched=searched,
     )
     best = outcome.best
     if best is None:
         plan = replace(plan, advice=tuple(advice_of(search, outcome)))
     else:
-        plan = _with_figures(search, plan, best)
+        shown = search.figures(best)
+        # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
+        usable = plan.usable_bytes if shown is best else workload.target.usable_bytes or 0
+        plan = replace(as_plan(search, plan, shown), usable_bytes=usable, bought=tuple(_effects(search, best)))
     if observe is not None:
         observe(search, outcome, plan)
     return plan
-
-
-def _with_figures(search: Search, plan: Plan, best: Solution) -> Plan:
-    """Complete a plan for the setting that was chosen."""
-    workload, shown = search.workload, search.figures(best)
-    # The figures of a plan under a strategy are those that `memfit estimate` gives for it, and so is its limit.
-    is_estimate = shown is not best
-    return replace(
-        as_plan(search, plan, best),
-        usable_bytes=(workload.target.usable_bytes or 0) if is_estimate else plan.usable_bytes,
-        peak_bytes=shown.peak_bytes,
-        needed_bytes=shown.needed_bytes,
-        breakdown=shown.breakdown,
-        bought=tuple(_effects(search, best)),
-    )
 
 
 def as_plan(search: Search, plan: Plan, solution: Solution) -> Plan:
@@ -162,40 +143,14 @@ def _effects(search: Search, best: Solution) -> Iterator[TechniqueEffect]:
         yield TechniqueEffect(choice.name, saved, seconds)
 
 
-def _alternatives(search: Search, outcome: Outcome) -> Iterator[Alternative]:
-    """The next best settings: slower ones first, then those that need too much, then refusals; each reason once."""
-    slower = sorted(_slower(search, outcome), key=lambda item: item[0])[: _NUM_ALTERNATIVES // 2]
-    yield from (alternative for _, alternative in slower)
-    shown = len(slower)
-    for rejected in by_need(outcome.rejected):
-        if shown < _NUM_ALTERNATIVES:
-            yield Alternative(label(rejected.setting), rejected.reason)
-            shown += 1
-    reasons: set[str] = set()
+def _alternatives(outcome: Outcome) -> Iterator[Alternative]:
+    """Settings that need too much, the one that needs least first, and what rules refuse; each reason once."""
+    for rejected in by_need(outcome.rejected)[:_NUM_ALTERNATIVES]:
+        yield Alternative(label(rejected.setting), rejected.reason)
     # Settings that a larger machine would make possible come first.
-    for rejected in sorted(outcome.rejected, key=lambda r: not r.resource_limited):
-        if rejected.needed_bytes is not None or rejected.seconds is not None:
-            continue
-        if rejected.reason not in reasons and len(reasons) < _NUM_ALTERNATIVES // 2:
-            reasons.add(rejected.reason)
-            yield Alternative(label(rejected.setting), rejected.reason)
-
-
-def _slower(search: Search, outcome: Outcome) -> Iterator[tuple[float, Alternative]]:
-    """Settings that would fit, with the share of the best one's time that they take longer, at least."""
-    best = outcome.best
-    if best is None:
-        return
-    others = [(one.setting, one.time.total, "") for one in outcome.solutions if one is not best]
-    others += [(one.setting, one.seconds, "at least ") for one in outcome.rejected if one.seconds is not None]
-    needs = {one.setting: f", needs {format_bytes(search.figures(one).needed_bytes)}" for one in outcome.solutions}
-    for setting, seconds, least in others:
-        slower = seconds / best.time.total - 1
-        if slower >= 0.005:
-            reason = f"{least}{slower:.0%} slower"
-        elif search.solver.numerics.severity(setting) <= best.severity:
-            reason = "no faster, and no simpler"
-        else:
-            faster = f"{'at most ' if least else ''}{-slower:.0%} faster" if slower <= -0.005 else "no faster"
-            reason = f"{faster}, and changes more of the recipe's numbers"
-        yield slower, Alternative(label(setting), reason + needs.get(setting, ""))
+    refused = [one for one in outcome.rejected if one.needed_bytes is None and one.seconds is None]
+    by_reason: dict[str, Rejected] = {}
+    for rejected in sorted(refused, key=lambda one: not one.resource_limited):
+        by_reason.setdefault(rejected.reason, rejected)
+    for rejected in list(by_reason.values())[:_NUM_ALTERNATIVES]:
+        yield Alternative(label(rejected.setting), rejected.reason)

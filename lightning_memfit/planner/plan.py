@@ -100,8 +100,6 @@ class Plan:
     advice: tuple[str, ...] = ()
     """What to change or buy if nothing fits."""
     notes: tuple[str, ...] = ()
-    searched: Mapping[str, int] = field(default_factory=dict)
-    """How many combinations there were, how many were worked out, and how many steps were traced."""
 
     @property
     def fits(self) -> bool:

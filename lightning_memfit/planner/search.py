@@ -72,7 +72,6 @@ class Outcome:
     solutions: list[Solution] = field(default_factory=list)
     """The best of every combination that was worked out, fastest first."""
     rejected: list[Rejected] = field(default_factory=list)
-    num_candidates: int = 0
     unvisited: list[_Waiting] = field(default_factory=list)
     """What the bound left out."""
 
@@ -108,7 +107,7 @@ class Search:
     def run(self) -> Outcome:
         """Visit combinations until no other can be faster."""
         settings, refused = candidates(self.workload)
-        outcome = Outcome(rejected=refused, num_candidates=len(settings) + len(refused))
+        outcome = Outcome(rejected=refused)
         waiting = [self._waiting(setting) for setting in self._possible(settings, outcome)]
         self._visit(waiting, settings, outcome)
         return outcome

@@ -478,12 +478,7 @@ class CalibrationFile:
         Args:
             seconds: Predicted by component, without corrections (`uncorrected`).
             measured: Seconds of the step.
-
-        Raises:
-            ValueError: If the measured time is not positive.
         """
-        if measured <= 0:
-            raise ValueError(f"`measured={measured}` seconds must be positive.")
         kept = [*self.load(), Observation(seconds, measured)][-_MAX_OBSERVATIONS:]
         write_entry(self.path, {"steps": [{"seconds": dict(o.seconds), "measured": o.measured} for o in kept]})
 
@@ -500,13 +495,7 @@ def calibrated(rates: Rates, folder: Path | None = None) -> Rates:
 
 
 def fit_factors(observations: Sequence[Observation], rounds: int = 200) -> dict[str, float]:
-    """Factor of every component, by coordinate descent; each is between 0.1 and 10.
-
-    Raises:
-        ValueError: If there are no observations.
-    """
-    if not observations:
-        raise ValueError("`observations` is empty: there is nothing to fit.")
+    """Factor of every component, by coordinate descent; each is between 0.1 and 10."""
     measured = np.array([o.measured for o in observations])
     shares = np.array([[o.seconds.get(name, 0.0) for name in COMPONENTS] for o in observations]) / measured[:, None]
     totals = shares.sum(axis=1)

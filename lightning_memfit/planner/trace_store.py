@@ -58,7 +58,6 @@ class TraceStore:
     apart, so that `p` kinds of passes and `o` optimizers take `p + o` traces instead of `p x o`.
 
     Attributes:
-        num_traces: How many profiles were asked of the tracer or its cache.
         on_trace: Is told in words what is about to be traced.
 
     Args:
@@ -68,7 +67,6 @@ class TraceStore:
 
     def __init__(self, workload: Workload, cache: ProfileCache | None = None) -> None:
         self.workload = workload
-        self.num_traces = 0
         self.on_trace: Callable[[str], object] = str
         self._cache = cache
         self._known: dict[tuple[Any, ...], ModelProfile] = {}
@@ -252,7 +250,6 @@ class TraceStore:
         return self._known[key]
 
     def _traced(self, profile: Callable[[], ModelProfile]) -> ModelProfile:
-        self.num_traces += 1
         found = profile()
         # A `MemoryLimit` doesn't see what kernels give back before they end, and a plan for it must not, either.
         return found.without_scratch() if self.workload.target.counts_tensors else found

@@ -61,19 +61,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Devices:
-    """How many devices there are.
-
-    Raises:
-        ValueError: If a number is less than 1.
-    """
+    """How many devices there are."""
 
     per_machine: int = 1
     machines: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("per_machine", "machines"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}={getattr(self, name)}`: a run needs at least one device.")
 
     @property
     def total(self) -> int:
@@ -86,8 +77,7 @@ class Workload:
     """A module, a real batch, and the machine.
 
     Raises:
-        ValueError: If the batch per step is less than one sample, or can't be shared equally among the devices, or the
-            tolerance is below zero.
+        ValueError: If the batch per step can't be shared equally among the devices.
     """
 
     module: Any
@@ -125,11 +115,7 @@ class Workload:
     """The recipe's own techniques and sizes, to compare plans with; None if they are not known."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"`tolerance={self.tolerance}` must be a share of time from 0 on, such as 0.05.")
         samples = self.samples_per_step
-        if samples < 1:
-            raise ValueError(f"`samples_per_step={samples}`: a step needs at least one sample.")
         if samples % self.devices.total:
             raise ValueError(
                 f"{samples} samples per optimizer step can't be shared equally among {self.devices.total} devices. "

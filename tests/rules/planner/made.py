@@ -137,10 +137,6 @@ class MadeTraceStore:
             raise NotTraced(str(key))
         self.asked.append(key)
 
-    @property
-    def num_traces(self) -> int:
-        return len(self.asked)
-
     def plain(self) -> ModelProfile:
         return made_step(4, **_ACTIVATIONS["none"], states=8 * NUM_PARAMETERS, scratch=4 * NUM_PARAMETERS)
 

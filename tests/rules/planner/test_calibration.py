@@ -34,11 +34,6 @@ def test_factors_stay_within_reason() -> None:
     assert max(fit_factors([Observation(seconds(arithmetic=1e-6), 100.0)]).values()) <= 10.0
 
 
-def test_nothing_to_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="observations"):
-        fit_factors([])
-
-
 def test_observations_are_kept_per_device(tmp_path: Path) -> None:
     file = CalibrationFile(RATES.name, tmp_path)
     file.add(seconds(arithmetic=1.0), 2.0)
@@ -56,5 +51,3 @@ def test_a_broken_file_counts_as_none(tmp_path: Path) -> None:
     file.path.parent.mkdir()
     file.path.write_text("{")
     assert file.load() == []
-    with pytest.raises(ValueError, match="positive"):
-        file.add(seconds(), 0.0)
