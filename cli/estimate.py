@@ -28,7 +28,6 @@ from lightning_memfit.memory.units import unit_of_column
 from lightning_memfit.profile.quiet import collector_paused
 
 from .arguments import (
-    LARGEST_COUNT,
     NAMED_OPTIONS,
     add_batch_options,
     check_new_file,
@@ -38,6 +37,7 @@ from .arguments import (
     split_arguments,
     split_device,
 )
+from .progress import ProgressLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
     atexit.register(gc.freeze)  # walking torch's and transformers' objects once more takes over a second at exit
     # Real steps may need the memory that the collector frees.
     with contextlib.nullcontext() if arguments.measure else collector_paused():
-        report = _report(arguments, overrides)
+        with ProgressLine("estimating", is_quiet=arguments.json) as line:
+            report = _report(arguments, overrides, line.tell)
         if not arguments.measure:
             gc.freeze()  # else the collector, once it is back, walks all of that at its first chance
     if report is None:
@@ -82,13 +83,13 @@ def main(argv: list[str]) -> int:
     return report.verdict.exit_code
 
 
-def _report(arguments: argparse.Namespace, overrides: list[str]) -> EstimateReport | None:
+def _report(arguments: argparse.Namespace, overrides: list[str], tell: Callable[[str], None]) -> EstimateReport | None:
     """Return the report for a recipe or for a model's name; only the code for that one is imported."""
     if arguments.config is not None:
         from .estimate_recipe import EstimateRequest, estimate_recipe
 
-        return estimate_recipe(EstimateRequest.of(arguments, overrides))
-    return estimate_named(arguments)
+        return estimate_recipe(EstimateRequest.of(arguments, overrides), tell)
+    return estimate_named(arguments, tell)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -111,9 +112,6 @@ def make_parser() -> argparse.ArgumentParser:
     both.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     both.add_argument("--timeline", metavar="FILE.html", help="draw memory over the step; never overwrites")
     both.add_argument("--no-cache", action="store_true", help="neither read nor write cached profiles")
-    both.add_argument(
-        "--no-shorten", action="store_true", help="trace every block, not just some of those that are alike"
-    )
     recipe = parser.add_argument_group("for a recipe")
     recipe.add_argument("--config", "-c", action="append", metavar="RECIPE", help="file or name, as for `memfit fit`")
     recipe.add_argument("--measure", action="store_true", help="run two real steps here if tracing fails")
@@ -351,10 +349,10 @@ _NO_DEVICE = (
 )
 
 
-def estimate_named(arguments: argparse.Namespace) -> EstimateReport | None:
+def estimate_named(arguments: argparse.Namespace, tell: Callable[[str], None]) -> EstimateReport | None:
     """Estimate a named model on the given device or this machine's; None if the model can't be traced."""
     try:
-        return _estimate(arguments)
+        return _estimate(arguments, tell)
     except RuntimeError as error:
         from lightning_memfit.profile.trace import TraceError  # imports torch, which a cached estimate does not need
 
@@ -364,7 +362,7 @@ def estimate_named(arguments: argparse.Namespace) -> EstimateReport | None:
         return None
 
 
-def _estimate(arguments: argparse.Namespace) -> EstimateReport:
+def _estimate(arguments: argparse.Namespace, tell: Callable[[str], None]) -> EstimateReport:
     from lightning_memfit.estimate.architectures import PRECISIONS, NamedRun
     from lightning_memfit.estimate.named import profile_named
     from lightning_memfit.estimate.report import build_report
@@ -397,8 +395,8 @@ def _estimate(arguments: argparse.Namespace) -> EstimateReport:
     make_callbacks = _callbacks_of(techniques) if techniques else tuple
     cache = None if arguments.no_cache else ProfileCache()
     ranks = _named_ranks(division) if division is not None and division.traced else None
-    shorten = not arguments.no_shorten
-    profile = profile_named(run, cache, shorten, callbacks=make_callbacks, ranks=ranks)
+    tell(f"tracing a step of {arguments.model}")
+    profile = profile_named(run, cache, callbacks=make_callbacks, ranks=ranks)
     notes = (_NO_DEVICE,) if target.capacity_bytes is None else ()
     profile = replace(profile, precision=precision)
     return build_report(profile, target, run.micro_batch_size, notes, division)
@@ -459,9 +457,6 @@ def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
         if not technique.traced or technique.kind == "strategy":
             raise ValueError(f"`--technique {name}` changes nothing that one device's memory shows. Leave it out.")
         given = {key: yaml.safe_load(value) for key, _, value in pairs}
-        for key, value in given.items():
-            if isinstance(value, (int, float)) and not abs(value) <= LARGEST_COUNT:
-                raise ValueError(f"`--technique {name}:{key}={value}` must be a number of at most {LARGEST_COUNT:,}.")
         technique.configured(**given)  # refuses unknown options
         setting = setting.choose(name, **given)
 

@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -72,7 +72,6 @@ class EstimateRequest(RecipeRequest):
 
     micro_batch_size: int | None = None
     measure: bool = False
-    shorten: bool = True
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> EstimateRequest:
@@ -87,13 +86,17 @@ class EstimateRequest(RecipeRequest):
                 raise ValueError(
                     f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
                 )
-        size, shorten = arguments.micro_batch_size, not arguments.no_shorten
         shared = cls.shared(arguments, recipe)
-        return cls(micro_batch_size=size, measure=arguments.measure, shorten=shorten, **shared)
+        return cls(micro_batch_size=arguments.micro_batch_size, measure=arguments.measure, **shared)
 
 
-def estimate_recipe(request: EstimateRequest) -> EstimateReport | None:
-    """Estimate a recipe; if its step can't be traced, say why and return None."""
+def estimate_recipe(request: EstimateRequest, tell: Callable[[str], None]) -> EstimateReport | None:
+    """Estimate a recipe; if its step can't be traced, say why and return None.
+
+    Args:
+        request: What is asked.
+        tell: Is told what takes long.
+    """
     words, size = list(request.recipe), request.micro_batch_size
     with quiet(), load_recipe(words, request.batch_shape, request.real_batch, request.measure) as run:
         target = target_of(request.device, run)
@@ -113,6 +116,7 @@ def estimate_recipe(request: EstimateRequest) -> EstimateReport | None:
         run, waiting_bytes, left_out = _as_cut(run, division, size)
         notes += left_out
         ranks = _ranks(run, division) if division is not None and division.traced else None
+        tell(f"tracing a step of {type(run.module).__name__}")
         try:
             profile = _profile(run, target, request, ranks)
         except TraceError as error:
@@ -123,6 +127,7 @@ def estimate_recipe(request: EstimateRequest) -> EstimateReport | None:
                 told = f"{error} On the command line that is `--measure`. {run.example}".rstrip()
                 print(f"memfit: cannot tell: {told}", file=sys.stderr)
                 return None
+            tell("running two steps")
             profile = _measure(run)
             if division is not None and division.traced:
                 notes.insert(0, _not_in_figures(division.name, "one process was measured"))
@@ -323,7 +328,6 @@ def _profile(run: RecipeRun, target: Target, request: EstimateRequest, ranks: Ra
             run.options,
             Emulation(target.kind, target.capability),
             _techniques(run),
-            shorten=request.shorten,
             cache=ProfileCache() if request.use_cache else None,
             ranks=ranks,
         )

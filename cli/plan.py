@@ -20,7 +20,7 @@ from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
 
 from .arguments import add_batch_options, check_new_file, next_line, of_batch, split_arguments
-from .progress import PlanningLine
+from .progress import ProgressLine
 from .recipe_files import overlay_text
 
 _EPILOG = """\
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     from .plan_recipe import PlanRequest, plan_recipe
 
     request = PlanRequest.of(arguments, overrides)
-    with PlanningLine(is_quiet=arguments.json) as line:
+    with ProgressLine("planning", is_quiet=arguments.json) as line:
         made = plan_recipe(request, progress=line, with_page=arguments.html is not None)
     if made is None:
         return 2

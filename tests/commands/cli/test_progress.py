@@ -1,8 +1,11 @@
 import io
+import signal
+import sys
+import time
 
 import pytest
 
-from cli.progress import PlanningLine
+from cli.progress import ProgressLine
 from lightning_memfit.planner.search import Search, Working
 from tests.rules.planner.made import MadeTraceStore, made_workload
 
@@ -25,7 +28,7 @@ WORKING = Working("forward and backward of bf16_mixed", 3, 12, "fused_adamw, mic
 def test_nothing_is_said_of_what_is_quick() -> None:
     for stream in (io.StringIO(), Terminal()):
         clock = Clock()
-        with PlanningLine(stream, clock) as line:
+        with ProgressLine("planning", stream, clock) as line:
             for clock.seconds in (0.0, 1.0, 1.9):
                 line(WORKING)
         assert stream.getvalue() == ""
@@ -33,7 +36,7 @@ def test_nothing_is_said_of_what_is_quick() -> None:
 
 def test_a_pipe_gets_a_line_every_few_seconds() -> None:
     stream, clock = io.StringIO(), Clock()
-    with PlanningLine(stream, clock) as line:
+    with ProgressLine("planning", stream, clock) as line:
         for clock.seconds in (0.0, 2.5, 3.0, 4.0, 7.6, 8.0):
             line(WORKING)
     lines = stream.getvalue().splitlines()
@@ -47,12 +50,25 @@ def test_a_pipe_gets_a_line_every_few_seconds() -> None:
 def test_a_terminal_gets_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     stream, clock = Terminal(), Clock()
-    with PlanningLine(stream, clock) as line:
+    with ProgressLine("planning", stream, clock) as line:
         for clock.seconds in (3.0, 3.1):
             line(WORKING)
     assert "12 combinations left" in stream.getvalue()
     assert "\n" not in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[2K")  # erased
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no timer's signal")
+def test_what_takes_long_without_a_change_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate said nothing for the 60 s of a trace."""
+    monkeypatch.setattr("cli.progress._QUICK", 0.05)
+    before, stream = signal.getsignal(signal.SIGALRM), io.StringIO()
+    with ProgressLine("estimating", stream) as line:
+        line.tell("tracing a step of Net")
+        assert stream.getvalue() == ""
+        time.sleep(0.2)
+    assert stream.getvalue() == "memfit: estimating for 0 s: tracing a step of Net\n"
+    assert signal.getsignal(signal.SIGALRM) == before
 
 
 def test_a_search_says_what_it_traces_and_finds() -> None:
