@@ -8,15 +8,17 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.bench.experiment import Experiment, closest, load_experiment
+from lightning_memfit.bench.experiment import Row, closest, load_experiment
 from lightning_memfit.bench.record import Result
 from lightning_memfit.bench.runner import Runner
+from lightning_memfit.bench.table import markdown, print_table
 from lightning_memfit.memory.kind import CPU, MODELLED, DeviceKind
 
+from .errors import INTERRUPTED
 from .recipe_files import resolve, technique_config
 
 _EPILOG = """\
@@ -30,7 +32,6 @@ Rows with a result for the same settings are kept, so that an interrupted comman
 exit codes: 0 every row has a result (out of memory is one), 1 a row failed, 2 a mistake, which is explained,
 130 interrupted
 """
-INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,23 +42,28 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--experiment", required=True, metavar="NAME|FILE", help="bert_large, gpt2xl, ..., or a YAML file"
     )
-    parser.add_argument("--device", choices=MODELLED, default=CPU, help="default: cpu")
     parser.add_argument(
         "--scale", default="full", metavar="NAME", help="one of the experiment's scales (default: full)"
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="default: runs/bench")
-    parser.add_argument("--only", action="append", default=[], metavar="ROW", help="this row; may be repeated")
     parser.add_argument(
         "--fork",
         action="store_true",
         help="run rows on one device in forks of this process, which saves them their imports (Linux)",
     )
+    add_run_options(parser, Path("runs/bench"))
+    return parser
+
+
+def add_run_options(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Add the options of everything that measures rows, with the folder that it takes by default."""
+    parser.add_argument("--device", choices=MODELLED, default=CPU, help="default: cpu")
+    parser.add_argument("--folder", type=Path, default=folder, help=f"default: {folder}")
+    parser.add_argument("--only", action="append", default=[], metavar="ROW", help="this row; may be repeated")
     parser.add_argument("--repeat", action="store_true", help="measure finished rows again")
     parser.add_argument(
         "--note", default="", help="goes into every record, for example what else the machine was doing"
     )
     parser.add_argument("--json", action="store_true", help="print all records as JSON on stdout")
-    return parser
 
 
 def main(argv: list[str]) -> int:
@@ -78,14 +84,38 @@ def main(argv: list[str]) -> int:
         arguments.note,
         forked=_imported_worker(arguments.device) if arguments.fork else None,
     )
+    results = measure(runner, rows, arguments.repeat)
+    known = runner.known(experiment.rows)
+    if known:
+        page = runner.folder / "table.md"
+        page.write_text(f"# {experiment.title}\n{markdown(known)}", encoding="utf-8")
+    show(results, f"{experiment.title} ({experiment.device}, {experiment.scale})", arguments.json)
+    if not arguments.json:
+        print(f"Records: {runner.folder}")
+    return int(any(result.status == "failed" for result in results))
+
+
+def measure(runner: Runner, rows: Sequence[Row], repeat: bool) -> list[Result]:
+    """Measure rows, and tell each.
+
+    Raises:
+        SystemExit: If the user interrupts it.
+    """
     runner.folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
     try:
-        results = runner.run(rows, arguments.repeat, progress_of(len(rows)))
+        return runner.run(rows, repeat, progress_of(len(rows)))
     except KeyboardInterrupt:
         print(f"memfit: interrupted; finished rows are kept in {runner.folder}", file=sys.stderr)
-        return INTERRUPTED
-    _show(experiment, runner, results, arguments.json)
-    return int(any(result.status == "failed" for result in results))
+        raise SystemExit(INTERRUPTED) from None
+
+
+def show(results: Sequence[Result], title: str, as_json: bool) -> None:
+    """Print results as a table, or as one JSON document."""
+    if as_json:
+        json.dump([result.to_dict() for result in results], sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        print_table(results, title)
 
 
 def _imported_worker(device: str) -> Callable[[list[str]], int] | None:
@@ -148,21 +178,6 @@ def progress_of(num_rows: int) -> Callable[[Result, bool], None]:
 def _command(arguments: argparse.Namespace, row: str) -> str:
     options = ["--experiment", arguments.experiment, "--device", arguments.device, "--scale", arguments.scale]
     return shlex.join(["memfit", "bench", *options, "--folder", str(arguments.folder), "--only", row])
-
-
-def _show(experiment: Experiment, runner: Runner, results: list[Result], as_json: bool) -> None:
-    from lightning_memfit.bench.table import markdown, print_table
-
-    known = [result for row in experiment.rows if (result := runner.finished(row)) is not None]
-    if known:
-        page = runner.folder / "table.md"
-        page.write_text(f"# {experiment.title}\n{markdown(known)}", encoding="utf-8")
-    if as_json:
-        json.dump([result.to_dict() for result in results], sys.stdout, indent=1)
-        sys.stdout.write("\n")
-        return
-    print_table(results, f"{experiment.title} ({experiment.device}, {experiment.scale})")
-    print(f"Records: {runner.folder}")
 
 
 # --- experiments of a checkout by name, and the recipes that their rows name ------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import cast
 
 from lightning_memfit.bench.experiment import Experiment
-from lightning_memfit.bench.record import Result
+from lightning_memfit.bench.report import write_report
 from lightning_memfit.bench.runner import Runner
 from lightning_memfit.bench.sweep import load_sweep, write_wandb_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
-from lightning_memfit.memory.kind import CPU, MODELLED
 
-from .bench import FOLDER, INTERRUPTED, check_device, progress_of, read_recipe, worker_command
+from .bench import FOLDER, add_run_options, check_device, measure, read_recipe, show, worker_command
 
 _EPILOG = """\
 examples:
@@ -46,17 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the matrix, by file or name (scaling); see docs/guides/scale.md",
     )
-    parser.add_argument("--device", choices=MODELLED, default=CPU, help="default: cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/scale"), help="default: runs/scale")
-    parser.add_argument("--only", action="append", default=[], metavar="RUN", help="this point; may be repeated")
-    parser.add_argument("--repeat", action="store_true", help="measure finished points again")
+    add_run_options(parser, Path("runs/scale"))
     parser.add_argument(
         "--wandb",
         choices=("online", "offline", "off"),
         help="where runs are tracked (default: WANDB_MODE, else offline); online becomes offline without a network",
     )
     parser.add_argument("--project", default="lightning-memfit", help="Weights & Biases project")
-    parser.add_argument("--note", default="", help="goes into every record")
     parser.add_argument(
         "--sweep",
         type=Path,
@@ -64,7 +58,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="measure nothing; write a Weights & Biases sweep of all points for `wandb sweep FILE` and its agents",
     )
     parser.add_argument("--report-only", action="store_true", help="make the report from existing records")
-    parser.add_argument("--json", action="store_true", help="print all records as JSON on stdout")
     return parser
 
 
@@ -89,19 +82,18 @@ def main(argv: list[str]) -> int:
         None if arguments.report_only else _tracking(arguments, sweep, folder),
     )
     if arguments.report_only:
-        results = [result for row in sweep.rows if (result := runner.finished(row)) is not None]
+        results = runner.known(sweep.rows)
     else:
         points = sweep.only(arguments.only)
         check_device(arguments.device)
-        folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
-        try:
-            results = runner.run(points, arguments.repeat, progress_of(len(points)))
-        except KeyboardInterrupt:
-            print(f"memfit: interrupted; finished points are kept in {folder}", file=sys.stderr)
-            return INTERRUPTED
+        results = measure(runner, points, arguments.repeat)
     if not results:
         raise ValueError(f"`--report-only`: there are no records in {folder}. Run the sweep first, without it.")
-    _report(arguments, sweep, runner, results)
+    known = runner.known(sweep.rows)
+    written = write_report(sweep.title, known, folder, _command(arguments, "--report-only")) if known else []
+    show(results, f"{sweep.title} ({sweep.device})", arguments.json)
+    for path in written if not arguments.json else ():
+        print(f"wrote {path}")
     return int(any(result.status == "failed" for result in results))
 
 
@@ -131,19 +123,3 @@ def _tracking(arguments: argparse.Namespace, sweep: Experiment, folder: Path) ->
 def _command(arguments: argparse.Namespace, *more: str) -> str:
     options = ["--config", str(arguments.config), "--device", arguments.device, "--folder", str(arguments.folder)]
     return shlex.join(["memfit", "scale", *options, *more])
-
-
-def _report(arguments: argparse.Namespace, sweep: Experiment, runner: Runner, results: list[Result]) -> None:
-    from lightning_memfit.bench.report import write_report
-
-    known = [result for row in sweep.rows if (result := runner.finished(row)) is not None]
-    written = write_report(sweep.title, known, runner.folder, _command(arguments, "--report-only")) if known else []
-    if arguments.json:
-        json.dump([result.to_dict() for result in results], sys.stdout, indent=1)
-        sys.stdout.write("\n")
-        return
-    from lightning_memfit.bench.table import print_table
-
-    print_table(results, f"{sweep.title} ({sweep.device})")
-    for path in written:
-        print(f"wrote {path}")

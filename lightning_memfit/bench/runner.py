@@ -60,6 +60,10 @@ class Runner:
             return None
         return result if result.key == row.key and result.status != "failed" else None
 
+    def known(self, rows: Iterable[Row]) -> list[Result]:
+        """Return the records of those rows that are finished."""
+        return [result for row in rows if (result := self.finished(row)) is not None]
+
     def run(
         self, rows: Iterable[Row], repeat: bool = False, on_result: Callable[[Result, bool], None] | None = None
     ) -> list[Result]:
