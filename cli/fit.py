@@ -35,7 +35,7 @@ from lightning_memfit.reliability.whole_steps import WholeSteps
 from .arguments import next_line
 from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
-from .run_folder import RunFolder, SaveConfig, check_places
+from .run_folder import RunFolder, SaveConfig
 
 PLAN_VARIABLE = "MEMFIT_AUTO_PLAN"
 """Variable with the plan's file for the processes that a strategy starts, so that all of them use one plan."""
@@ -140,12 +140,6 @@ class FitCLI(MemFitCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Plan if the recipe says so, and refuse places where nothing can be written."""
-        self._plan()
-        if getattr(self, "subcommand", None) is not None:
-            check_places(self.config[self.subcommand].trainer)
-
-    def _plan(self) -> None:
         """Replace the recipe's techniques if it says `memfit: auto`: by `MemFit`, or before ranks start by a plan."""
         if getattr(self, "subcommand", None) != "fit" or self.config.fit.memfit != "auto":
             return
@@ -225,9 +219,9 @@ def num_devices(trainer: Any) -> int:
         import torch
 
         return max(1, torch.cuda.device_count()) * int(trainer.num_nodes)
-    from . import recipe_run
+    from .recipe_run import device_numbers
 
-    return recipe_run.num_devices(trainer.devices) * int(trainer.num_nodes)
+    return len(device_numbers(trainer.devices) or (0,)) * int(trainer.num_nodes)
 
 
 def is_started_by_others(num_nodes: int) -> bool:

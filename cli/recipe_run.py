@@ -304,11 +304,6 @@ def device_numbers(devices: Any) -> tuple[int, ...] | None:
         raise ValueError(f"`trainer.devices={named}` must be numbers of devices, for example [0, 1].") from None
 
 
-def num_devices(devices: Any) -> int:
-    """Return the number of devices on one machine for the Trainer's `devices`; `auto` counts as one."""
-    return len(device_numbers(devices) or (0,))
-
-
 # --- data -------------------------------------------------------------------------------------------------------------
 
 

@@ -16,13 +16,10 @@ def main(argv: list[str]) -> int:
     actions.add_parser("list", help="names and what they are for (the default)")
     copy = actions.add_parser("copy", help="copy a recipe into a folder")
     copy.add_argument("name", help="for example quickstart or fragments/wandb")
-    copy.add_argument("folder", nargs="?", metavar="FOLDER", help="where to put it (default: here)")
-    copy.add_argument("--to", metavar="FOLDER", help="the same, as an option")
+    copy.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="where to put it (default: here)")
     arguments = parser.parse_args(argv)
     if arguments.action == "copy":
-        if arguments.to is not None and arguments.folder is not None:
-            raise ValueError(f"`recipes copy {arguments.name}`: FOLDER and `--to` name two folders. Drop one.")
-        return _copy(arguments.name, Path(arguments.to or arguments.folder or "."))
+        return _copy(arguments.name, Path(arguments.folder))
     recipes = available()
     width = max(map(len, recipes))
     for name, file in recipes.items():

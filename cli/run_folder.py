@@ -11,9 +11,7 @@ import csv
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -117,28 +115,6 @@ class RunFolder:
                 return
             with contextlib.suppress(OSError):
                 above.rmdir()
-
-
-def check_places(trainer: Mapping[str, Any]) -> None:
-    """Refuse a `default_root_dir` or a logger's `save_dir` that is a file, before anything is made.
-
-    Args:
-        trainer: The `trainer` section of a parsed configuration.
-
-    Raises:
-        ValueError: If one is, or lies below one.
-    """
-    logger = trainer.get("logger")
-    places = [("trainer.default_root_dir", trainer.get("default_root_dir"))]
-    for one in logger if isinstance(logger, list) else [logger]:
-        arguments = getattr(one, "init_args", None) or {}
-        places.append(("save_dir", arguments.get("save_dir")))
-    for option, place in places:
-        if place is None or "://" in str(place):
-            continue
-        nearest = next((path for path in (Path(place), *Path(place).parents) if path.exists()), Path())
-        if not nearest.is_dir():
-            raise ValueError(f"`{option}={str(place)!r}`: {str(nearest)!r} is a file. Name another folder.")
 
 
 def _next_version(parent: Path) -> Path:

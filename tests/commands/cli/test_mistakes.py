@@ -96,14 +96,6 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
         ),
         # Once ended in the words of what lies below:
         ({"text": yaml.safe_dump({**RECIPE, "trainer": None})}, "`trainer: null` is no section with arguments"),
-        (
-            {"trainer": {"default_root_dir": "recipe.yaml/a"}},
-            "`trainer.default_root_dir='recipe.yaml/a'`: 'recipe.yaml'",
-        ),
-        (
-            {"trainer": {"logger": callback("lightning.pytorch.loggers.CSVLogger", save_dir="recipe.yaml")}},
-            "`save_dir='recipe.yaml'`: 'recipe.yaml' is a file.",
-        ),
         # What can't be read:
         ({"text": b"\xff\xfe\x00m"}, "is no text in UTF-8 (byte 0). Save it as UTF-8."),
         ({"text": "[1, 2]"}, "is no recipe: it must have sections such as"),

@@ -37,11 +37,11 @@ def test_arguments():
 
 
 def test_copy_never_overwrites(tmp_path, capsys):
-    assert main(["recipes", "copy", "quickstart", "--to", str(tmp_path)]) == 0
+    assert main(["recipes", "copy", "quickstart", str(tmp_path)]) == 0
     copied = tmp_path / "quickstart.yaml"
     assert capsys.readouterr().out.strip() == str(copied)
     copied.write_text("mine")
-    assert main(["recipes", "copy", "quickstart", "--to", str(tmp_path)]) == 2
+    assert main(["recipes", "copy", "quickstart", str(tmp_path)]) == 2
     assert copied.read_text() == "mine"
 
 
