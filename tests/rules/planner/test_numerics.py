@@ -9,6 +9,7 @@ from lightning_memfit.planner.candidates import candidates
 from lightning_memfit.planner.numerics import NumericsOf
 from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.workload import Devices, Workload, check_tolerance
+from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
 
 from .made import RATES, MadeTraceStore, made_workload
@@ -39,11 +40,16 @@ def test_with_room_to_spare_the_recipes_numbers_stay() -> None:
     assert "bf16_stochastic_rounding" in chosen(fastest)[1]
 
 
-def test_a_recipe_in_half_precision_is_not_planned_in_float32_on_a_gpu() -> None:
+def test_a_recipe_in_half_precision_is_not_planned_in_a_wider_one_on_a_gpu() -> None:
     """Plans of an 8B model in bfloat16 traced its step in float32, too."""
     kept, _ = candidates(mixed(40_000))
     assert {one.precision for one in kept} == {"bf16-mixed", "bf16-true"}
     assert "32-true" in {one.precision for one in candidates(made_workload(40_000))[0]}
+    half = replace(made_workload(40_000), options=StepOptions("bf16-true", 1))
+    assert {one.precision for one in candidates(half)[0]} == {"bf16-true"}
+    old = mixed(40_000)
+    old = replace(old, facts=replace(old.facts, capability=(7, 5)))
+    assert "32-true" in {one.precision for one in candidates(old)[0]}  # it has no bfloat16
 
 
 def test_full_precision_stays_where_it_costs_little() -> None:
