@@ -100,7 +100,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
             started = time.perf_counter()
-            plan = make_plan(on_machine(plain, case), ProfileCache(Path(folder)), overlap=True)
+            plan = make_plan(on_machine(plain, case), ProfileCache(Path(folder)))
             seconds = round(time.perf_counter() - started, 1)
             asked = {"host_gib": case.host_gib, "disk_gib": case.disk_gib, "allow": sorted(case.allow)}
             rows.append({**asked, "planned_s": seconds, "plan": plan.to_dict()})
