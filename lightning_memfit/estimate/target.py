@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,8 @@ from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 DEFAULT_CAPABILITY = (8, 0)
 """CUDA capability that is assumed for a device without a name; it decides the attention kernel."""
 
-_AMD_DRIVER = Path("/dev/kfd")
-_CUDA_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/nvhost-gpu", "/dev/dxg")))
-"""Of NVIDIA's driver: for cards, for Jetson (two generations), and under WSL."""
+_DRIVERS = tuple(map(Path, ("/dev/kfd", "/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/nvhost-gpu", "/dev/dxg")))
+"""Of AMD's and NVIDIA's drivers: for cards, for Jetson (two generations), and under WSL."""
 
 
 @dataclass(frozen=True)
@@ -194,19 +194,5 @@ def device_target(index: int, limits: Iterable[int] = (), is_running: bool = Fal
 
 
 def _driver_sees_gpu() -> bool:
-    """Ask the drivers, which takes milliseconds where importing torch takes seconds; where they can't be asked, torch.
-
-    NVML may be absent where CUDA works: containers get its library for the capability `utility` alone, and Jetson's
-    integrated devices have had none for long. Then the files tell by which CUDA talks to a driver.
-    """
-    if _AMD_DRIVER.exists():
-        return True
-    try:
-        import pynvml
-    except ImportError:
-        return True
-    try:
-        pynvml.nvmlInit()
-        return bool(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return any(path.exists() for path in _CUDA_DRIVERS)
+    """Whether a driver of CUDA or ROCm has made its files, which is known at once: importing torch takes seconds."""
+    return os.name == "nt" or any(path.exists() for path in _DRIVERS)
