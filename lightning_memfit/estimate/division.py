@@ -82,15 +82,8 @@ class Division:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON."""
-        return {
-            "name": self.name,
-            "stage": self.stage,
-            "ranks": self.ranks,
-            "ranks_per_machine": self.ranks_per_machine,
-            "offload_optimizer": self.offload_optimizer,
-            "offload_parameters": self.offload_parameters,
-            "traced": self.traced,
-        }
+        names = ("name", "stage", "ranks", "ranks_per_machine", "offload_optimizer", "offload_parameters", "traced")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def traced(self) -> bool:

@@ -1,6 +1,6 @@
 """`estimate_step`: the peak of a profiled step by category and phase, as allocated and as reserved."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -94,24 +94,11 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON; the timeline is left out."""
-        return {
-            "micro_batch_size": self.micro_batch_size,
-            "phase": self.phase,
-            "allocated_bytes": self.allocated_bytes,
-            "workspace_bytes": self.workspace_bytes,
-            "spare_bytes": self.spare_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "total_bytes": self.total_bytes,
-            "breakdown": self.breakdown.to_dict(),
-            "by_phase": dict(self.by_phase),
-            "largest": [
-                {"site": t.site, "category": str(t.category), "size_bytes": t.size_bytes} for t in self.largest
-            ],
-            "assumptions": list(self.assumptions),
-            "growth_bytes_per_batch": self.growth_bytes_per_batch,
-            "batches": self.batches,
-            "cautions": list(self.cautions),
-        }
+        figures = asdict(replace(self, timeline=None, breakdown=MemoryBreakdown()))
+        del figures["timeline"]
+        largest = [{**tensor, "category": str(tensor["category"])} for tensor in figures["largest"]]
+        lists = {"assumptions": list(self.assumptions), "cautions": list(self.cautions)}
+        return {**figures, **lists, "breakdown": self.breakdown.to_dict(), "largest": largest}
 
 
 def estimate_step(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.device.runtime import RuntimeMemory
@@ -57,14 +57,7 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain figures, ready for JSON."""
-        return {
-            "fits": self.fits,
-            "needed_bytes": self.needed_bytes,
-            "usable_bytes": self.usable_bytes,
-            "lower_bound": self.lower_bound,
-            "host_needed_bytes": self.host_needed_bytes,
-            "host_usable_bytes": self.host_usable_bytes,
-        }
+        return {"fits": self.fits, **asdict(self)}
 
 
 def judge(estimate: Estimate, target: Target, division: Division | None = None) -> Verdict:
