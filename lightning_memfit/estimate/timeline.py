@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_memfit.estimate.estimate import Timeline
 from lightning_memfit.estimate.page import render_page
 from lightning_memfit.estimate.report import EstimateReport
-from lightning_memfit.memory import GIB, MIB, Category, format_bytes
+from lightning_memfit.memory import Category, format_bytes
 
 # Okabe & Ito 2008: colour-blind readers can tell these apart. From the bottom up: lasting memory, then temporary.
 COLOURS: dict[Category, str] = {
@@ -25,8 +25,8 @@ COLOURS: dict[Category, str] = {
 
 _NAMES = {Category.PARAMETER: "parameters", Category.OPTIMIZER_STATE: "optimizer states", Category.INPUT: "batch"}
 
-_WIDTH, _HEIGHT = 1120, 470
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 34, 62
+_WIDTH, _HEIGHT = 1120, 440
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 16, 34, 30
 _PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _CHARACTER = 7.2  # pixels, upper end for 13 px text
 
@@ -87,26 +87,13 @@ def render(report: EstimateReport) -> str:
         facts += f"; with cached memory{context} {format_bytes(estimate.total_bytes)}"
         facts += " at least" if report.target.lower_bound else ""
     body = (
-        f"<p>{html.escape(facts)}.{html.escape(_beside_tensors(report))}</p>\n"
+        f"<p>{html.escape(facts)}.</p>\n"
         f"{_drawing(report, timeline)}\n{_legend(timeline)}\n"
         "<p>Two optimizer steps are shown. The first makes the optimizer states, the second is like every later one. "
         "The horizontal axis counts allocations and frees, not seconds; every point shows the highest moment of its "
         "stretch. Hover for figures.</p>"
     )
     return render_page(title, body, DRAWING_STYLE)
-
-
-def _beside_tensors(report: EstimateReport) -> str:
-    """Say what the table of `memfit estimate` counts as allocated and this page doesn't draw."""
-    estimate = report.estimate
-    if not estimate.workspace_bytes:
-        return ""
-    return (
-        f" The {format_bytes(estimate.allocated_bytes)} that the table has as allocated are tensors, "
-        f"{format_bytes(estimate.workspace_bytes)} of workspaces of CUDA's libraries, which it has among the temporary "
-        f"memory, and {format_bytes(estimate.spare_bytes)} to spare in blocks of the allocator, which it has "
-        "among the fragmentation."
-    )
 
 
 def _until_end(timeline: Timeline) -> Timeline:
@@ -128,22 +115,9 @@ class _Axes:
     first_event: int
     last_event: int
     top_bytes: int
-    unit_bytes: int
-    unit: str
-    step_units: float
-
-    @classmethod
-    def of(cls, timeline: Timeline, top_bytes: int) -> _Axes:
-        unit_bytes, unit = (GIB, "GiB") if top_bytes >= GIB else (MIB, "MiB")
-        rough = top_bytes / unit_bytes / 6
-        power = 10.0 ** (len(str(int(rough))) - 1) if rough >= 1 else 0.1
-        step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= rough)
-        return cls(
-            timeline.events[0], max(timeline.events[-1], timeline.events[0] + 1), top_bytes, unit_bytes, unit, step
-        )
 
     def x(self, event: int) -> float:
-        share = (event - self.first_event) / (self.last_event - self.first_event)
+        share = (event - self.first_event) / max(1, self.last_event - self.first_event)
         return round(_LEFT + min(1.0, max(0.0, share)) * _PLOT_WIDTH, 1)
 
     def y(self, size_bytes: float) -> float:
@@ -151,14 +125,16 @@ class _Axes:
 
 
 def _drawing(report: EstimateReport, timeline: Timeline) -> str:
-    peak = max(_totals(timeline))
-    limit = _tensor_limit(report)
-    top = max(peak, limit) if limit is not None and limit <= 2 * peak else peak
-    axes = _Axes.of(timeline, int(top * 1.1) or 1)
+    peak, limit = max(_totals(timeline)), _tensor_limit(report)
+    is_near = limit is not None and limit <= 2 * peak
+    top = max(peak, limit) if limit is not None and is_near else peak
+    axes = _Axes(timeline.events[0], timeline.events[-1], int(top * 1.1) or 1)
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Memory by category over the step">']
-    parts += [_bands(axes, timeline), _grid(axes), _areas(axes, timeline), _peak(axes, timeline, peak)]
-    if limit is not None:
-        parts.append(_limit(axes, limit, report.target.name))
+    parts += [_bands(axes, timeline), _grid(axes), _areas(axes, timeline)]
+    if limit is not None and is_near:
+        y, text = axes.y(limit), f"room for tensors on {report.target.name}: {format_bytes(limit)}"
+        parts.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{_LEFT + 4}" y="{_TOP - 14}">- - {html.escape(text)}</text>')
     return "\n".join([*parts, _hover(axes, timeline), "</svg>"])
 
 
@@ -187,20 +163,19 @@ def _areas(axes: _Axes, timeline: Timeline) -> str:
 
 
 def _grid(axes: _Axes) -> str:
-    parts, value = [], 0.0
-    while value * axes.unit_bytes <= axes.top_bytes:
-        y = axes.y(value * axes.unit_bytes)
+    parts = []
+    for fifth in range(6):
+        size = axes.top_bytes * fifth // 5
+        y = axes.y(size)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="soft" x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{value:g}</text>')
-        value = round(value + axes.step_units, 6)
-    return "".join(parts) + f'<text class="soft" x="{_LEFT - 8}" y="{_TOP - 14}" text-anchor="end">{axes.unit}</text>'
+        parts.append(f'<text class="soft" x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{format_bytes(size)}</text>')
+    return "".join(parts)
 
 
 def _bands(axes: _Axes, timeline: Timeline) -> str:
-    """Phases below the axis, every other one shaded, and the optimizer steps they belong to."""
-    last = axes.last_event
-    starts = [*(at for at, _ in timeline.phases), last]
-    parts, base, step, step_start = [], _TOP + _PLOT_HEIGHT, 1, axes.x(starts[0])
+    """Phases below the axis, every other one shaded; names that have no room are shown where the mouse is."""
+    starts = [*(at for at, _ in timeline.phases), axes.last_event]
+    parts, base = [], _TOP + _PLOT_HEIGHT
     for index, (at, name) in enumerate(timeline.phases):
         left, right = axes.x(at), axes.x(starts[index + 1])
         if name == "end" or right <= left:
@@ -210,45 +185,9 @@ def _bands(axes: _Axes, timeline: Timeline) -> str:
                 f'<rect class="band" x="{left}" y="{_TOP}" width="{right - left:.1f}" height="{_PLOT_HEIGHT}"/>'
             )
         parts.append(f'<line class="edge" x1="{left}" x2="{left}" y1="{base}" y2="{base + 6}"/>')
-        parts.append(_fitting_text(name, left, right, base + 20))
-        if name == "step":
-            parts.append(f'<line class="edge" x1="{step_start}" x2="{right}" y1="{base + 32}" y2="{base + 32}"/>')
-            label = "first optimizer step" if step == 1 else "second, like all later ones"
-            parts.append(_fitting_text(label, step_start, right, base + 50))
-            step, step_start = step + 1, right
+        if len(name) * _CHARACTER < right - left:
+            parts.append(f'<text x="{(left + right) / 2:.1f}" y="{base + 20}" text-anchor="middle">{name}</text>')
     return "".join(parts)
-
-
-def _fitting_text(text: str, left: float, right: float, y: float) -> str:
-    """Text centred between two positions; only its first letter in a small space, nothing if even that doesn't fit."""
-    room = right - left - 6
-    shown = text if len(text) * _CHARACTER <= room else text[0].upper() if room >= _CHARACTER else ""
-    if not shown:
-        return ""
-    return f'<text x="{(left + right) / 2:.1f}" y="{y}" text-anchor="middle">{shown}<title>{text}</title></text>'
-
-
-def _peak(axes: _Axes, timeline: Timeline, peak: int) -> str:
-    x = axes.x(timeline.events[_totals(timeline).index(peak)])
-    y = axes.y(peak)
-    label = f"peak {format_bytes(peak)}"
-    anchor = "end" if x + len(label) * _CHARACTER + 10 > _WIDTH - _RIGHT else "start"
-    shift = -8 if anchor == "end" else 8
-    return (
-        f'<circle cx="{x}" cy="{y}" r="4" fill="none" stroke="var(--ink)" stroke-width="2"/>'
-        f'<text x="{x + shift}" y="{y - 6}" text-anchor="{anchor}" font-weight="600">{label}</text>'
-    )
-
-
-def _limit(axes: _Axes, limit: int, name: str) -> str:
-    text = html.escape(f"room for tensors on {name}: {format_bytes(limit)}")
-    if limit > axes.top_bytes:
-        return f'<text class="soft" x="{_LEFT + 4}" y="{_TOP - 14}">{text}, above this chart</text>'
-    y = axes.y(limit)
-    return (
-        f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
-        f'<text x="{_LEFT + 4}" y="{_TOP - 14}">- - {text}</text>'
-    )
 
 
 def _hover(axes: _Axes, timeline: Timeline) -> str:

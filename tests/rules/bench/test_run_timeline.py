@@ -24,7 +24,7 @@ def test_the_peak_is_that_of_the_monitor(tmp_path):
     train(monitor)  # on its own: on the CPU each of two that follow tensors makes a copy of the batch
     page = path.read_text()
     assert monitor.report is not None
-    assert f"peak {format_bytes(monitor.report.measured_peak_bytes)}" in page
+    assert f"Peak of live tensors {format_bytes(monitor.report.measured_peak_bytes)} in" in page
     for text in ("parameters", "gradients", "optimizer states", "activations", "forward", "backward", "second"):
         assert text in page
     assert not re.search(r"<script|<link|@import|url\(", page)
