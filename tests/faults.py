@@ -252,16 +252,15 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "Accumulation windows": _cases(
         "numerics/reliability/test_whole_steps.py",
         (
-            "a save is due inside a window: by time, steps, a validation or an epoch's end",
-            "it waits for the window's step; resumed bitwise",
+            "a run goes on from a save between windows: by steps, a validation or an epoch's end",
+            "resumed bitwise",
             "test_every_checkpoint_goes_on_exactly",
         ),
         ("the same under FSDP2, ZeRO-2 and ZeRO-3", "the same", "test_under_strategies"),
-        ("a run is stopped inside a window", "the window is finished", "test_a_stop_waits_for_the_step"),
         (
-            "a hook saves inside a window",
-            "a warning names the batches that are not in it",
-            "test_what_cannot_wait_is_saved_with_a_warning",
+            "a save is made inside a window, by a validation or a hook",
+            "one warning names the batches that are not in it",
+            "test_a_save_inside_a_window_warns",
         ),
         ("an error ends a window", "the same", "test_an_error_says_what_its_checkpoint_lacks"),
     ),
