@@ -73,11 +73,6 @@ class DeviceSpec:
         """Bandwidth to the other devices of its machine over NVLink, one direction; None if they use the host link."""
         return _NVLINK.get(self.name)
 
-    def may_be(self, name: str) -> bool:
-        """Whether a name stands for this device, perhaps among others: drivers call both sizes of some cards alike."""
-        words, sizes = _split(name)
-        return bool(words) and _fits(self, words, sizes)
-
     def reached(self) -> ReachedRates:
         """Rates to plan with as long as nothing was measured on the device."""
         link, bandwidth = self.host_link_bytes_per_s, self.bandwidth_bytes_per_s

@@ -16,9 +16,6 @@ _ENVIRONMENT = "CUBLAS_WORKSPACE_CONFIG"
 _LT_ENVIRONMENT = "CUBLASLT_WORKSPACE_SIZE"
 _LT_UNIFIED = "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
 
-WORKSPACE_VARIABLES = (_ENVIRONMENT, _LT_ENVIRONMENT, _LT_UNIFIED)
-"""Environment variables that decide how much memory libraries take."""
-
 
 @dataclass(frozen=True)
 class RuntimeMemory:
