@@ -43,9 +43,6 @@ SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if n
 _HANGUP, _USER = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
 """None on systems without them (Windows)."""
 
-_SAMPLES = 256
-"""Values of each weight that tell whether a validation has exchanged it."""
-
 
 class PreemptedError(KeyboardInterrupt):
     """A signal ended the run. As Ctrl-C does, it passes handlers of errors, those of traces and trial steps included.
@@ -359,22 +356,11 @@ class Preemption(KeepsRandomNumbers):
 
 
 def _samples(module: nn.Module) -> list[Tensor]:
-    """Copies of some values of each plain weight, on its device and as bytes; of a divided one this rank's."""
+    """Copies of the first value of each plain weight, on its device and as bytes; of a divided one this rank's."""
     parts = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters() if not is_lazy(p))
-    found = (_as_they_lie(part.detach()) for part in parts if not is_traceable_wrapper_subclass(part))
-    return [
-        values[:: max(1, values.numel() // _SAMPLES)].clone().view(torch.uint8)  # float8 has no comparison
-        for values in found
-        if values is not None
-    ]
-
-
-def _as_they_lie(part: Tensor) -> Tensor | None:
-    """The values in their order in memory, without a copy; None where they have gaps or are no plain rows."""
-    if part.layout != torch.strided or part.is_nested or part.is_quantized:
-        return None
-    ordered = part.permute(sorted(range(part.ndim), key=part.stride, reverse=True))
-    return ordered.view(-1) if ordered.is_contiguous() else None
+    plain = (p.detach() for p in parts if p.layout == torch.strided and not is_traceable_wrapper_subclass(p))
+    # As bytes: float8 has no comparison.
+    return [p[(0,) * p.ndim].clone().reshape(1).view(torch.uint8) for p in plain if p.numel()]
 
 
 def _is_in_fit(trainer: Trainer) -> bool:

@@ -90,7 +90,8 @@ def _ready(trainer: Trainer) -> int:
 def _has_begun(trainer: Trainer) -> bool:
     """Whether a step has begun and isn't done: a batch is being worked on, or the window has more."""
     is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-    module, progress = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current
+    module: LightningModule | None = trainer.lightning_module
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     if not is_fitting or module is None or not module.automatic_optimization or not progress.ready:
         return False
     return bool(progress.processed < progress.ready or trainer.fit_loop._should_accumulate())
