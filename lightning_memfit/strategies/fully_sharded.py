@@ -26,14 +26,15 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
+    AVERAGES,
     EqualBatches,
     is_traced,
-    refuse_averages,
+    refuse_callbacks,
     refuse_remote_folders,
     require_number,
     synchronize_batch_norms,
 )
-from lightning_memfit.strategies.optimizers import check_divided
+from lightning_memfit.strategies.optimizers import DIVIDED, check_optimizer
 from lightning_memfit.strategies.saved_names import without_other_states
 from lightning_memfit.strategies.shards import load_file, load_folder, whole_states
 from lightning_memfit.strategies.tensor_parallel import divide_blocks, share_random_state
@@ -129,11 +130,11 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         """Divide and shard the module, then set up as Lightning does."""
         module = self.lightning_module
         assert module is not None
-        refuse_averages(trainer, self.strategy_name)
+        refuse_callbacks(trainer, self.strategy_name, AVERAGES)
         if self.save_distributed_checkpoint:
             fix = "Name a folder that is mounted here, or write one file (`save_distributed_checkpoint=False`)."
             refuse_remote_folders(trainer, self.strategy_name, fix)
-        synchronize_batch_norms(trainer, module, self.strategy_name)
+        synchronize_batch_norms(trainer, module)
         is_divided = any(isinstance(child, FSDPModule) for child in module.modules())
         if not is_divided:
             self._start_alike(module)
@@ -237,7 +238,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         """Set up as Lightning does; checkpoints of the states then don't depend on how layers were divided."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            check_divided(optimizer, self.strategy_name)
+            check_optimizer(optimizer, self.strategy_name, DIVIDED)
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(optimizer.register_step_post_hook(self._put_away).remove)
         if self.tensor_parallel_size > 1:

@@ -11,36 +11,43 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memfit.reliability.rank_watch import watch_ranks
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.integrity import gathered
 
+AVERAGES = (
+    (WeightAveraging, StochasticWeightAveraging),
+    # They copy the module's parameters one by one. Under FSDP2 these are parts, and Lightning's checkpoint is written
+    # in parts by torch; DeepSpeed saves and steps master weights of its own.
+    "can't average weights under `strategy={}`: checkpoints would hold others than the averages. Train with "
+    "`strategy=memfit_ddp`, or without it.",
+)
+LR_FINDER = (
+    (LearningRateFinder,),
+    # Its schedules take torch's optimizers only, and it saves and restores the run by what Lightning knows of it.
+    "(`Tuner.lr_find`) can't search under `strategy={}`, where DeepSpeed's optimizer stands in the place of torch's. "
+    "Search under `memfit_fsdp2` or on one device, and set the learning rate that it finds.",
+)
 
-def refuse_averages(trainer: Trainer, strategy: str) -> None:
-    """Refuse callbacks that average weights where a rank has a part of them, or where others are stepped.
 
-    They copy the module's parameters one by one. Under FSDP2 these are parts, and Lightning's checkpoint is written in
-    parts by torch; DeepSpeed saves and steps master weights of its own.
+def refuse_callbacks(trainer: Trainer, strategy: str, *refused: tuple[tuple[type, ...], str]) -> None:
+    """Refuse callbacks that a strategy can't take.
 
     Args:
-        trainer: The trainer.
+        trainer: The trainer, whose callbacks have `Tuner.lr_find`'s as well.
         strategy: Name of the strategy.
+        refused: Classes and why, such as `AVERAGES`.
 
     Raises:
         MisconfigurationException: If it has one.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise MisconfigurationException(
-                f"`{type(callback).__name__}` can't average weights under `strategy={strategy}`: checkpoints would "
-                "hold others than the averages. Train with `strategy=memfit_ddp`, or without it."
-            )
+        for kinds, words in refused:
+            if isinstance(callback, kinds):
+                raise MisconfigurationException(f"`{type(callback).__name__}` {words.format(strategy)}")
 
 
 def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
@@ -68,27 +75,6 @@ def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
             )
 
 
-def refuse_lr_finder(trainer: Trainer, strategy: str) -> None:
-    """Refuse the search for a learning rate where DeepSpeed has put its own optimizer in the place of torch's.
-
-    Its schedules take torch's optimizers only, and it saves and restores the run by what Lightning knows of it.
-
-    Args:
-        trainer: The trainer, whose callbacks have `Tuner.lr_find`'s as well.
-        strategy: Name of the strategy.
-
-    Raises:
-        MisconfigurationException: If it has one.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, LearningRateFinder):
-            raise MisconfigurationException(
-                f"`{type(callback).__name__}` (`Tuner.lr_find`) can't search under `strategy={strategy}`, where "
-                "DeepSpeed's optimizer stands in the place of torch's. Search under `memfit_fsdp2` or on one device, "
-                "and set the learning rate that it finds."
-            )
-
-
 def may_accumulate(trainer: Trainer) -> bool:
     """Whether a step may take several backward passes: by the Trainer, by a schedule, or by micro-batches."""
     kinds = (kind for one in trainer.callbacks for kind in type(one).__mro__)  # type: ignore[attr-defined]
@@ -104,40 +90,20 @@ def is_traced() -> bool:
     return distributed.is_initialized() and distributed.get_backend() == "fake"
 
 
-def synchronize_batch_norms(trainer: Trainer, module: nn.Module, strategy: str) -> None:
+def synchronize_batch_norms(trainer: Trainer, module: nn.Module) -> None:
     """Let batch norms take their statistics over all ranks if `Trainer(sync_batchnorm=True)` asks for it.
 
     Lightning does so under DDP alone. It has to be done before a strategy takes hold of the module's layers, and stays.
+    On the CPU, torch refuses the first step.
 
     Args:
         trainer: The trainer.
         module: The module; layers are replaced, their parameters and buffers stay.
-        strategy: Name of the strategy.
-
-    Raises:
-        MisconfigurationException: If torch can't synchronize them.
     """
     connector: Any = trainer._accelerator_connector
-    layer_sync = connector._layer_sync
-    if layer_sync is None or trainer.world_size == 1 or trainer.state.fn != TrainerFn.FITTING:
-        return
-    if is_traced():  # on the CPU
-        return
-    named = ((name, one) for name, one in module.named_modules() if type(one) is not nn.SyncBatchNorm)
-    first = next((name for name, one in named if isinstance(one, _BatchNorm)), None)
-    if isinstance(layer_sync, TorchSyncBatchNorm) and first is not None:
-        fix = "Leave `sync_batchnorm` out: statistics are then those of each rank's batch."
-        if trainer.strategy.root_device.type == "cpu":
-            fix = f"torch does so on GPUs only. {fix}"
-        elif any(isinstance(one, FSDPModule) for one in module.modules()):
-            fix = f"the module is divided already. Call `SyncBatchNorm.convert_sync_batchnorm` before that. {fix}"
-        else:
-            fix = ""
-        if fix:
-            raise MisconfigurationException(
-                f"`Trainer(sync_batchnorm=True)` can't synchronize `{first}` under `strategy={strategy}`: {fix}"
-            )
-    layer_sync.apply(module)
+    layer_sync, is_fitting = connector._layer_sync, trainer.state.fn == TrainerFn.FITTING
+    if layer_sync is not None and trainer.world_size > 1 and is_fitting and not is_traced():  # a trace is on the CPU
+        layer_sync.apply(module)
 
 
 class WatchedRanks:

@@ -34,14 +34,15 @@ from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import ZERO_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
+    AVERAGES,
+    LR_FINDER,
     EqualBatches,
     may_accumulate,
-    refuse_averages,
-    refuse_lr_finder,
+    refuse_callbacks,
     refuse_remote_folders,
     synchronize_batch_norms,
 )
-from lightning_memfit.strategies.optimizers import check_flat
+from lightning_memfit.strategies.optimizers import FLAT, check_optimizer
 from lightning_memfit.strategies.safe_loading import without_code
 from lightning_memfit.strategies.saved_names import check_names, plain_name, without_other_states
 from lightning_memfit.strategies.upstream.deepspeed import (
@@ -50,7 +51,6 @@ from lightning_memfit.strategies.upstream.deepspeed import (
     check_shapes,
     disable_shared_memory_collectives,
     gather_before_hooks,
-    keep_adagrad,
     load_run,
     remove_engine_hooks,
     removing_engine_hooks_only,
@@ -174,7 +174,6 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
         use_atomic_checkpoints(self)
         broadcast_scalars()
-        keep_adagrad()
         step_by_gradients_of_the_window()
         outlive_killed_builds()
         if self._on_cpu or {"offload_optimizer", "offload_param"} & set(self.config["zero_optimization"]):
@@ -282,12 +281,11 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
         assert self.lightning_module is not None
-        refuse_averages(self.lightning_module.trainer, self.strategy_name)
-        synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module, self.strategy_name)
-        refuse_lr_finder(self.lightning_module.trainer, self.strategy_name)
+        refuse_callbacks(self.lightning_module.trainer, self.strategy_name, AVERAGES, LR_FINDER)
+        synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module)
         refuse_remote_folders(self.lightning_module.trainer, self.strategy_name, "Name a folder that is mounted here.")
         if optimizer is not None:
-            check_flat(optimizer, self.strategy_name)
+            check_optimizer(optimizer, self.strategy_name, FLAT)
             self._refuse_frozen_groups(optimizer)
         self._choose_accumulation()
         self._fill_sizes(model)

@@ -75,6 +75,8 @@ class ByHand(pl.LightningModule):
         self.automatic_optimization, self.way = False, way
         self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
         self.critic = nn.Linear(4, 1)
+        if way == "two optimizers":
+            self.target = nn.Linear(4, 1).requires_grad_(False)
         self.losses: list[torch.Tensor] = []
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -86,14 +88,21 @@ class ByHand(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if self.way == "two optimizers":
             of_net, of_critic = self.optimizers()
-            of_net.zero_grad()
+            for kept, followed in zip(self.target.parameters(), self.critic.parameters(), strict=True):
+                kept.data.mul_(0.5).add_(followed.data, alpha=0.5)  # as momentum encoders do
+            self.toggle_optimizer(of_net)
             self.manual_backward(self.loss(batch))
             of_net.step()
-            loss = (self.critic(self.net(batch[0]).detach()) - 1).square().mean()
+            of_net.zero_grad()
+            self.untoggle_optimizer(of_net)
+            self.toggle_optimizer(of_critic)
+            predicted = self.net(batch[0]).detach()
+            loss = (self.critic(predicted) - self.target(predicted) - 1).square().mean()
             self.losses.append(loss.detach())
-            of_critic.zero_grad()
             self.manual_backward(loss)
             of_critic.step()
+            of_critic.zero_grad()
+            self.untoggle_optimizer(of_critic)
             return
         optimizer = self.optimizers()
         if self.way == "closures":
@@ -149,7 +158,7 @@ class Scaled(Plain):
 
 
 class TwoGroups(Plain):
-    """Adagrad with groups that differ, and a schedule."""
+    """An optimizer with groups that differ, and a schedule."""
 
     def __init__(self) -> None:
         super().__init__("itself")
@@ -157,9 +166,9 @@ class TwoGroups(Plain):
     def configure_optimizers(self) -> Any:
         groups = [
             {"params": self.net[:2].parameters()},
-            {"params": [*self.net[2:].parameters(), self.scale], "lr": 1e-3, "initial_accumulator_value": 0.1},
+            {"params": [*self.net[2:].parameters(), self.scale], "lr": 1e-3, "weight_decay": 0.1},
         ]
-        optimizer = torch.optim.Adagrad(groups, lr=1e-2)
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

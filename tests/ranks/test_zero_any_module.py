@@ -1,4 +1,4 @@
-"""Under ZeRO, parameters without dimensions and Adagrad's groups train, resume and evaluate as under DDP."""
+"""Under ZeRO, parameters without dimensions and several groups train, resume and evaluate as under DDP."""
 
 import pytest
 

@@ -151,34 +151,6 @@ def _reshape(parameters: Sequence[torch.nn.Parameter], shape: tuple[int, ...]) -
         parameter.data = parameter.data.reshape(shape)
 
 
-def keep_adagrad() -> None:
-    """Let stages step with the user's own Adagrad, whose groups may differ and whose learning rates a schedule sets.
-
-    Its states are made by its constructor, so that DeepSpeed constructs another one for the partitions: with the
-    options of the first group only, out of reach of schedules, and wrong for several groups. Its states are right.
-    """
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    for stage in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
-        if not hasattr(stage.initialize_optimizer_states, "keeps_adagrad"):
-            stage.initialize_optimizer_states = _keeping_optimizer(stage.initialize_optimizer_states)
-
-
-def _keeping_optimizer(plain: Callable[[Any], None]) -> Callable[[Any], None]:
-    def initialize(self: Any) -> None:
-        own = self.optimizer
-        plain(self)
-        if self.optimizer is own:
-            return
-        own.state.clear()  # those of the parameters, which it doesn't step
-        own.state.update(self.optimizer.state)
-        self.optimizer = own
-
-    initialize.keeps_adagrad = True  # type: ignore[attr-defined]
-    return initialize
-
-
 def step_by_gradients_of_the_window() -> None:
     """Let each parameter be stepped by what the passes since the last step have brought, and by nothing else.
 
