@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedSamples, at_least
-from lightning_memfit.data.sources import Source, split_by_content
+from lightning_memfit.data.sources import Source, content_hash, validation_mask
 from lightning_memfit.special_tokens import surroundings
 
 if TYPE_CHECKING:
@@ -193,7 +194,11 @@ class PairedText(BatchedSamples):
         Raises:
             ValueError: If there are too few pairs.
         """
-        return split_by_content(pairs, lambda pair: pair[0], self.val_fraction)
+        hashes = np.array([content_hash(source) for source, _ in pairs], np.uint64)
+        sides: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
+        for pair, is_val in zip(pairs, validation_mask(hashes, self.val_fraction).tolist(), strict=True):
+            sides[is_val].append(pair)
+        return sides
 
 
 class PairData(PairedText):

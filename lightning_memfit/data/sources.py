@@ -9,12 +9,12 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -38,7 +38,6 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
 _ENDINGS = (".txt", ".jsonl", ".parquet")
 """Of files in folders. A .json file, which is one list, is named itself: those in folders are rarely the data."""
 _ROWS = 1000
-_Item = TypeVar("_Item")
 
 
 class RowEncoder(Protocol):
@@ -324,26 +323,3 @@ def validation_mask(hashes: np.ndarray, fraction: float) -> np.ndarray:
             f"validation with `val_fraction={fraction}`. Give more documents or a smaller fraction."
         )
     return mask
-
-
-def split_by_content(
-    items: Sequence[_Item], content_of: Callable[[_Item], str], fraction: float
-) -> tuple[list[_Item], list[_Item]]:
-    """Split items as `validation_mask` does; those of equal content fall on the same side.
-
-    Args:
-        items: What is split.
-        content_of: The text by which an item is split.
-        fraction: Share of the items kept for validation, in (0, 1).
-
-    Returns:
-        Items for training and for validation, each in their order.
-
-    Raises:
-        ValueError: If the items cannot be split.
-    """
-    mask = validation_mask(np.array([content_hash(content_of(item)) for item in items], np.uint64), fraction)
-    sides: tuple[list[_Item], list[_Item]] = ([], [])
-    for item, is_val in zip(items, mask.tolist(), strict=True):
-        sides[is_val].append(item)
-    return sides
