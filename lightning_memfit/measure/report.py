@@ -3,6 +3,7 @@
 import json
 import platform
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,20 +109,13 @@ class RunReport:
         Returns:
             The file that was written.
         """
-        path = Path(path)
+        path, text = Path(path), json.dumps(self.to_dict(), indent=2) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), indent=2) + "\n"
-        number = 1
-        target = path
-        while True:
-            try:
-                with target.open("x", encoding="utf-8") as file:
-                    file.write(text)
-            except FileExistsError:
-                number += 1
-                target = path.with_name(f"{path.stem}-{number}{path.suffix}")
-            else:
-                return target
+        numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+        target = next(one for one in chain([path], numbered) if not one.exists())
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+        return target
 
     def table(self) -> "Table":
         """Rich table: memory by category, then figures of process and driver, speed, loss and checkpoint."""
