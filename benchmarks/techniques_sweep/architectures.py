@@ -41,6 +41,8 @@ from benchmarks.record import write
 from benchmarks.techniques_sweep import tiny
 from benchmarks.techniques_sweep.adapters import ByHand, CountedAdapters
 from benchmarks.techniques_sweep.runs import Trained, difference, train, unchanged, was_refused
+from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
+from lightning_memfit.adapters.checkpoint import merged_state_dict
 from lightning_memfit.checkpointing.apply import disable_caches
 
 RESULT = Path(__file__).parents[1] / "results" / "techniques_architectures.json"
@@ -217,6 +219,10 @@ def _adapted(tried: Tried, callbacks: list[pl.Callback]) -> dict[str, Any]:
     if found.error is not None:
         return judged(tried.plain, found, TOLERANCE)
     module = tried.module(ADAPTED_RATE)
+    adapters = {"rank": 4, "alpha": 16.0, "layers": sorted(watch.found)}
+    trained = {name: value for name, value in found.after.items() if value.is_floating_point()}
+    merged = merged_state_dict(module, {ADAPTERS: adapters, "state_dict": trained})
+    found.after = {name: value.clone() for name, value in merged.items() if torch.is_tensor(value)}
     by_hand = ByHand(module, watch.found)
     expected, _ = train(module, tried.data.loader())
     if expected.error is not None:

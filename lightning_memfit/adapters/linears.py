@@ -9,7 +9,7 @@ from torch.nn import Linear  # the class itself, which precisions of Lightning r
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 AUTO = "auto"
-_QUANTIZED = {"Linear4bit", "Linear8bitLt"}
+_BITS = {"Linear4bit": 4, "Linear8bitLt": 8}
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -19,14 +19,14 @@ def is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of bitsandbytes, with frozen codes for a weight."""
-    return any(kind.__name__ in _QUANTIZED for kind in type(module).__mro__)
+def quantized_bits(module: nn.Module) -> int:
+    """Bits of a linear layer of bitsandbytes, which has frozen codes for a weight; 0 for any other module."""
+    return next((_BITS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _BITS), 0)
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer; any other subclass is not, as it may compute something else."""
-    return type(module) is Linear or is_conv1d(module) or is_quantized(module)
+    return type(module) is Linear or is_conv1d(module) or quantized_bits(module) > 0
 
 
 def linear_layers(
@@ -99,7 +99,7 @@ def _unfit(module: nn.Module, places: list[str]) -> str | None:
     shape = getattr(weight, "ds_shape", weight.shape)  # of all ranks together under ZeRO-3
     if not shape.numel():
         return f"its weight of shape {tuple(shape)} is empty"
-    if is_quantized(layer):
+    if quantized_bits(layer):
         return None
     if len(shape) != 2 or not weight.is_floating_point():
         return f"its weight is {len(shape)}-dimensional, of {weight.dtype}"

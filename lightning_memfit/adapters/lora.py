@@ -3,17 +3,18 @@
 import re
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_memfit.adapters.linears import is_conv1d, replace_layers
+from lightning_memfit.adapters.checkpoint import merged_entries
+from lightning_memfit.adapters.linears import quantized_bits, replace_layers
 from lightning_memfit.memory.conversion import StaysFloat32, default_dtype
 
 NAME = "default"
@@ -36,6 +37,9 @@ def inject(
 ) -> None:
     """Freeze a module and put adapters on some of its layers.
 
+    `save_pretrained` of models of transformers and diffusers in it then writes them without adapters, with what was
+    learned in the weights.
+
     Args:
         module: Changed in place.
         names: Dotted names of linear layers.
@@ -57,11 +61,13 @@ def inject(
             layer.cast_input_dtype_enabled = False
             for factor in (layer.lora_A[NAME], layer.lora_B[NAME]):
                 factor.float().__class__ = _Factor
-
-
-def is_fake(module: nn.Module) -> bool:
-    """Whether a module has fake tensors, as in a trace."""
-    return any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+    for child in _saved_by_library(module):
+        child.save_pretrained = partial(_save_merged, child)
+    for child in module.modules():  # their fast path of evaluation reads the weights of layers past the adapters
+        if isinstance(child, nn.TransformerEncoderLayer):
+            child.activation_relu_or_gelu = 0
+        elif isinstance(child, nn.TransformerEncoder):
+            child.use_nested_tensor = False
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
@@ -75,19 +81,40 @@ def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [factor[NAME].weight for layer in layers for factor in (layer.lora_A, layer.lora_B)]
 
 
-@torch.no_grad()
-def take_out(module: nn.Module) -> None:
-    """Give a module its own layers back, with what was learned added to their weights in float32 and rounded once."""
+def describe(module: nn.Module) -> dict[str, Any]:
+    """What a checkpoint says of a module's adapters."""
     layers = adapted_layers(module)
-    for layer in layers.values():
-        base, a, b = layer.get_base_layer(), layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-        add_product(base.weight, a, b, layer.scaling[NAME], is_conv1d(base))
+    first = next(iter(layers.values()))
+    return {
+        "rank": first.r.get(NAME),
+        "alpha": first.lora_alpha.get(NAME),
+        "bits": max(quantized_bits(layer.get_base_layer()) for layer in layers.values()) or None,
+        "layers": sorted(layers),
+    }
+
+
+def merge(module: nn.Module) -> None:
+    """Give a module its own layers back, with what was learned in their weights. What was frozen stays so.
+
+    Raises:
+        ValueError: If a frozen weight has 4 or 8 bits.
+    """
+    layers = adapted_layers(module)
+    weights = merged_entries(module, module.state_dict(), next(iter(layers.values())).scaling[NAME]) if layers else {}
     replace_layers(module, {id(layer): layer.get_base_layer() for layer in layers.values()})
+    for name, layer in layers.items():
+        layer.get_base_layer().weight.data = weights[f"{name}.weight"]
+    for child in _saved_by_library(module):
+        vars(child).pop("save_pretrained", None)
 
 
-def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> None:
-    """Add `scale * b @ a` to a weight of shape `(out, in)`, or `(in, out)` where it is transposed, in place."""
-    left, right = (a.T, b.T) if transposed else (b, a)
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    factors = (left.to(weight.device, dtype), right.to(weight.device, dtype))
-    weight.copy_(weight.to(dtype, copy=True).addmm_(*factors, alpha=scale))
+def _saved_by_library(module: nn.Module) -> list[Any]:
+    kinds = {"PreTrainedModel", "ModelMixin"}
+    return [child for child in module.modules() if not kinds.isdisjoint(kind.__name__ for kind in type(child).__mro__)]
+
+
+def _save_merged(network: Any, *args: Any, **kwargs: Any) -> Any:
+    entries, layers = kwargs.pop("state_dict", None) or network.state_dict(), adapted_layers(network)
+    if layers:
+        entries = merged_entries(network, entries, next(iter(layers.values())).scaling[NAME])
+    return type(network).save_pretrained(network, *args, state_dict=entries, **kwargs)

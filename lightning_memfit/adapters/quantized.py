@@ -27,7 +27,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those that the 4-bit kernels know; others, such as float64, are misread without an error and go through float32."""
 
 
-def quantized(layer: nn.Module, bits: int) -> nn.Module:
+def quantized(layer: nn.Module, bits: int) -> Any:
     """Return a frozen layer of bitsandbytes with the weight and the bias of an `nn.Linear` or a `Conv1D`.
 
     Args:
@@ -39,7 +39,7 @@ def quantized(layer: nn.Module, bits: int) -> nn.Module:
     made: Any = (Linear4bit if bits == 4 else Linear8bit)(weight.T if is_conv1d(layer) else weight)
     made.bias = own.bias
     made.train(layer.training)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 class Linear4bit(upstream.Linear4bit):  # type: ignore[misc, name-defined]

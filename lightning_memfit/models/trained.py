@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
-from lightning_memfit.adapters.checkpoint import base_checksum, merge_into
+from lightning_memfit.adapters.checkpoint import merged_state_dict, write_peft_folder
 from lightning_memfit.memory.collectives import is_divided, on_first_rank, whole_state_dict
 from lightning_memfit.models.architecture import auto_class, is_encoder_decoder
 
@@ -82,41 +82,24 @@ def _architecture_of(checkpoint: dict[str, Any]) -> PretrainedConfig:
 
 
 def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
-    """Return the pretrained network with the checkpoint's adapters merged into it."""
-    network = _base_network(checkpoint)
-    weights = {f"{_PREFIX}{name}": value for name, value in network.state_dict().items()}
-    merge_into(weights, checkpoint["state_dict"], checkpoint[ADAPTERS])
-    network.eval()
-    return network
-
-
-def _base_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
-    """Load the pretrained network that a checkpoint's adapters belong to, in its own precision."""
+    """Return the pretrained network with the checkpoint's adapters merged into it, in its own precision."""
     config = _architecture_of(checkpoint)
     config.dtype = None  # that of the training; `auto` means that of the weights then
     network: PreTrainedModel = auto_class(config).from_pretrained(
         _base_of(checkpoint), config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
     )
-    _refuse_other_base(network, checkpoint)
+    network.load_state_dict(merged_state_dict(network, _of_network(checkpoint)))
+    network.eval()
     return network
 
 
-def _refuse_other_base(network: PreTrainedModel, checkpoint: dict[str, Any]) -> None:
-    """Refuse a pretrained model with other weights than those that the adapters were trained beside.
-
-    Raises:
-        ValueError: If its weights, in whichever precision they were trained, have another checksum.
-    """
-    record = checkpoint[ADAPTERS]
-    trained = [name.removeprefix(_PREFIX) for name in record["trained"]]
-    for dtype in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        if base_checksum(network, trained, dtype) == record["base"]:
-            return
-    raise ValueError(
-        f"`ckpt_path` has adapters for other weights than those of `pretrained={_base_of(checkpoint)!r}`: these have "
-        "changed since, or the run began from a checkpoint (`ckpt_path`) of its own. Give the model back the weights "
-        "that the run began with, or export from Python when the run ends (`CausalLM.export`)."
-    )
+def _of_network(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of adapters by the names that the network gives its weights."""
+    record, entries = checkpoint[ADAPTERS], checkpoint["state_dict"]
+    return {
+        ADAPTERS: {**record, "layers": [name.removeprefix(_PREFIX) for name in record["layers"]]},
+        "state_dict": {name.removeprefix(_PREFIX): value for name, value in entries.items()},
+    }
 
 
 def _base_of(checkpoint: dict[str, Any]) -> str:
@@ -137,27 +120,17 @@ def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:
         folder: Folder to write; created if missing.
 
     Raises:
-        ValueError: If the checkpoint has no adapters, they belong to other weights than those of `pretrained`, the
-            folder is not empty, or peft can't read all that was trained.
+        ValueError: If the checkpoint has no adapters, the folder is not empty, or peft can't read all that was trained.
     """
-    from lightning_memfit.adapters.checkpoint import write_peft_folder
-
     if ADAPTERS not in checkpoint:
         raise ValueError("`ckpt_path` holds no adapters. Leave `--adapters_only` out.")
     config = _architecture_of(checkpoint)
     with torch.device("meta"):
         network = auto_class(config).from_config(config)
-    base = checkpoint["hyper_parameters"].get("pretrained")
-    if base is not None:
-        try:
-            _base_network(checkpoint)
-        except OSError as error:
-            rank_zero_warn(
-                f"The adapters were not checked against the weights of {base!r}, which are not here: {error}"
-            )
     target = new_folder(folder)
     task = "SEQ_2_SEQ_LM" if is_encoder_decoder(config) else "CAUSAL_LM"
-    write_peft_folder(target, checkpoint, _PREFIX, network, base, task)
+    base = checkpoint["hyper_parameters"].get("pretrained")
+    write_peft_folder(target, _of_network(checkpoint), network, base, task)
     return target
 
 

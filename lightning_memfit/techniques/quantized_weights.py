@@ -1,16 +1,13 @@
 """`QuantizedWeights`: frozen linear weights in 4 or 8 bits, for training adapters on top."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
-from lightning_memfit.adapters.linears import AUTO, is_quantized, linear_layers, replace_layers
+from lightning_memfit.adapters.linears import AUTO, linear_layers, quantized_bits, replace_layers
 from lightning_memfit.extras import require
-from lightning_memfit.memory import Category
-from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import Options
@@ -27,9 +24,8 @@ class QuantizedWeights(TechniqueCallback):
     """Store the weights of linear layers in 4 bits (NF4, double quantization) or 8 bits (one scale per row).
 
     Only for weights that are not trained: list `Lora` beside it. `Conv1D` layers of GPT-2 are quantized as the equal
-    `nn.Linear`. Embeddings, norms and output heads, including tied ones, stay as they are. Whoever reads the weight of
-    a quantized layer gets it dequantized. The original weights wait in host memory and are put back when the run ends,
-    so that adapters are merged into them.
+    `nn.Linear`. Embeddings, norms and output heads, including tied ones, stay as they are. The layers stay quantized
+    when the run ends, as the adapters stay that were trained beside them.
 
     Args:
         bits: 4 or 8.
@@ -53,8 +49,6 @@ class QuantizedWeights(TechniqueCallback):
 
         self.bits = bits
         self.target_modules = target_modules
-        self.waiting: dict[nn.Module, nn.Module] = {}
-        """The module's own layers, by the quantized ones that stand in for them."""
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -64,7 +58,7 @@ class QuantizedWeights(TechniqueCallback):
         """Replace the chosen layers; what was quantized before, such as by `BitsAndBytesConfig`, stays as it is.
 
         Args:
-            module: Its layers wait on the host until `put_back`.
+            module: Changed in place.
             trained: Ids of modules that are trained as a whole.
 
         Raises:
@@ -79,46 +73,14 @@ class QuantizedWeights(TechniqueCallback):
             left_out[name] = unfit[id(layers.pop(name))]
             if self.target_modules != AUTO:
                 raise ValueError(f"QuantizedWeights: {name}: {left_out[name]}. Leave it out of `target_modules`.")
-        layers = {name: layer for name, layer in layers.items() if not is_quantized(layer)}
-        before = after = 0
-        for layer in layers.values():
-            weight: Any = layer.weight
-            before += weight.nbytes
-            made: Any = quantized(layer, self.bits)
-            self.waiting[made] = layer
-            after += made.weight.nbytes + weight.numel() // 64
-            weight.data = weight.data.cpu()
-            keep_on_host(weight, Category.PARAMETER, made.weight)
-        replace_layers(module, {id(layer): made for made, layer in self.waiting.items()})
-        if layers:
-            self.announce(f"{len(layers)} layers in {self.bits} bits, {before / after:.1f} times smaller")
+        made = {layer: quantized(layer, self.bits) for layer in layers.values() if not quantized_bits(layer)}
+        before = sum(layer.weight.nbytes for layer in made)  # type: ignore[misc]
+        after = sum(one.weight.nbytes + one.in_features * one.out_features // 64 for one in made.values())
+        replace_layers(module, {id(layer): one for layer, one in made.items()})
+        if made:
+            self.announce(f"{len(made)} layers in {self.bits} bits, {before / after:.1f} times smaller")
         for name, reason in left_out.items():
             self.announce(f"{name} stays as it is: {reason}")
-
-    def renew(self, module: nn.Module) -> None:
-        """Quantize again what waits on the host, as it has changed."""
-        from lightning_memfit.adapters.quantized import quantized
-
-        renewed = {made: quantized(layer, self.bits) for made, layer in self.waiting.items()}
-        replace_layers(module, {id(made): new for made, new in renewed.items()})
-        self.waiting = {renewed[made]: layer for made, layer in self.waiting.items()}
-
-    def put_back(self, module: nn.Module, on_host: bool = False) -> None:
-        """Give layers their weights again, in the precision that the rest of the module has now.
-
-        Args:
-            module: The module whose layers were quantized.
-            on_host: Leave them in host memory, where Lightning moves the whole module next, rather than move them to
-                the module's device, which need not have room for them.
-        """
-        for made, layer in self.waiting.items():
-            weight: Any = layer.weight
-            like: Any = made.like
-            return_to_device(weight)
-            weight.data = weight.data.to(weight.device if on_host else like.device, like.dtype)
-            layer.train(made.training)
-        replace_layers(module, {id(made): layer for made, layer in self.waiting.items()})
-        self.waiting = {}
 
 
 def _kept_in_float32(module: nn.Module) -> set[int]:

@@ -49,15 +49,28 @@ def callbacks(request):
 
 
 @pytest.mark.parametrize("make", [model, Llama])
-def test_adapters_are_trained_and_end_up_in_the_weights(make, callbacks):
+def test_adapters_are_trained_and_stay_in_the_module(make, callbacks):
     pl_module = fit(callbacks, make, max_steps=7)
     assert pl_module.losses[6] < pl_module.losses[0]  # the same batch
-    assert not adapted_layers(pl_module)
+    trained = {name for name, parameter in pl_module.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in pl_module.named_parameters() if ".lora_" in name}
+    assert len(trained) == 2 * len(adapted_layers(pl_module))
+    goes_on = fit(callbacks, lambda: pl_module, max_steps=7)
+    assert goes_on.losses[7] < goes_on.losses[0]  # which goes on with what was learned
+
+
+@pytest.mark.parametrize("make", [model, Llama])
+def test_merged_it_is_the_plain_module_that_computes_what_was_learned(make):
+    pl_module, pl_untouched = fit([Lora(4)], make, max_steps=7).eval(), fit([], make, max_steps=0)
+    batch = next(iter(loader()))
+    with torch.no_grad():
+        expected = pl_module.model(batch).logits
+        Lora.merge(pl_module)
+        torch.testing.assert_close(pl_module.model(batch).logits, expected, rtol=1e-4, atol=1e-5)
     assert not hasattr(pl_module, "peft_config")
-    pl_untouched = fit([], make, max_steps=0)
-    assert [n for n, _ in pl_module.named_parameters()] == [n for n, _ in pl_untouched.named_parameters()]
-    assert [type(m) for m in pl_module.modules()] == [type(m) for m in pl_untouched.modules()]
-    assert all(p.requires_grad for p in pl_module.parameters())
+    for (name, child), (_, other) in zip(pl_module.named_modules(), pl_untouched.named_modules(), strict=True):
+        assert type(child) is type(other)
+        assert vars(child).keys() == vars(other).keys(), name
     for (name, after), before in zip(pl_module.named_parameters(), pl_untouched.parameters(), strict=True):
         is_linear = after.ndim == 2 and not any(part in name for part in ("wte", "wpe", "embed", "lm_head"))
         assert torch.equal(after, before) != is_linear, name
@@ -68,10 +81,6 @@ def test_copies_for_a_recomputation_read_no_weight(callbacks):
     checkpointed = fit([*copy.deepcopy(callbacks), ActivationCheckpointing("every", every=1)], Llama, max_steps=3)
     plain = fit(callbacks, Llama, max_steps=3)
     torch.testing.assert_close(torch.stack(checkpointed.losses), torch.stack(plain.losses))
-
-
-def test_applied_and_removed_without_training_it_is_bitwise_what_it_was(callbacks):
-    assert_same_weights(fit(callbacks, model, max_steps=0), fit([], model, max_steps=0))
 
 
 @pytest.mark.nightly_cases("lora-bf16-true", "4bit-bf16-true", "8bit-bf16-mixed", "8bit-32")
@@ -99,26 +108,14 @@ class SavesOnce(LanguageModel):
             self.trainer.save_checkpoint(self.path)
 
 
-class SavesPretrained(LanguageModel):
-    """Saves the network while adapters are in, and keeps and puts back its own state dictionary."""
-
-    def on_train_end(self):
-        self.model.save_pretrained(self.folder / "own")
-        kept = copy.deepcopy(self.state_dict())
-        loss = self.training_step(torch.arange(32).view(2, 16), 0)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.is_floating_point():
-                    parameter.add_(1)
-        self.load_state_dict(kept)
-        assert torch.equal(self.training_step(torch.arange(32).view(2, 16), 0), loss)
-
-
-def test_a_pretrained_folder_saved_in_the_run_holds_what_was_learned(tmp_path, callbacks):
-    module = SavesPretrained(**NO_DROPOUT)
-    module.folder = tmp_path
-    trainer(callbacks, precision="bf16-true").fit(module, loader())
-    after = module.model.state_dict()
+def test_a_pretrained_folder_holds_what_was_learned(tmp_path):
+    module = fit([Lora(4)], model, precision="bf16-true")
+    module.model.save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="weight in 4 or 8 bits, into which no adapter is merged"):
+        fit([QuantizedWeights(4), Lora(4)], model).model.save_pretrained(tmp_path / "quantized")
+    Lora.merge(copied := copy.deepcopy(module))
+    assert adapted_layers(module)
+    after = copied.model.state_dict()
     loaded = type(module.model).from_pretrained(tmp_path / "own", dtype="auto").state_dict()
     assert loaded.keys() == after.keys()
     for key, value in after.items():
