@@ -156,6 +156,7 @@ class Lora(TechniqueCallback):
     def _inject(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         from lightning_memfit.adapters import lora
 
+        whole = [_named(module, name) for name in self.train]
         if lora.adapted_layers(module):  # of an earlier run, or the module's own
             record = lora.describe(module)
             for key, ours in (("rank", self.rank), ("alpha", self.alpha)):
@@ -164,9 +165,10 @@ class Lora(TechniqueCallback):
                         f"Lora: the module has adapters of {key}={record[key]}, and `{key}={ours}` was asked for. "
                         "Train these further, or merge them before the run (`Lora.merge(module)`)."
                     )
+            for child in whole:
+                child.requires_grad_(True)
             return
         layers, left_out = linear_layers(module, self.target_modules)
-        whole = [_named(module, name) for name in self.train]
         inside = {id(part) for child in whole for part in child.modules()}
         if self.target_modules == AUTO:
             layers = {name: layer for name, layer in layers.items() if id(layer) not in inside}

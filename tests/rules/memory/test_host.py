@@ -58,7 +58,7 @@ def test_less_on_the_device_with_adapters_and_still_less_with_quantized_weights(
         model, estimate = estimated(callbacks, precision="32-true", num_blocks=9)
         peaks[name] = estimate.allocated_bytes
     linear = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name)
-    assert estimate.breakdown.get(Category.PARAMETER, Tier.HOST) == 4 * linear
+    assert estimate.breakdown.get(Category.PARAMETER, Tier.HOST) == 0
     saved = peaks["lora"] - peaks["4 bits"]
     assert saved > 0.8 * (4 - 0.55) * linear  # one dequantized weight is there while it is used
     assert peaks["lora"] < 0.6 * peaks["full"]
