@@ -4,7 +4,6 @@ A block's `forward` is replaced on the instance: `state_dict` keys, `isinstance`
 which must not run again when the block is recomputed) stay as they are.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,12 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_memfit.checkpointing.blocks import BlockGroup
 from lightning_memfit.checkpointing.check import FirstCall
 from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.checkpointing.policies import CHOICES, Choice, compiled_contexts, kept_operators
-from lightning_memfit.checkpointing.recompute import Function, Knowledge
+from lightning_memfit.checkpointing.recompute import Knowledge
 
 
 class CheckpointedForward(ReplacedForward):
@@ -42,30 +40,19 @@ class CheckpointedForward(ReplacedForward):
         """Run the block; with gradients on, keep only the activations that the choice keeps."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        return self.run(self.inner, self._knowledge, args, kwargs)
-
-    def run(self, function: Function, known: "Knowledge", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of the block so that it is recomputed in backward.
-
-        Args:
-            function: What to run.
-            known: Of the modules that it runs.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-        """
-        kept = kept_operators(self.choice)
+        known, kept = self._knowledge, kept_operators(self.choice)
         if torch.compiler.is_compiling():
             if self.inputs_on_host is not None:
                 raise NotImplementedError(f"the inputs of {type(self.block).__name__} are offloaded: not compiled.")
-            if any(True for module in known.modules for _ in module.buffers()):
+            if any(True for _ in self.block.buffers()):
                 # It makes the compiler leave the block to eager execution; with fullgraph=True the error reaches users.
                 raise NotImplementedError(f"{known.name} has buffers, which recomputation might change: not compiled.")
             options: dict[str, Any] = {"context_fn": compiled_contexts(kept)} if kept else {}
-            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+            return checkpoint(self.inner, *args, use_reentrant=False, **options, **kwargs)
         around = None if self.inputs_on_host is None else partial(self.inputs_on_host.saving, self.block)
         if known.is_new():
-            return FirstCall(function, known, kept, around).run(args, kwargs)
-        return known.run(function, kept, args, kwargs, around)
+            return FirstCall(self.inner, known, kept, around).run(args, kwargs)
+        return known.run(self.inner, kept, args, kwargs, around)
 
 
 class AppliedCheckpointing:
@@ -195,62 +182,3 @@ def _configs(module: nn.Module) -> Iterator[Any]:
 def _is_hugging_face_config(value: object) -> bool:
     """Whether an attribute is what transformers means by `config`, not a user's own of that name."""
     return any(cls.__name__ in ("PreTrainedConfig", "PretrainedConfig") for cls in type(value).__mro__)
-
-
-# --- segments of an nn.Sequential -------------------------------------------------------------------------------------
-
-# Segments of about sqrt(n) blocks (Chen et al., 2016, arXiv 1604.06174) save memory where blocks are thin. Blocks of
-# transformers have inputs that are small compared with their inner activations: checkpointing each block by itself
-# needs less memory there.
-
-
-class SegmentedForward(CheckpointedForward):
-    """Replaces the `forward` of an nn.Sequential and keeps only the inputs of its segments."""
-
-    def __init__(self, container: nn.Sequential) -> None:
-        super().__init__(container, "full")
-        children = list(container)  # a module that is listed twice runs twice
-        size = math.ceil(math.sqrt(len(children)))
-        self._segments = [children[start : start + size] for start in range(0, len(children), size)]
-        self._known = [Knowledge(segment) for segment in self._segments]
-
-    @override
-    def __call__(self, value: Any) -> Any:
-        """Run segment after segment."""
-        if not torch.is_grad_enabled():
-            return self.inner(value)
-        for segment, knowledge in zip(self._segments, self._known, strict=True):
-            value = self.run(partial(_run, segment), knowledge, (value,), {})
-        return value
-
-
-def apply_segments(module: nn.Module, groups: Sequence[BlockGroup]) -> AppliedCheckpointing:
-    """Checkpoint the containers of some groups in segments of ceil(sqrt(n)) of their n children.
-
-    Raises:
-        ValueError: If a container is not a plain nn.Sequential: other code that calls the blocks can't be cut.
-    """
-    containers = [_container(module, group) for group in groups]
-    for container in containers:
-        refuse_checkpointed(container)
-    forwards = [SegmentedForward(container) for container in containers]
-    for wrapper in forwards:
-        wrapper.block.forward = wrapper
-    return AppliedCheckpointing(forwards)
-
-
-def _container(module: nn.Module, group: BlockGroup) -> nn.Sequential:
-    container = dict(module.named_modules()).get(group.container)
-    if not isinstance(container, nn.Sequential) or type(container).forward is not nn.Sequential.forward:
-        raise ValueError(
-            f"`mode='sqrt'`: the blocks {group.names[0]!r} ... are called one by one by code of "
-            f"{type(container).__name__}, not by a plain nn.Sequential, so that they cannot be joined into segments. "
-            "Use mode='full', which for blocks with much inside needs less memory anyway."
-        )
-    return container
-
-
-def _run(children: list[nn.Module], value: Any) -> Any:
-    for child in children:
-        value = child(value)
-    return value

@@ -20,7 +20,7 @@ Choice = Literal["none", "full", "keep_attention", "keep_matmul", "keep_matmul_a
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
-Mode = Literal["none", "full", "every", "sqrt", "selective", "offload"]
+Mode = Literal["none", "full", "every", "selective", "offload"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 _aten = torch.ops.aten
@@ -51,7 +51,7 @@ _CHOICE_OF_KEEP: dict[frozenset[str], Choice] = {
 def choices_for(
     mode: Mode, num_blocks: int, every: int | None = None, keep: tuple[Keep, ...] = ()
 ) -> tuple[Choice, ...]:
-    """Translate a mode to one choice per block. `sqrt` works on segments of blocks and is not one of these modes.
+    """Translate a mode to one choice per block.
 
     Args:
         mode: `none`, `full`, `offload`, `every` (one block in `every`, beginning with the first) or `selective`.
@@ -68,8 +68,6 @@ def choices_for(
         return tuple("full" if index % every == 0 else "none" for index in range(num_blocks))
     if mode == "selective":
         return (_CHOICE_OF_KEEP[frozenset(keep)],) * num_blocks
-    if mode == "sqrt":
-        raise ValueError("`mode='sqrt'` checkpoints segments of several blocks and has no choice per block.")
     return (mode,) * num_blocks
 
 

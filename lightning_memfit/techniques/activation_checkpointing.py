@@ -11,7 +11,6 @@ from typing_extensions import override
 from lightning_memfit.checkpointing.apply import (
     AppliedCheckpointing,
     apply_checkpointing,
-    apply_segments,
     disable_caches,
     refuse_checkpointed,
 )
@@ -38,8 +37,7 @@ class ActivationCheckpointing(TechniqueCallback):
 
     Args:
         mode: `full` (keep only each block's inputs), `every` (one block in `every`), `selective` (keep also the outputs
-            named by `keep`), `offload` (keep everything, in pinned host memory), `sqrt` (segments of about sqrt(n)
-            blocks; only for blocks in an nn.Sequential) or `none`.
+            named by `keep`), `offload` (keep everything, in pinned host memory) or `none`.
         every: With mode `every`: checkpoint one block in this many.
         keep: With mode `selective`: `attention` (fused kernels' outputs), `matmul` (products with weights) or both.
         blocks: Class name, or dotted names of blocks or of their containers; by default they are found by structure.
@@ -84,7 +82,7 @@ class ActivationCheckpointing(TechniqueCallback):
     @override
     def depends_on_depth(self) -> bool:
         """Whether some blocks are checkpointed differently from others."""
-        return self.choices is not None or self.budget is not None or self.mode in ("every", "sqrt")
+        return self.choices is not None or self.budget is not None or self.mode == "every"
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -109,11 +107,8 @@ class ActivationCheckpointing(TechniqueCallback):
         if not groups:
             raise ValueError(f"ActivationCheckpointing: {_NO_BLOCKS}")
         self.on_restore(disable_caches(module))
-        if self.mode == "sqrt":
-            applied = self._applied = apply_segments(module, groups)
-        else:
-            blocks = [block for group in groups for block in group.modules]
-            applied = self._applied = apply_checkpointing(blocks, self._choices(len(blocks)))
+        blocks = [block for group in groups for block in group.modules]
+        applied = self._applied = apply_checkpointing(blocks, self._choices(len(blocks)))
         self.on_restore(self._forget)
         self.on_restore(applied.remove)
         self.announce(f"{self._label()}, {describe(_count(groups))} found, {applied.num_blocks} checkpointed")
@@ -199,8 +194,6 @@ def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if blocks can be checkpointed."""
     if run.facts.num_blocks == 0 and not options.get("blocks"):
         return _NO_BLOCKS
-    if options.get("mode") == "sqrt" and run.facts.sequential_blocks is False:
-        return "mode='sqrt' needs blocks in an nn.Sequential. Use mode='every' with every=2."
     if options.get("mode") == "offload" and run.facts.device == "cpu":
         return "on the CPU activations lie in host memory already. Use another mode."
     budget = options.get("budget")
@@ -250,7 +243,7 @@ def recomputed_shares(options: Options, num_blocks: int) -> list[str]:
         return ["full" if index % options["every"] == 0 else "none" for index in range(num_blocks)]
     if mode == "selective":
         return ["_".join(["keep", *(name for name in ("matmul", "attention") if name in options["keep"])])] * num_blocks
-    return ["full" if mode == "sqrt" else mode] * num_blocks
+    return [mode] * num_blocks
 
 
 TECHNIQUE = Technique(
@@ -264,7 +257,6 @@ TECHNIQUE = Technique(
         {"mode": "selective", "keep": ["matmul"]},
         {"mode": "every", "every": 2},
         {},
-        {"mode": "sqrt"},
         {"mode": "offload"},
     ),
     unsupported=unsupported,

@@ -154,7 +154,6 @@ MODES: dict[str, dict[str, Any]] = {
     "matmul": {"mode": "selective", "keep": ("matmul",)},
     "attention": {"mode": "selective", "keep": ("attention",)},
     "offload": {"choices": ("offload",) * 3},
-    "sqrt": {"mode": "sqrt"},
 }
 
 

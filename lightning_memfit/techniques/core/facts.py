@@ -70,8 +70,6 @@ class Facts:
     """Name in `optim.optimizers` and hyper-parameters of each parameter group; empty if they are not known."""
     num_blocks: int | None = None
     """Number of repeated blocks found."""
-    sequential_blocks: bool | None = None
-    """Whether they run one after the other in an nn.Sequential."""
     causal_lm: bool | None = None
     """Whether there is a Hugging Face language model, causal or encoder-decoder, with a linear head."""
     hugging_face: bool | None = None
@@ -185,7 +183,6 @@ def read_facts(
         optimizers=tuple(names.split(" + ")) if names else (),
         groups=_groups(optimizer) if isinstance(optimizer, Optimizer) else (),
         num_blocks=sum(len(group.modules) for group in groups) if built else None,
-        sequential_blocks=_are_sequential(module, [group.container for group in groups]) if groups else None,
         causal_lm=any(is_causal_lm(child) for child in module.modules()) if built else None,
         hugging_face=any(is_pretrained(child) for child in module.modules()) if built else None,
         gradient_clip_val=gradient_clip_val,
@@ -295,10 +292,6 @@ def _overridden(module: nn.Module) -> frozenset[str]:
         return frozenset()
     overridden = {name for name in _HOOKS if is_overridden(name, module) and not is_ours(name, module)}
     return frozenset(name for name in overridden if name not in BEFORE_STEP or not does_nothing(module, name))
-
-
-def _are_sequential(module: nn.Module, containers: list[str]) -> bool:
-    return all(isinstance(module.get_submodule(name), nn.Sequential) for name in containers)
 
 
 def is_pretrained(module: nn.Module) -> bool:

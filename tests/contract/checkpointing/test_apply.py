@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.checkpointing import check, policies
-from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments, disable_caches
+from lightning_memfit.checkpointing.apply import apply_checkpointing, disable_caches
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import CHOICES
 from lightning_memfit.checkpointing.recompute import Knowledge
@@ -256,38 +256,6 @@ def test_a_cache_that_reaches_a_block_is_refused():
     apply_checkpointing(blocks_of(model), ["full"] * 4)
     with pytest.raises(ValueError, match="use_cache=False"):
         model(**batch, use_cache=True)
-
-
-def test_segments_are_exact_and_come_off():
-    model, batch = make("resnet")
-    plain = gradients(copy.deepcopy(model), batch)
-    applied = apply_segments(model, find_blocks(model))
-    assert applied.num_blocks == 2
-    assert_equal_runs(gradients(model, batch), plain)
-    applied.remove()
-    assert "forward" not in vars(model.layer1)
-
-
-def test_only_the_inputs_of_segments_are_kept():
-    def block():
-        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-
-    model = nn.Sequential(*(block() for _ in range(9)))
-    x = torch.randn(64, 16, requires_grad=True)
-    apply_segments(nn.ModuleDict({"model": model}), find_blocks(nn.ModuleDict({"model": model})))
-    with StorageLedger() as ledger:
-        loss = model(x).sum()
-        kept = ledger.live_bytes
-    boundary = 64 * 16 * 4
-    random_state = 3 * torch.get_rng_state().numel()
-    assert 3 * boundary <= kept < 3.5 * boundary + random_state
-    loss.backward()
-
-
-def test_blocks_called_by_other_code_are_refused():
-    model = gpt2()
-    with pytest.raises(ValueError, match=r"mode='sqrt'.*ModuleList"):
-        apply_segments(model, find_blocks(model))
 
 
 @torch.library.custom_op("memfit_tests::noisy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))

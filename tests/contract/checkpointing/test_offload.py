@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memfit.checkpointing import offload
-from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments
+from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.memory.ledger import StorageLedger
@@ -306,34 +306,6 @@ def test_inputs_of_recomputed_blocks_on_the_host_change_no_number(name, monkeypa
     recompute_all(model, OffloadPool())
     assert_equal(gradients(model, batch), plain)
     assert len(copies) >= len(blocks_of(model))
-
-
-def test_segments_keep_their_inputs_on_the_host(monkeypatch):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Thin() for _ in range(9))))
-    x = torch.randn(16, 8)
-
-    def run(module):
-        module.zero_grad()
-        torch.manual_seed(1)
-        module(x).square().mean().backward()
-        return [p.grad.clone() for p in module.parameters()]
-
-    plain = run(copy.deepcopy(model))
-    copies = counted(monkeypatch)
-    apply_segments(model, find_blocks(model))
-    model[1].forward.inputs_on_host = OffloadPool()
-    assert all(torch.equal(a, b) for a, b in zip(run(model), plain, strict=True))
-    assert len(copies) == 3
-
-
-class Thin(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return nn.functional.dropout(self.linear(x).tanh(), 0.1)
 
 
 class WithKeyword(nn.Module):

@@ -22,7 +22,6 @@ def test_modes():
         ({"mode": "selective"}, r"keep=\[\]"),
         ({"mode": "full", "keep": ("matmul",)}, "keep="),
         ({"mode": "selective", "keep": ("mm",)}, "'attention', 'matmul'"),
-        ({"mode": "sqrt"}, "segments"),
     ],
 )
 def test_wrong_arguments(kwargs, message):

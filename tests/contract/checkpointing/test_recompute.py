@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.checkpointing.apply import apply_checkpointing, apply_segments
-from lightning_memfit.checkpointing.blocks import BlockGroup
+from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.check import InexactRecomputationError
 from tests.zoo.blocks import (
     RARE,
@@ -69,11 +68,6 @@ def train(kind, change=lambda net: None, twice=False, num_steps=5):
 
 def checkpointed(choice):
     return lambda net: apply_checkpointing(list(net.blocks), [choice] * 3)
-
-
-def segmented(net):
-    names = tuple(f"blocks.{i}" for i in range(3))
-    apply_segments(net, [BlockGroup("blocks", names, tuple(net.blocks))])
 
 
 class Hidden(Block):
@@ -274,19 +268,6 @@ def test_second_derivatives_and_graphs_that_are_kept():
     apply_checkpointing(list(ours.blocks), ["full"] * 3)
     assert all(torch.equal(a, b) for a, b in zip(second(ours), second(plain), strict=True))
     assert [b.count for b in ours.blocks] == [1, 1, 1]
-
-
-def test_a_module_that_an_nn_sequential_lists_twice_runs_twice():
-    block = Counter()
-    net = nn.ModuleDict({"blocks": nn.Sequential(block, Counter(), block)})
-    plain = copy.deepcopy(net)
-    apply_segments(net, [BlockGroup("blocks", ("blocks.0", "blocks.1"), (block, net["blocks"][1]))])
-    x = torch.randn(8, WIDTH)
-    for each in (net, plain):
-        each["blocks"](x).sum().backward()
-    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
-    assert block.count == 2
 
 
 def test_the_state_of_earlier_calls_is_let_go():
