@@ -6,7 +6,7 @@ Beside torch's AdamW and bitsandbytes' own classes stand the optimizers that thi
 `Optimizer8bit` converts them, and bfloat16 weights stepped in float32 (`StochasticRounding`). Weights have GPT-2's true
 shapes and random gradients. Paged states exist on CUDA only. What is not installed or runs out of memory is recorded
 as such. On the CPU one thread computes and times are of the processor, which other programs disturb little; those in
-`techniques/core/cost.py` come from there.
+`techniques/core/step_cost.py` come from there.
 """
 
 import argparse

@@ -33,7 +33,7 @@ from lightning_memfit.optim.states import (
     flat,
     moments_of,
 )
-from lightning_memfit.optim.steps import refuse_sparse, refuse_wide, run_closure, step_below_hooks
+from lightning_memfit.optim.steps import copied_whole, refuse_sparse, refuse_wide, run_closure, step_below_hooks
 
 # --- states -----------------------------------------------------------------------------------------------------------
 
@@ -274,11 +274,7 @@ class _Guarded(_Upstream):  # type: ignore[misc]
                     state[key] = state[key].to(parameter.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy everything; torch's optimizers leave out attributes that bitsandbytes needs."""
-        memo[id(self)] = copied = type(self).__new__(type(self))
-        for name, value in vars(self).items():
-            if name != "step":  # a scheduler's layer, which would step the original
-                copied.__dict__[name] = value if name in ("mng", "page_mng") else copy.deepcopy(value, memo)
+        copied = copied_whole(self, memo, ("mng", "page_mng"))
         repage_states(copied)
         return copied
 

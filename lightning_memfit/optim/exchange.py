@@ -5,7 +5,6 @@ their step, which torch refuses within a dispatch mode: `outside_modes` makes su
 that follow memory.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +21,7 @@ from typing_extensions import override
 from lightning_memfit.optim.eight_bit import Form, guard, guarded
 from lightning_memfit.optim.optimizers import KERNELS, EightBitForm, OptimizerClass, class_named, class_of
 from lightning_memfit.optim.states import Resume, StateDict, has_gaps
-from lightning_memfit.optim.steps import refuse_sparse, refuse_wide, run_closure, step_below_hooks
+from lightning_memfit.optim.steps import copied_whole, refuse_sparse, refuse_wide, run_closure, step_below_hooks
 
 # --- torchao's optimizers under dispatch modes ------------------------------------------------------------------------
 
@@ -70,12 +69,7 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
             return {**saved, "state": {index: {k: _apart(v) for k, v in state.items()} for index, state in states}}
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            """Copy everything; torch's optimizers leave out attributes that torchao needs."""
-            memo[id(self)] = copied = type(self).__new__(type(self))
-            for name, value in vars(self).items():
-                if name != "step":  # a scheduler's layer, which would step the original
-                    copied.__dict__[name] = copy.deepcopy(value, memo)
-            return copied
+            return copied_whole(self, memo)
 
         @torch.no_grad()
         def _make_states(self, parameter: Tensor) -> None:
@@ -142,7 +136,7 @@ def exchange(
         technique: What checkpoints name as the way they were written.
 
     Returns:
-        The new optimizer. A step of it refuses hyper-parameters of the old one that are set later.
+        The new optimizer.
 
     Raises:
         ValueError: If a hyper-parameter is neither carried over nor given nor dropped, or is not known, or a
@@ -184,19 +178,6 @@ def exchange(
         kind = _ResumeTorchao if target.package == "torchao" else Resume
         kind(family, name, technique).attach(built, optimizer)
     built.defaults.update(later)
-    lost = (set(source.meanings) | {"decoupled_weight_decay"}) - set(built.param_groups[0])
-
-    def refuse_lost(stepped: Optimizer, *_: Any) -> None:
-        """Refuse hyper-parameters of the old optimizer that were set in groups of the new one."""
-        for index, group in enumerate(stepped.param_groups):
-            found = sorted(lost & group.keys())
-            if found:
-                raise ValueError(
-                    f"`{found[0]}={group[found[0]]!r}` was set in parameter group {index}, but {name} has no such "
-                    "hyper-parameter. Don't set it, or keep the module's optimizer."
-                )
-
-    built.register_step_pre_hook(refuse_lost)
     if optimizer.state:
         built.load_state_dict(optimizer.state_dict())
     return built

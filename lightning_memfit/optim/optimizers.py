@@ -2,7 +2,7 @@
 
 A record gives its class, the meaning of that class's hyper-parameters, the size of its states, the time of its step on
 a CPU, and the technique that replaces a module's own optimizer by it. These determine the names that `memfit estimate
---optimizer` takes, the bytes of states in estimates, the times of `techniques.core.cost`, the exchanges of
+--optimizer` takes, the bytes of states in estimates, the times of `techniques.core.step_cost`, the exchanges of
 `ReplaceOptimizer`, the classes that `Optimizer8bit` converts, and the techniques of `techniques.optimizer`.
 
 To add an optimizer, add its record here (docs/guides/how_to_add.md). Records are data: neither torch nor the package of

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_memfit.optim.steps import OwnHook
+from lightning_memfit.optim.steps import OwnHook, refuse_own_step
 
 Convert = Callable[[Optimizer], Optimizer]
 
@@ -34,8 +34,10 @@ def replace_optimizers(configured: Any, convert: Convert) -> Any:
     optimizers = list({id(found): found for found in _find(configured)}.values())
     replacements = [(optimizer, convert(optimizer)) for optimizer in optimizers]
     changed = [(optimizer, replacement) for optimizer, replacement in replacements if replacement is not optimizer]
-    are_tracked = [_is_tracked(optimizer) for optimizer, _ in changed]
-    for (optimizer, replacement), is_tracked in zip(changed, are_tracked, strict=True):
+    for optimizer, _ in changed:
+        refuse_own_step(optimizer, "which its replacement would not run")
+    for optimizer, replacement in changed:
+        is_tracked = _STEP in vars(optimizer)  # by schedulers, for which torch puts a layer on the object
         _become(optimizer, replacement)
         if is_tracked:
             _KeepLearningRate(optimizer)
@@ -111,17 +113,6 @@ def _moved(kept: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dic
             group.clear()
             group.update(values)
     return kept
-
-
-def _is_tracked(optimizer: Optimizer) -> bool:
-    """Whether schedulers watch the optimizer's steps, for which torch puts a layer on the object."""
-    step = vars(optimizer).get(_STEP)
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            f"This {type(optimizer).__name__} has a `step` that was put on the object, which its replacement would not "
-            "run. Leave it out (`register_step_pre_hook` and `register_step_post_hook` work)."
-        )
-    return step is not None
 
 
 class _KeepLearningRate(LRScheduler):

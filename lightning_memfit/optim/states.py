@@ -266,6 +266,12 @@ class Resume(OwnHook):
         owners = (getattr(hook, "__self__", None) for hook in hooks)
         return next((owner for owner in owners if isinstance(owner, Resume)), None)
 
+    @staticmethod
+    def was_made_by(optimizer: Optimizer, technique: str) -> bool:
+        """Whether a technique has made this optimizer, in an earlier run of a module that keeps it."""
+        resume = Resume.of(optimizer)
+        return resume is not None and technique in resume.techniques
+
     def attach(self, optimizer: Optimizer, original: Optimizer) -> None:
         """Attach to an optimizer that was made from another, whose techniques are remembered."""
         before = Resume.of(original)

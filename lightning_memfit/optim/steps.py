@@ -1,6 +1,7 @@
 """What optimizers that step others have in common: closures, hooks, and gradients that can't be stepped."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,22 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def copied_whole(optimizer: Any, memo: dict[int, Any], shared: Collection[str] = ()) -> Any:
+    """A deep copy with all attributes, of which torch's own way leaves out those that other libraries need.
+
+    Args:
+        optimizer: The optimizer.
+        memo: Of `copy.deepcopy`.
+        shared: Attributes that the copy has in common with it.
+    """
+    cls: Any = type(optimizer)
+    memo[id(optimizer)] = copied = cls.__new__(cls)
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler's layer, which would step the original
+            copied.__dict__[name] = value if name in shared else copy.deepcopy(value, memo)
+    return copied
 
 
 def step_below_hooks(optimizer: Optimizer, cls: type[Optimizer] | None = None) -> None:

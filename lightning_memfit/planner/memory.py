@@ -31,7 +31,7 @@ from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, TimeMod
 from lightning_memfit.planner.trace_store import CHOICES, TraceStore, passes_of
 from lightning_memfit.profile.events import CATEGORIES, EventList
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.core import cost as step_cost
+from lightning_memfit.techniques.core import step_cost
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Numerics

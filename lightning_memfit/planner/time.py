@@ -12,7 +12,7 @@ and a step of `k` micro-batches takes `k micro + optimizer`. With several device
 backward pass and weights are gathered during forward and backward: whatever takes longer than the backward pass, two
 thirds of `device`, is added. Exchanges after the step are added whole, as are reads and writes of a drive.
 
-The optimizer step is elementwise: its bytes over `B`, with the number of passes by family from `techniques.core.cost`;
+The optimizer step is elementwise: its bytes over `B`, with the number of passes by family from `core.step_cost`;
 on the CPU, measured seconds per parameter by family. If the host steps, its cores or its memory limit the step. Rates
 come from a catalogue or a short measurement (`rates_of`) and are corrected by measured steps (`calibrated`).
 """
@@ -32,8 +32,9 @@ from lightning_memfit.device.catalogue import DeviceSpec, find_device
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory.cache_files import default_cache_folder, read_entry, write_entry
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.core.cost import FOREACH_PASSES, Cost, Work, cpu_seconds, num_trained
+from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.setting import Setting
+from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, cpu_seconds, num_trained
 
 PHASES = ("forward", "backward")
 

@@ -12,9 +12,10 @@ from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
-from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, Cost, Work, num_trained
+from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.precision import TechniquePrecision
+from lightning_memfit.techniques.core.step_cost import ROUNDING_CPU_SECONDS, num_trained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:

@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_memfit.memory import Category
@@ -24,19 +18,25 @@ from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
-from lightning_memfit.techniques.core.callback import Refusal
-from lightning_memfit.techniques.core.cost import FOREACH_PASSES, HOST_STEP_BYTES, Cost, Work, cpu_seconds, num_trained
+from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, who_overrides
 from lightning_memfit.techniques.core.precision import TechniquePrecision
+from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, HOST_STEP_BYTES, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
 
+_SEARCHES = (
+    "it loads a checkpoint from before the search into bfloat16 weights, whose float32 values are lost. Search in a "
+    "run without HostMasterWeights."
+)
 _CONFLICTS = {
     "GradientRelease": "both take gradients away during backward.",
     "Optimizer8bit": "8-bit states save memory of the device, and here they are on the host, where 8 bits are slow.",
+    "LearningRateFinder": _SEARCHES,
+    "BatchSizeFinder": _SEARCHES,
 }
 _WIDE = (torch.float32, torch.float64)
 _AVERAGING = (WeightAveraging, StochasticWeightAveraging)
@@ -213,8 +213,6 @@ class HostMasterWeights(TechniquePrecision):
         if not isinstance(module, pl.LightningModule):
             return super().convert(module)
         trainer = module.trainer
-        _refuse_finders(trainer)
-        _refuse_tensors(module)
         self.on_restore(self._forget)
         loaded = trainer._checkpoint_connector._loaded_checkpoint or {}
         buffers = self._keep_values(module, loaded.get("state_dict", {}))
@@ -288,33 +286,6 @@ class HostMasterWeights(TechniquePrecision):
 
     def _forget(self) -> None:
         self._values, self._names, self._host, self._trains = {}, {}, None, None
-
-
-def _refuse_finders(trainer: pl.Trainer) -> None:
-    """Refuse searches that save and load a checkpoint around a run, which rounds the weights that they give back."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (LearningRateFinder, BatchSizeFinder)):
-            raise Refusal(
-                f"HostMasterWeights: {type(callback).__name__} (`Tuner.lr_find`, `Tuner.scale_batch_size`) "
-                "trains on trial and then loads a checkpoint into bfloat16 weights, so that their float32 values are "
-                "lost. Search with a Trainer without HostMasterWeights, then train with what was found."
-            )
-
-
-def _refuse_tensors(module: nn.Module) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_complex():
-            raise ValueError(
-                f"HostMasterWeights: {name} is {tensor.dtype}, and `precision='bf16-true'` would drop its imaginary "
-                "part. Keep real and imaginary part as two real tensors, or leave HostMasterWeights out."
-            )
-        is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
-        if tensor.dtype in _WIDE and not is_plain:
-            kind = f"{type(tensor.data).__name__} of layout {tensor.layout}"
-            raise ValueError(
-                f"HostMasterWeights: {name} is a {kind}, whose values it can't keep. Make it a plain tensor, or "
-                "leave HostMasterWeights out."
-            )
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:

@@ -17,16 +17,15 @@ from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.cost import (
+from lightning_memfit.techniques.core.cost import Cost, Work
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.step_cost import (
     FOREACH_PASSES,
     FUSED_PASSES,
-    Cost,
-    Work,
     num_trained,
     other_cpu_step,
     other_states,
 )
-from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
@@ -74,18 +73,13 @@ class ReplaceOptimizer(TechniqueCallback):
 
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
 
-    def _is_done(self, optimizer: Optimizer) -> bool:
-        """Whether an earlier run has replaced this optimizer, which the module keeps."""
-        resume = Resume.of(optimizer)
-        return resume is not None and self._technique in resume.techniques
-
     @property
     def _technique(self) -> str:
         given = "".join(f", {key}={getattr(self, key)!r}" for key in ("options", "drop") if getattr(self, key))
         return f"ReplaceOptimizer({self.name!r}{given})"
 
     def _convert(self, optimizer: Optimizer) -> Optimizer:
-        if self._is_done(optimizer):
+        if Resume.was_made_by(optimizer, self._technique):
             return optimizer
         converted = exchange(optimizer, self.name, self.options, self.drop, self._technique)
         note = class_named(self.name).note
@@ -111,6 +105,8 @@ def unsupported(run: Run, options: Options) -> str | None:
     if other is not None:
         return f"what {other}'s hyper-parameters mean isn't known; only {', '.join(sorted(known))} can be exchanged."
     for source, group in run.facts.groups:
+        if source not in optimizer_classes():  # hyper-parameters of unknown meaning
+            continue
         given, drop = options.get("options") or {}, options.get("drop") or ()
         reason = untranslatable(source, group, str(options["name"]), given, drop)
         if reason is not None:

@@ -15,8 +15,9 @@ from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.cost import Cost, Work, other_states, state_bytes
+from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.step_cost import other_states, state_bytes
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Optimizer8bit(TechniqueCallback):
         kept = embedding_parameters(pl_module) if self.keep_32bit_embeddings else []
 
         def convert(optimizer: Optimizer) -> Optimizer:
-            if self._is_done(optimizer):
+            if Resume.was_made_by(optimizer, self._technique):
                 return optimizer
             converted: Optimizer = to_bitsandbytes(
                 optimizer,
@@ -101,11 +102,6 @@ class Optimizer8bit(TechniqueCallback):
             return converted
 
         return replace_optimizers(configured, convert)
-
-    def _is_done(self, optimizer: Optimizer) -> bool:
-        """Whether an earlier run has converted this optimizer, which the module keeps, in the same way."""
-        resume = Resume.of(optimizer)
-        return resume is not None and self._technique in resume.techniques
 
     @property
     def _technique(self) -> str:

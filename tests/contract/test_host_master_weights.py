@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 from lightning_memfit.models.optimizer import weight_decay_groups
@@ -531,21 +530,6 @@ def test_parameters_that_no_optimizer_has():
     assert_same_run(*both(clips, configure=configure))
 
 
-def test_tensors_that_wrap_others_are_refused_by_name():
-    module = Small(sgd)
-    module.register_buffer("table", TwoTensor(torch.ones(2), torch.ones(2)))
-    with pytest.raises(ValueError, match=r"table is a TwoTensor of layout torch\.strided"):
-        quiet_trainer(HostMasterWeights(), precision="bf16-true").fit(module, data())
-    assert type(module.table) is TwoTensor
-
-
-def test_complex_parameters_are_refused():
-    module = Small(sgd, lambda: nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))]))
-    with pytest.raises(ValueError, match=r"net\.0 is torch\.complex64"):
-        quiet_trainer(HostMasterWeights(), precision="bf16-true").fit(module, data())
-    assert module.net[0].dtype is torch.complex64
-
-
 def test_gradients_of_a_backward_pass_in_training_step_are_cleared():
     def twice(cls):
         class Twice(cls):
@@ -712,7 +696,7 @@ def test_optimizers_that_call_the_step_of_their_base_class():
 
 @pytest.mark.parametrize("finder", [LearningRateFinder(num_training_steps=5)])
 def test_searches_that_would_round_the_weights_are_refused(finder):
-    with pytest.raises(ValueError, match=rf"{type(finder).__name__}.* float32 values are lost"):
+    with pytest.raises(ValueError, match=rf"with {type(finder).__name__}: .*float32 values are lost"):
         quiet_trainer(HostMasterWeights(), finder, precision="bf16-true").fit(Small(sgd), data())
 
 

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.extras import is_installed
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
-from lightning_memfit.optim.optimizers import class_of
 from lightning_memfit.techniques.core.hooks import BEFORE_STEP, does_nothing, gradient_hooks, is_ours
 
 Options = Mapping[str, Any]
@@ -67,7 +66,7 @@ class Facts:
     optimizers: tuple[str, ...] = ()
     """Class names of the module's own optimizers; empty if they are not known."""
     groups: tuple[tuple[str, Options], ...] = field(default=(), hash=False)
-    """Name in `optim.optimizers` and hyper-parameters of each parameter group; empty if they are not known."""
+    """Package and class, as `torch.AdamW`, and hyper-parameters of each parameter group; empty if not known."""
     num_blocks: int | None = None
     """Number of repeated blocks found."""
     causal_lm: bool | None = None
@@ -231,11 +230,8 @@ def run_of(trainer: Any, module: Any) -> Run:
 
 
 def _groups(optimizer: Optimizer) -> tuple[tuple[str, Options], ...]:
-    try:
-        name = class_of(optimizer).name
-    except ValueError:  # a class whose hyper-parameters are of unknown meaning
-        return ()
-    groups = optimizer.param_groups
+    cls, groups = type(optimizer), optimizer.param_groups
+    name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
     return tuple((name, {key: value for key, value in group.items() if key != "params"}) for group in groups)
 
 

@@ -22,7 +22,8 @@ from lightning_memfit.estimate.deepspeed import OffloadTarget
 from lightning_memfit.estimate.division import Division
 from lightning_memfit.nvme.traffic import step_traffic
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.techniques.core.cost import FOREACH_PASSES, HOST_STEP_BYTES, Cost, Work, cpu_seconds, num_trained
+from lightning_memfit.techniques.core.cost import Cost, Work
+from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, HOST_STEP_BYTES, cpu_seconds, num_trained
 
 _MASTER_BYTES = 4
 _DEEPSPEED_STEP_BYTES = 28

@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_memfit.extras import how_to_install, is_installed
-from lightning_memfit.optim.optimizers import StateLayout
 from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Options as Options
 from lightning_memfit.techniques.core.facts import Run, defaults_of
 
 if TYPE_CHECKING:
+    from lightning_memfit.optim.optimizers import StateLayout
     from lightning_memfit.profile.record import ModelProfile
     from lightning_memfit.techniques.core.sharding import Sharding
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memfit.techniques.core.cost import ROUNDING_CPU_SECONDS, cpu_seconds
+from lightning_memfit.techniques.core.step_cost import ROUNDING_CPU_SECONDS, cpu_seconds
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "optimizer_step_cpu.json"
 DOCUMENT = json.loads(RESULTS.read_text())

@@ -72,7 +72,7 @@ def test_traffic_over_the_link_hides_behind_computing_only_where_it_overlaps() -
 
 
 def test_optimizer_on_the_cpu_takes_its_measured_seconds() -> None:
-    from lightning_memfit.techniques.core.cost import cpu_seconds
+    from lightning_memfit.techniques.core.step_cost import cpu_seconds
 
     assert step(rates=CPU).seconds["optimizer"] == pytest.approx(cpu_seconds("adamw") * NUM_PARAMETERS / 2)
 

@@ -1,0 +1,69 @@
+"""What steps of optimizers cost, beside that of batched AdamW.
+
+Traffic counts what an elementwise step reads and writes, by its operators. On the CPU that explains little, so records
+of optimizers have times per parameter of one core (AVX-512), as `benchmarks/optimizer_step` measured them with the
+weights of a GPT-2 of 124 million parameters (`benchmarks/results/optimizer_step_cpu.json`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_memfit.memory import Category
+from lightning_memfit.memory.parameters import trained
+from lightning_memfit.optim.optimizers import find_optimizer
+from lightning_memfit.techniques.core.cost import Work
+
+if TYPE_CHECKING:
+    from lightning_memfit.profile.record import ModelProfile
+
+FOREACH_PASSES = 20
+"""How often batched AdamW (`foreach`, CUDA's default) reads or writes a tensor of a parameter's size."""
+FUSED_PASSES = 7
+"""Fused AdamW reads weight, gradient and two states, and writes weight and states."""
+
+HOST_STEP_BYTES = 28
+"""Bytes of host memory that a fused AdamW step reads and writes per parameter: gradient, weight, two states in fp32."""
+
+ROUNDING_CPU_SECONDS = 7.5e-9
+"""Seconds per parameter on one core that widening and stochastic rounding of bfloat16 weights add to fused AdamW."""
+
+
+def cpu_seconds(optimizer: str) -> float:
+    """Seconds per parameter of one step on one core, by the optimizer's record.
+
+    Raises:
+        ValueError: If there is no such record, or it has no time.
+    """
+    seconds = find_optimizer(optimizer).cpu_seconds
+    if seconds is None:
+        raise ValueError(f"The record of {optimizer} has no `cpu_seconds`, which a plan for the CPU needs.")
+    return seconds
+
+
+def num_trained(profile: ModelProfile) -> int:
+    """Number of elements that a step updates."""
+    return sum(parameter.numel for parameter in trained(profile.parameters))
+
+
+def state_bytes(profile: ModelProfile) -> int:
+    """Bytes of the plain run's optimizer states, whatever the optimizer."""
+    return profile.events.breakdown_at(len(profile.events) - 1).get(Category.OPTIMIZER_STATE)
+
+
+def other_states(profile: ModelProfile, optimizer: str) -> Work:
+    """Work that a step adds or saves with optimizer states of another size.
+
+    Args:
+        profile: Profile of the plain step.
+        optimizer: Name of the new optimizer's record.
+    """
+    if profile.device == "cpu":
+        return other_cpu_step(profile, optimizer)
+    made = find_optimizer(optimizer).states.total_bytes(profile.parameters)
+    return Work(device_bytes=2.0 * (made - state_bytes(profile)))
+
+
+def other_cpu_step(profile: ModelProfile, optimizer: str) -> Work:
+    """Work that a step on the CPU adds or saves if another optimizer than batched AdamW steps."""
+    return Work(host_seconds=(cpu_seconds(optimizer) - cpu_seconds("adamw")) * num_trained(profile))
