@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from lightning_memfit.techniques.host_master_weights import HostMasterWeights as HostMasterWeights
     from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from lightning_memfit.techniques.lora import Lora as Lora
-    from lightning_memfit.techniques.mixed_precision import HalfPrecision as HalfPrecision
     from lightning_memfit.techniques.optimizer import ReplaceOptimizer as ReplaceOptimizer
     from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit as Optimizer8bit
     from lightning_memfit.techniques.quantized_weights import QuantizedWeights as QuantizedWeights
@@ -86,7 +85,6 @@ _PUBLIC = {
     "FlopsMonitor": "lightning_memfit.measure.utilization",
     "FullyShardedStrategy": "lightning_memfit.strategies",
     "GradientRelease": "lightning_memfit.techniques.gradient_release",
-    "HalfPrecision": "lightning_memfit.techniques.mixed_precision",
     "HostMasterWeights": "lightning_memfit.techniques.host_master_weights",
     "InexactRecomputationError": "lightning_memfit.checkpointing.check",
     "Lora": "lightning_memfit.techniques.lora",

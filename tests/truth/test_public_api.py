@@ -123,7 +123,6 @@ def test_type_checkers_know_every_argument(installed, tmp_path):
 # --- short names ------------------------------------------------------------------------------------------------------
 
 ARGUMENTS = {
-    "HalfPrecision": {"precision": "bf16-mixed"},
     "MemoryLimit": {"limit": "1GiB"},
     "ReplaceOptimizer": {"name": "adamw_8bit"},
 }
