@@ -1,25 +1,15 @@
-"""`AttentionKernel`: which implementation of attention Hugging Face models use, and which kernels torch may choose."""
+"""`AttentionKernel`: which implementation of attention Hugging Face models use."""
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run, attention_configs, outermost_pretrained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-
-Kernel = Literal["flash", "efficient", "cudnn", "math"]
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 class AttentionKernel(TechniqueCallback):
@@ -29,29 +19,16 @@ class AttentionKernel(TechniqueCallback):
 
     Args:
         implementation: Name that `set_attn_implementation` takes: `sdpa`, `eager`, or that of an installed kernel.
-        kernels: Kernels that `scaled_dot_product_attention` may choose from during the run; by default all. On the
-            CPU there are `flash` and `math`.
-
-    Raises:
-        ValueError: If a kernel is unknown.
     """
 
-    def __init__(self, implementation: str = "sdpa", kernels: Sequence[Kernel] = ()) -> None:
+    def __init__(self, implementation: str = "sdpa") -> None:
         super().__init__()
-        unknown = [kernel for kernel in kernels if kernel not in _BACKENDS]
-        if unknown:
-            raise ValueError(f"`kernels`: {unknown[0]!r} is not one of {', '.join(_BACKENDS)}.")
         self.implementation = implementation
-        self.kernels = tuple(kernels)
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the kernel once the models are complete, and limit the choice of kernels."""
+        """Set the implementation once the models are complete."""
         self.when_complete(pl_module, lambda: self._set(pl_module))
-        if self.kernels:
-            context = sdpa_kernel([_BACKENDS[kernel] for kernel in self.kernels])
-            context.__enter__()
-            self.on_restore(partial(context.__exit__, None, None, None))
 
     def _set(self, module: nn.Module) -> None:
         models: list[Any] = outermost_pretrained(module)
@@ -70,8 +47,7 @@ class AttentionKernel(TechniqueCallback):
                     f"AttentionKernel: {type(model).__name__} cannot switch to {self.implementation!r}: {reason} Leave "
                     "AttentionKernel out for this model."
                 )
-        kernels = f", kernels {', '.join(self.kernels)}" if self.kernels else ""
-        self.announce(f"{', '.join(type(model).__name__ for model in models)}: {self.implementation}{kernels}")
+        self.announce(f"{', '.join(type(model).__name__ for model in models)}: {self.implementation}")
 
 
 def _put_back(before: list[tuple[Any, str]]) -> None:
@@ -94,8 +70,6 @@ def unsupported(run: Run, options: Options) -> str | None:
         return f"`implementation={wanted!r}`: its kernels are for CUDA, and this is the CPU. Use sdpa."
     if wanted in ("sdpa", "eager") and facts.attention is not None and wanted not in facts.attention:
         return f"the module's model cannot switch its attention to {wanted!r}. Leave it out for this model."
-    if run.facts.device == "cpu" and options.get("kernels") and not {"flash", "math"} & set(options["kernels"]):
-        return f"`kernels={list(options['kernels'])}`: the CPU has flash and math only."
     return None
 
 

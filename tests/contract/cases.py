@@ -182,7 +182,6 @@ CASES: dict[str, tuple[Case, ...]] = {
     "attention_kernel": (
         Case(using("attention_kernel"), 0.0, ((Run(Facts(hugging_face=False)), "no Hugging Face model"),)),
         Case(using("attention_kernel", implementation="eager"), EXACT),
-        Case(using("attention_kernel", kernels=["math"]), EXACT),
     ),
     "torch_compile": (
         Case(

@@ -1,9 +1,7 @@
 import pytest
-import torch
 from torch import nn
 
 from lightning_memfit.techniques.attention import AttentionKernel, outermost_pretrained
-from tests.contract.cases import module
 from tests.contract.checkpointing.models import t5
 from tests.contract.peaks import assert_predicted_peak_is_measured
 from tests.contract.runs import LanguageModel, fit
@@ -27,22 +25,15 @@ def test_whole_scores_take_the_memory_that_fused_kernels_save():
     assert fused < whole
 
 
-def test_switches_of_the_process_are_put_back():
-    fit([AttentionKernel(kernels=["math"])], module, max_steps=1)
-    assert torch.backends.cuda.flash_sdp_enabled()
-
-
 def test_outermost_models_only():
     model = nn.ModuleDict({"first": t5(), "second": nn.Linear(2, 2)})
     assert outermost_pretrained(model) == [model["first"]]
 
 
-def test_other_modules_and_kernels_are_refused():
+def test_other_modules_are_refused():
     class Flat(LanguageModel):
         def configure_model(self):
             self.model = nn.Linear(2, 2)
 
     with pytest.raises(ValueError, match="no Hugging Face model"):
         fit([AttentionKernel()], Flat)
-    with pytest.raises(ValueError, match="'fast' is not one of"):
-        AttentionKernel(kernels=["fast"])

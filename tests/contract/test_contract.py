@@ -72,7 +72,6 @@ def test_every_technique_has_cases_and_every_case_a_technique():
     "activation_checkpointing-1",
     "activation_checkpointing-2",
     "attention_kernel-1",
-    "attention_kernel-2",
     "gradient_release",
 )
 @pytest.mark.nightly_cases(
@@ -184,7 +183,6 @@ def global_switches() -> tuple:
     "activation_checkpointing-1",
     "activation_checkpointing-2",
     "attention_kernel-1",
-    "attention_kernel-2",
     "micro_batching",
 )
 @pytest.mark.nightly_cases("torchao_adamw_fp8", "torchao_adamw_8bit-0", "torchao_adamw_4bit-0")
