@@ -21,7 +21,7 @@ from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.division import Division, NotDividedError, division_in_plans
 from lightning_memfit.estimate.target import Target, device_target, host_target
-from lightning_memfit.fitting.recovery.ladder import LastResort
+from lightning_memfit.fitting.recovery.last_resort import LastResort
 from lightning_memfit.fitting.size.prediction import step_options
 from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, own_method, refuse_batch_size_finder
 from lightning_memfit.memory import parse_bytes
@@ -60,8 +60,7 @@ class MemFit(pl.Callback):
 
     The planner chooses precision, optimizer, loss, checkpointing and micro-batch. Effective batch, learning rate and
     schedule do not change. The first batches show whether the plan holds: out-of-memory errors lower the micro-batch,
-    then recompute more blocks, then use host memory (`MicroBatching`); the first steps are measured for later plans
-    (`PlanFeedback`).
+    then recompute more blocks (`MicroBatching`); the first steps are measured for later plans (`PlanFeedback`).
 
     On several devices, by whatever they were started, the first rank plans and the others receive the plan, for the
     device with the least memory. The Trainer's strategy stays: DDP, `memfit_fsdp2` over all ranks, or DeepSpeed's as
@@ -75,8 +74,7 @@ class MemFit(pl.Callback):
 
     Args:
         allow: Numerics that may change; `memfit plan --help` lists them.
-        host_memory: RAM that the plan's offloading may use, such as `16GiB`; by default all that is free. With a limit,
-            a late out-of-memory error uses no more host memory.
+        host_memory: RAM that the plan's offloading may use, such as `16GiB`; by default all that is free.
         tolerance: How much longer a step may take if that keeps the Trainer's precision and the module's own optimizer
             states, as a share such as `0.05` or `5%`.
 
@@ -213,7 +211,7 @@ class MemFit(pl.Callback):
         run = Setting(chosen=setting.chosen).run(read_facts(trainer.lightning_module))
         if not whole or MICRO_BATCHING.unsupported(run, {}) is None:  # it also recovers, where it can
             size = setting.micro_batch_size or loader_batch
-            added.append(MicroBatching(micro_batch_size=size, last_resort=self._last_resort(trainer)))
+            added.append(MicroBatching(micro_batch_size=size, last_resort=_last_resort(trainer)))
         added.append(PlanFeedback(dict(plan.uncorrected), plan.rates, plan.peak_bytes))
         remove = self._insert(trainer, added)
         strategy, before = trainer.strategy, trainer.strategy.precision_plugin
@@ -237,15 +235,9 @@ class MemFit(pl.Callback):
             f"MemFit: this run can't be planned: {str(error).rstrip('.')}. Precision, optimizer and checkpointing stay "
             "as they are, and the micro-batch is found by measured steps."
         )
-        measured = MicroBatching(last_resort=self._last_resort(trainer))
+        measured = MicroBatching(last_resort=_last_resort(trainer))
         measured.may_trace = getattr(error, "cause", "") != "process"
         self._undo = self._insert(trainer, [measured])
-
-    def _last_resort(self, trainer: pl.Trainer) -> LastResort:
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            return "none"  # which repeats no step
-        # The plan may already use all the host memory that the limit allows.
-        return "offload" if self.host_bytes is None else "recompute"
 
     def _insert(self, trainer: pl.Trainer, added: list[pl.Callback]) -> Callable[[], None]:
         """Add callbacks after this one, where Lightning sets them up next; return what removes them."""
@@ -263,6 +255,10 @@ class MemFit(pl.Callback):
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
+
+
+def _last_resort(trainer: pl.Trainer) -> LastResort:
+    return "none" if isinstance(trainer.strategy, DeepSpeedStrategy) else "recompute"  # DeepSpeed repeats no step
 
 
 def _fixed_techniques(trainer: pl.Trainer) -> tuple[Any, ...]:

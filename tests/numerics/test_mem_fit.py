@@ -156,19 +156,6 @@ def test_exact_techniques_give_the_plain_runs_weights() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.nightly_cases("None-offload", "1GiB-recompute")
-@pytest.mark.parametrize(("host_memory", "expected"), [(None, "offload"), ("1GiB", "recompute")])
-def test_late_errors_use_host_memory_unless_it_is_limited(host_memory: str | None, expected: str) -> None:
-    class Notes(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            (ours,) = (c for c in trainer.callbacks if isinstance(c, MicroBatching))
-            self.last_resort = ours.options.last_resort
-
-    notes = Notes()
-    trainer(MemFit(allow=["exact"], host_memory=host_memory), MemoryLimit(LIMIT), notes).fit(Perceptron(), loader())
-    assert notes.last_resort == expected
-
-
 @pytest.mark.nightly
 def test_precision_is_the_plans_during_the_run_and_the_users_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     class Notes(pl.Callback):

@@ -138,7 +138,7 @@ def test_repeated_batches_draw_the_same_random_numbers(monkeypatch: pytest.Monke
 
 def test_below_one_sample_the_error_names_the_largest_tensors() -> None:
     callback = MicroBatching(micro_batch_size=1)
-    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)one sample.*last_resort='offload'.*largest tensors.*net"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)one sample.*last_resort='recompute'.*largest tensors.*net"):
         fit(Failing("backward", range(1, 10)), callback)
 
 

@@ -175,7 +175,7 @@ def refused() -> list[str]:
     errors = []
     for strategy, micro_batching, options in (
         (STAGES["stage_2"], MicroBatching(global_batch_size=16), {"accumulate_grad_batches": 2}),
-        (STAGES["stage_2"], MicroBatching(last_resort="offload"), {}),
+        (STAGES["stage_2"], MicroBatching(last_resort="recompute"), {}),
     ):
         with pytest.raises(pl.utilities.exceptions.MisconfigurationException) as error:
             train(strategy, micro_batching, **options)
@@ -188,7 +188,7 @@ def test_what_can_not_be_is_refused_before_training(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output[-3000:]
     accumulates, repeats = ended.result
     assert "`accumulate_grad_batches=2`" in accumulates
-    assert "`last_resort='offload'`" in repeats
+    assert "`last_resort='recompute'`" in repeats
 
 
 def test_deepspeed_s_own_counting_is_refused() -> None:

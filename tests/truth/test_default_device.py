@@ -10,7 +10,6 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from lightning_memfit.checkpointing import offload
-from lightning_memfit.fitting.recovery.host_states import HostStates
 from lightning_memfit.memory.comparison import projected
 from lightning_memfit.reliability.consensus import RankConsensus
 from lightning_memfit.strategies import shards
@@ -36,11 +35,6 @@ def test_staging_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     copied = offload._HostCopy._copy_out(SimpleNamespace(_stream=stream, _device=None), host(1.0, 2.0))
     assert torch.equal(copied, host(1.0, 2.0))
-
-
-def test_states_that_wait() -> None:
-    state = SimpleNamespace(is_cuda=True, size=lambda: (2, 3), stride=lambda: (3, 1), dtype=torch.float32)
-    assert HostStates._host_like(SimpleNamespace(_pins=True), state).device.type == "cpu"
 
 
 def test_projections() -> None:

@@ -1,1 +1,1 @@
-"""Recovery when memory runs out in a run: recognising the error, rolling back, the ladder, and the reports."""
+"""Recovery when memory runs out in a run: recognising the error, rolling back, recomputation, and the reports."""

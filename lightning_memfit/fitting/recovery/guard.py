@@ -14,7 +14,6 @@ from weakref import WeakSet
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_memfit.fitting.recovery.host_states import absent_bytes, fetch_states
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
 from lightning_memfit.memory.oom import is_out_of_memory, release
@@ -40,8 +39,7 @@ class StepGuard:
 
     def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Guard the steps of an optimizer within the context."""
-        # A hook before the step fetches states that wait on the host, and forward, in the closure, needs their room.
-        return self._guarded(optimizer) if optimizer not in self._stepped or absent_bytes(optimizer) else _NOTHING
+        return _NOTHING if optimizer in self._stepped else self._guarded(optimizer)
 
     @contextmanager
     def _guarded(self, optimizer: Any) -> Iterator[None]:
@@ -58,22 +56,19 @@ class StepGuard:
     def step(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Run the step with its closure, and repeat it if it is the first one and memory ran out in it.
+        """Run the first step with its closure, and repeat it if memory ran out in it.
 
         A gradient scaler runs the closure by itself, and calls the real step without one.
 
         Raises:
-            MemoryExhausted: If memory runs out in every retry, after the step had called its closure more than once, or
-                in a later step; the message says whether weights are those before the step.
+            MemoryExhausted: If memory runs out in every retry, or after the step had called its closure more than once;
+                the message says whether weights are those before the step.
         """
-        calls = _Calls(closure, optimizer, optimizer not in self._stepped)
+        calls = _Calls(closure, optimizer)
         if closure is not None:
             kwargs["closure"] = calls
         for attempt in range(_MAX_RETRIES + 1):
             try:
-                if closure is not None and absent_bytes(optimizer):
-                    calls()
-                    calls.number = 0
                 with _one_tensor_at_a_time(optimizer) if attempt else _NOTHING:
                     result = step(**kwargs)
             except Exception as error:
@@ -105,8 +100,7 @@ class _Calls:
 
     Args:
         closure: The closure; None if there is none, because it has been called.
-        optimizer: The optimizer; its states are on the device again when a call returns.
-        copies: Whether to copy weights and states when the gradients are there.
+        optimizer: The optimizer, whose weights and states are copied when the gradients are there.
 
     Attributes:
         number: How often the step has called it since it began.
@@ -114,16 +108,15 @@ class _Calls:
         snapshot: The copy; None if there is none.
     """
 
-    def __init__(self, closure: Callable[[], Any] | None, optimizer: Optimizer, copies: bool) -> None:
+    def __init__(self, closure: Callable[[], Any] | None, optimizer: Optimizer) -> None:
         self._closure = closure
         self._optimizer = optimizer
-        self._copies = copies
         self._num_writes = _num_writes(optimizer)
         self._is_known = False
         self._loss: Any = None
         self.number = 0
         self.failure: BaseException | None = None
-        self.snapshot = _copied(optimizer) if closure is None and copies else None
+        self.snapshot = _copied(optimizer) if closure is None else None
 
     def __call__(self) -> Any:
         """Run forward and backward, and return the loss."""
@@ -137,11 +130,10 @@ class _Calls:
         except BaseException as error:
             self.failure = error
             raise
-        if is_start and self._copies:  # unless the step has written to weights already, as LookAhead may
+        if is_start:  # unless the step has written to weights already, as LookAhead may
             self.snapshot = _copied(self._optimizer)
         if not self._is_known:
             self._is_known, self._loss = True, loss
-        fetch_states(self._optimizer)  # the closure may have sent them away, after the hook that fetches them
         return loss
 
     @property

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memfit.fitting.recovery.host_states import absent_bytes
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.ledger import state_tensors
 
@@ -85,7 +84,6 @@ def explain(module: nn.Module, optimizers: list[Optimizer], run: Callable[[], An
         if parameter.grad is not None:
             found.append((parameter.grad.nbytes, f"{tuple(parameter.shape)} gradient of `{name}`"))
     states = sum(value.nbytes for optimizer in optimizers for _, value in state_tensors(optimizer))
-    states -= sum(map(absent_bytes, optimizers))
     weights = sum(parameter.nbytes for parameter in module.parameters())
     kept = sum(size for size, _ in census.largest.values())
     summary = f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}"

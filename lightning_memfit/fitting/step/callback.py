@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.ladder import LAST_RESORTS, LastResort
+from lightning_memfit.fitting.recovery.last_resort import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
@@ -77,9 +77,8 @@ class MicroBatching(KeepsRandomNumbers):
         allow_batch_statistics: Accept that BatchNorm layers take their statistics over a micro-batch. Everything else
             is compared with them held fixed.
         recover: Whether to recover from out-of-memory errors; False lets such an error end the run.
-        last_resort: How far to go, step by step, when not even one sample fits any more, instead of ending the run:
-            `recompute` the activations of all repeated blocks, or `offload` as well: first the inputs of these
-            blocks, then the optimizer states go to host memory. All of it is exact, and undone when no longer needed.
+        last_resort: `recompute` the activations of all repeated blocks when not even one sample fits any more, instead
+            of ending the run. It is exact, and undone when no longer needed.
         limit_bytes: Memory that may be used, in bytes. By default what the device reports.
         loss_weight: Function from a batch, or a part of it, to the number that its loss is averaged over. By default
             the module's method `loss_weight`, else unmasked label tokens if the batch has integer `labels`, else

@@ -1,6 +1,6 @@
 """`EffectiveStep`: one loader batch in micro-batches, as one step that succeeds on all ranks or is repeated.
 
-run(batch) -> attempt -> consensus of ranks -> reduce and commit | roll back, lower the micro-batch or climb the ladder
+run(batch) -> attempt -> consensus of ranks -> reduce and commit | roll back, lower the micro-batch or recompute
 """
 
 import warnings
@@ -18,7 +18,6 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memfit.device.host import probe_host
-from lightning_memfit.fitting.recovery.host_states import fetch_states
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
 from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
@@ -215,8 +214,6 @@ class EffectiveStep:
                 local_batch, start = self._check_on(request, local_batch, start, size, has_failed=True)
                 self._window.weigh_past_again()
         assert result is not None
-        if is_repeated:  # a rung of the ladder may have sent states away in the midst of the step that needs them
-            fetch_states(self._loop.trainer.optimizers[0])
         if request.is_last and self._loop.runs_backward:
             if self._reducer is not None:
                 self._reduce(self._reducer)

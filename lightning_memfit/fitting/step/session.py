@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 
 from lightning_memfit.fitting.recovery.guard import StepGuard
-from lightning_memfit.fitting.recovery.ladder import Ladder, LastResort, rungs_up_to
+from lightning_memfit.fitting.recovery.last_resort import LastResort, Recomputation
 from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.prediction import SizePrediction
@@ -52,7 +52,7 @@ _ON_DISK = (
     "weights on disk. Set the loader's batch size to the micro-batch and `accumulate_grad_batches` to the number of "
     "micro-batches; `memfit estimate` says which micro-batch fits."
 )
-_HINT = "`MicroBatching(last_resort='offload')` recomputes activations and uses host memory before it gives up."
+_HINT = "`MicroBatching(last_resort='recompute')` recomputes activations before it gives up."
 
 # --- `global_batch_size` = loader batch x devices x `accumulate_grad_batches` ---------------------------------------
 
@@ -209,11 +209,7 @@ class FitSession:
             self._reducer = GradientReducer(module)
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
             sum_by_loop(trainer.strategy.model)
-        # A CPU without a simulated device has only one memory.
-        kind = DeviceKind.of(self._device)
-        has_host = kind.has_own_memory or (kind.is_host and device_memory is not None)
-        rungs = rungs_up_to(options.last_resort, module, trainer.optimizers[0], has_host, trainer.num_devices)
-        self._ladder = Ladder(rungs, self._consensus)
+        self._recomputation = Recomputation(module, options.last_resort == "recompute", consensus)
         self.sizes: MicroBatchSize | None = None
         self._search: SizeSearch | None = None
         self._step: EffectiveStep
@@ -232,8 +228,8 @@ class FitSession:
         return self._search
 
     def close(self) -> None:
-        """Undo everything that the ladder did."""
-        self._ladder.close()
+        """Recompute nothing any more."""
+        self._recomputation.close()
 
     def kept(self) -> dict[str, Any]:
         """Return what a later run needs to reuse the size."""
@@ -250,8 +246,8 @@ class FitSession:
             share_added()
         options = self._options
         self.sizes = sizes = MicroBatchSize(self._splitter.count(request.batch), 1)
-        hint = "" if options.last_resort == "offload" else _HINT
-        shortage = Shortage(self._loop, self._splitter, sizes, self._ladder, self._consensus, self._note, hint)
+        hint = "" if options.last_resort == "recompute" else _HINT
+        shortage = Shortage(self._loop, self._splitter, sizes, self._recomputation, self._consensus, self._note, hint)
         self._step = EffectiveStep(
             self._loop,
             self._splitter,

@@ -1,11 +1,11 @@
-"""`Shortage`: what follows when memory runs out: a smaller micro-batch, the next rung of the ladder, or an error."""
+"""`Shortage`: what follows when memory runs out: a smaller micro-batch, recomputation, or an error."""
 
 from collections.abc import Callable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_memfit.fitting.recovery.ladder import Ladder
+from lightning_memfit.fitting.recovery.last_resort import Recomputation
 from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.size.device_memory import allocation_retries
@@ -46,7 +46,7 @@ class Shortage:
         loop: Runs forward and backward.
         splitter: Splits batches.
         sizes: The micro-batch size in use.
-        ladder: Makes one sample need less memory.
+        recomputation: Makes one sample need less memory.
         consensus: Communication between the ranks.
         on_change: Called with the new micro-batch size and the reason.
         hint: What would help, for the error when nothing is left.
@@ -57,7 +57,7 @@ class Shortage:
         loop: MicroBatchLoop,
         splitter: BatchSplitter,
         sizes: MicroBatchSize,
-        ladder: Ladder,
+        recomputation: Recomputation,
         consensus: RankConsensus,
         on_change: Callable[[int, str], None],
         hint: str,
@@ -65,7 +65,7 @@ class Shortage:
         self._loop = loop
         self._splitter = splitter
         self._sizes = sizes
-        self._ladder = ladder
+        self._recomputation = recomputation
         self._consensus = consensus
         self._on_change = on_change
         self._hint = hint
@@ -78,13 +78,13 @@ class Shortage:
         before = self._sizes.current
         if self._sizes.succeed() > before:
             self._on_change(self._sizes.current, "no failure for a while")
-        if given_up := self._ladder.succeed():
+        if given_up := self._recomputation.succeed():
             self._consensus.start_anew()
             rank_zero_info(f"MicroBatching: no failure for a while; from now on without {given_up}.")
             self._on_change(self._sizes.current, f"from now on without {given_up}")
 
     def need_less(self, request: StepRequest, size: int, message: str, error: Exception | None) -> None:
-        """Take again a rung that was given up too early, else lower the micro-batch, else take the next rung.
+        """Recompute again if that was given up too early, else lower the micro-batch, else recompute.
 
         Args:
             request: The step.
@@ -95,21 +95,21 @@ class Shortage:
         Raises:
             torch.OutOfMemoryError: If nothing is left.
         """
-        rung = self._ladder.climb_again()
-        smaller = 0 if rung else self._sizes.shrink(size)
-        rung = rung or (None if smaller else self._ladder.climb())
+        done = self._recomputation.start_again()
+        smaller = 0 if done else self._sizes.shrink(size)
+        done = done or (None if smaller else self._recomputation.start())
         if smaller:
             rank_zero_warn(f"Memory ran out with micro-batch {size}: the effective batch is repeated with {smaller}.")
             self._on_change(smaller, message)
-        elif rung:
+        elif done:
             failed = "one sample" if size == 1 else f"micro-batch {size}"
-            rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {rung}.")
-            self._on_change(self._sizes.current, f"from now on with {rung}")
+            rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {done}.")
+            self._on_change(self._sizes.current, f"from now on with {done}")
         else:
             is_whole = self._splitter.count(request.batch) == 1
             what = "A batch of one sample, which is never cut," if is_whole else "A micro-batch of one sample"
             raise MemoryExhausted(
-                f"{what} does not fit{self._ladder.summary()} {message}\n{self._explain(request)}"
+                f"{what} does not fit{self._recomputation.summary()} {message}\n{self._explain(request)}"
             ) from error
         self._retries = allocation_retries(self._device)  # the size has been lowered for these
 

@@ -96,7 +96,7 @@ def test_adapters_of_a_recipe_are_not_left_out_in_silence(allow: list[str] | Non
         ({"global_batch_size": 64}, 32, ""),  # which two accumulated batches are
         ({"loss_weight": "mine.tokens"}, 8, "loss_weight=mine.tokens"),
         ({"allow_batch_statistics": True}, 8, "allow_batch_statistics=True"),
-        ({"micro_batch_size": 2, "last_resort": "offload", "loss_weight": None}, 8, ""),
+        ({"micro_batch_size": 2, "last_resort": "recompute", "loss_weight": None}, 8, ""),
     ],
 )
 def test_a_plan_does_not_replace_micro_batching_by_one_that_trains_by_other_numbers(

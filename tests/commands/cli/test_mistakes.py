@@ -149,7 +149,7 @@ def test_a_limit_in_which_no_sample_fits_is_one_message(run, tmp_path):
     code, told = run(trainer={"callbacks": [callback(LIMIT, limit="60KiB"), callback(BATCHING)]})
     assert code == 2
     assert "memfit: error: A micro-batch of one sample does not fit" in told
-    assert "`MicroBatching(last_resort='offload')`" in told
+    assert "`MicroBatching(last_resort='recompute')`" in told
     assert "Traceback" not in told
     assert left(tmp_path) == []
 

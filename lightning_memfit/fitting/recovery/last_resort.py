@@ -1,0 +1,130 @@
+"""`Recomputation`: what is done when not even one sample fits, in the middle of training, and undone later."""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from torch import nn
+
+from lightning_memfit.checkpointing.apply import (
+    AppliedCheckpointing,
+    CheckpointedForward,
+    apply_checkpointing,
+    disable_caches,
+    is_checkpointed,
+)
+from lightning_memfit.checkpointing.blocks import find_blocks
+from lightning_memfit.checkpointing.policies import Choice
+from lightning_memfit.fitting.size.sizes import Backoff
+from lightning_memfit.reliability.consensus import RankConsensus
+
+LastResort = Literal["none", "recompute"]
+"""What follows when one sample doesn't fit: an error, or recomputation."""
+
+LAST_RESORTS: tuple[LastResort, ...] = get_args(LastResort)
+
+_NO_BLOCK = "there is no repeated block that keeps activations"
+
+
+class Recomputation:
+    """Recompute every repeated block of a module in backward, on all ranks together, as long as that is needed.
+
+    Gradients, random numbers and updates stay bitwise what they are. Blocks that keep some of their activations
+    (`ActivationCheckpointing` with `selective` or `choices`) keep none from then on. Compiled blocks, those with
+    Hugging Face's own checkpointing and those whose activations are offloaded stay as they are.
+
+    After a quiet spell it is given up, for whatever made it necessary may have passed: another process, an
+    exceptionally long batch. What doing without it needs can't be measured beforehand, so it is tried; a failure within
+    the next quiet spell starts it again, and doubles the spell. The batch that fails is repeated exactly.
+
+    Args:
+        module: The module in training.
+        is_allowed: Whether it may be started.
+        consensus: Communication between the ranks. It is started if it helps on any of them.
+    """
+
+    def __init__(self, module: nn.Module, is_allowed: bool, consensus: RankConsensus) -> None:
+        self._module = module
+        self._is_allowed = is_allowed
+        self._consensus = consensus
+        self._backoff = Backoff()
+        self._is_on = self._is_trying_without = False
+        self._applied: AppliedCheckpointing | None = None
+        self._before: list[tuple[CheckpointedForward, Choice]] = []
+        self._enable_caches: Callable[[], None] | None = None
+        self._num_blocks = 0
+
+    def start(self) -> str | None:
+        """Start it after a failure, and return what it did; None if nothing is left to do."""
+        self._backoff.restart()
+        return self._start()
+
+    def start_again(self) -> str | None:
+        """After a failure, start again what was given up too early; return None if nothing was."""
+        if not self._is_trying_without:
+            self._backoff.restart()
+            return None
+        self._backoff.fail()
+        self._is_trying_without = False
+        return self._start()
+
+    def succeed(self) -> str | None:
+        """Count a batch without failure; if it is time, give it up, and return what it had done."""
+        if not (self._is_on or self._is_trying_without) or not self._backoff.succeed():
+            return None
+        self._is_trying_without = self._is_on
+        if not self._is_on:
+            return None
+        description = self._description
+        self.close()
+        return description
+
+    def summary(self) -> str:
+        """Describe what was done, or why it could not be, for the error when that was not enough."""
+        if self._is_on:
+            return f" even with {self._description}."
+        return f". No recomputation: {_NO_BLOCK}." if self._is_allowed else "."
+
+    def close(self) -> None:
+        """Make blocks keep what they kept before."""
+        if self._applied is not None:
+            self._applied.remove()
+        for forward, choice in self._before:
+            forward.choice = choice
+        if self._enable_caches is not None:
+            self._enable_caches()
+        self._applied, self._before, self._enable_caches, self._is_on = None, [], None, False
+
+    @property
+    def _description(self) -> str:
+        return f"the activations of {self._num_blocks} more blocks recomputed in backward"
+
+    def _start(self) -> str | None:
+        if not self._is_allowed or self._is_on:
+            return None
+        plain, partial = self._blocks()
+        self._num_blocks = len(plain) + len(partial)
+        if not self._consensus.any_of([self._num_blocks > 0])[0]:
+            return None
+        self._enable_caches = disable_caches(self._module)
+        self._applied = apply_checkpointing(plain, ["full"] * len(plain))
+        self._before = [(forward, forward.choice) for forward in partial]
+        for forward in partial:
+            forward.choice = "full"
+        self._is_on = True
+        return self._description
+
+    def _blocks(self) -> tuple[list[nn.Module], list[CheckpointedForward]]:
+        """Return the blocks that keep everything, and the forwards of those that keep a part."""
+        plain: list[nn.Module] = []
+        partial: list[CheckpointedForward] = []
+        for block in (module for group in find_blocks(self._module) for module in group.modules):
+            forward = vars(block).get("forward")
+            if isinstance(forward, CheckpointedForward) and forward.choice != "full":
+                partial.append(forward)
+            elif not (is_checkpointed(block) or _is_compiled(block)):
+                plain.append(block)
+        return plain, partial
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    return any(getattr(child, "_compiled_call_impl", None) is not None for child in block.modules())
