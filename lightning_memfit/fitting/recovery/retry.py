@@ -18,13 +18,12 @@ _LET_OTHERS_SPEAK = 2.0  # seconds
 
 
 class Outcome(IntEnum):
-    """How what ranks did together has gone on one of them; the last two are those of comparisons."""
+    """How what ranks did together has gone on one of them; the last one is of comparisons that showed nothing."""
 
     OK = 0
     OUT_OF_MEMORY = 1
     FAILED = 2
-    OVERFLOWED = 3
-    UNSEEN = 4
+    UNSEEN = 3
 
 
 def outcome_of(error: Exception | None) -> Outcome:

@@ -29,8 +29,6 @@ from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.reliability.consensus import RankConsensus, ShortElsewhere
 from lightning_memfit.techniques.core.facts import batch_statistics
 
-_DIVISORS = (1.0, 2.0**8, 2.0**16)
-"""Of the loss, each tried where gradients of 16 bits overflow with the one before; scalers begin at 65536."""
 _USERS = Rule("users")
 _MAX_WINDOWS = 4
 _ACCEPT = "or keep the whole share in one micro-batch."
@@ -83,7 +81,6 @@ class SelfCheck:
         accumulation: Runs the parts; learns what steps write on the module.
         holds_statistics: Whether layers of batch statistics are held fixed, which the user accepts.
         device_memory: The device's memory; None if it is not limited, so that any batch fits at once.
-        only_weights: Whether nothing but what losses are means over is to be learned.
 
     Attributes:
         is_done: Whether a check has passed.
@@ -98,7 +95,6 @@ class SelfCheck:
         accumulation: Accumulation,
         holds_statistics: bool,
         device_memory: DeviceMemory | None,
-        only_weights: bool = False,
     ) -> None:
         self._loop = loop
         self._splitter = splitter
@@ -107,17 +103,11 @@ class SelfCheck:
         self._accumulation = accumulation
         self._holds_statistics = holds_statistics
         self._memory = device_memory
-        self._only_weights = only_weights
         self._passes = Passes(loop, accumulation, holds_statistics)
         self._last_number = self._num_runs = 0
         self._cuts: set[frozenset[Any]] = set()
         self._warned: set[str] = set()
         self.is_done = False
-
-    def of_weights(self) -> "SelfCheck":
-        """Return a check that learns nothing but what losses are means over."""
-        shared = (self._loop, self._splitter, self._weights, self._consensus, self._accumulation)
-        return SelfCheck(*shared, self._holds_statistics, self._memory, only_weights=True)
 
     def is_due(self, batch: Any, number: int) -> bool:
         """Whether the split step of a number, counted from 1, is to be checked."""
@@ -150,7 +140,6 @@ class SelfCheck:
             # A comparison holds more than a step: what it compares, and on ranks that share one batch a copy of it.
             together = (size if self._memory is None else size * 3 // 4) if self._consensus.can_repeat else size // 2
             count = max(2, min(together, num_samples // 2))
-        self._passes.divisor, larger = _DIVISORS[0], iter(_DIVISORS[1:])
         while True:
             outcome, failure = self._attempt(request, batch, num_samples, count, size)
             told, most = {float(Outcome.OUT_OF_MEMORY)}, count
@@ -169,25 +158,14 @@ class SelfCheck:
                     )
                     break
                 count = max(2, min(count // 2, size))
-            elif Outcome.OVERFLOWED not in told:
-                break
             else:
-                self._passes.divisor = next(larger)
+                break
         self._agree(batch, num_samples)
-        self._warn_of_loggers()
         if self._memory is not None:
             self._memory.reset_peak()
         if Outcome.UNSEEN not in told:
             self.is_done = True
             self._cuts.add(self._splitter.cuts(batch))
-
-    def _warn_of_loggers(self) -> None:
-        if names := self._passes.logger_names - self._warned:
-            self._warned |= names
-            rank_zero_warn(
-                f"`training_step` writes {', '.join(f'`{name}`' for name in sorted(names))} to the logger itself: once "
-                "per micro-batch, with the micro-batch's values. `self.log` writes once, with the whole batch's."
-            )
 
     def _attempt(
         self, request: StepRequest, batch: Any, num_samples: int, count: int, size: int
@@ -210,8 +188,7 @@ class SelfCheck:
         if failure is None or isinstance(failure, ShortElsewhere):
             return Outcome.OK, failure
         if isinstance(failure, NotFiniteError):
-            is_larger = failure.is_narrow and self._passes.divisor < _DIVISORS[-1]
-            return Outcome.OVERFLOWED if is_larger else Outcome.UNSEEN, failure
+            return Outcome.UNSEEN, failure
         return outcome_of(failure), self._explained(failure)
 
     def _explained(self, failure: Exception) -> Exception:
@@ -312,10 +289,8 @@ class SelfCheck:
             if self._anywhere(not whole.shows):
                 if turn:
                     return
-                raise NotFiniteError(whole.least_bits < 32 and not whole.is_finite)
+                raise NotFiniteError
             parts, weights = self._first_right(samples, window, offset, sizes, whole, starts[1], turn)
-            if self._only_weights:
-                return
             self._judge_state(whole, parts)
             self._judge_logs(whole, parts, sizes, weights, turn)
             starts = (ended, self._passes.state())
@@ -378,7 +353,7 @@ class SelfCheck:
                 return found, [a, b]
         has_overflowed = not all(one.is_finite for one in (found, *alone))
         if min(one.least_bits for one in alone) < 32 and self._anywhere(has_overflowed):
-            raise NotFiniteError(is_narrow=True)  # of a part, whose samples' mean may be larger
+            raise NotFiniteError  # a part's gradients, whose samples' mean may be larger, overflow in 16 bits
         solution = _solve(whole, alone, tolerance)
         if is_state:
             raise MisconfigurationException(_ONE_AFTER_THE_OTHER.format(*sizes, self._written_words()))

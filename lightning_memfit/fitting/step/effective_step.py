@@ -3,7 +3,6 @@
 run(batch) -> attempt -> consensus of ranks -> reduce and commit | roll back, lower the micro-batch or recompute
 """
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +12,9 @@ from zlib import crc32
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memfit.device.host import probe_host
 from lightning_memfit.fitting.recovery.lockstep import TRAINING
 from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
@@ -36,7 +33,7 @@ from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes
 from lightning_memfit.fitting.step.window import PastBatch, Window
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import At, PeerFailed, RankConsensus
+from lightning_memfit.reliability.consensus import At, RankConsensus
 
 _CLOSURES = (
     "The optimizer calls its closure more than once per step, and with `accumulate_grad_batches` the closure runs the "
@@ -47,11 +44,8 @@ _OTHER_WEIGHTS = (
     "The ranks' modules have {} parameters: gradients of one rank alone can't be averaged. Add and remove layers on "
     "all ranks alike."
 )
-_NO_CHECK, _OF_WEIGHTS, _WHOLE_CHECK = range(3)
-_MAX_WEIGHINGS = 3
 _LAST_CHOICE = 64
 """The last split step at which batches are weighed by all candidates, to see whether it matters which is right."""
-_HOST_SHARE = 0.5  # of free memory: runs that split nothing need none of it otherwise
 _MAX_PROVEN = 4096
 _ALWAYS_RISKY = 2
 """Steps at first, of which the first one makes the optimizer's states."""
@@ -61,18 +55,12 @@ def _num_parts(local_batch: LocalBatch, size: int) -> int:
     return -(-local_batch.num_samples // size)
 
 
-def _has_room_to_compare(trainer: Trainer) -> bool:
-    """Whether host memory has room for what a comparison saves: each rank's weights, and their gradients."""
-    num_sharing = -(-trainer.world_size // max(1, trainer.num_nodes))
-    saved_bytes = 2 * sum(parameter.nbytes for parameter in trainer.lightning_module.parameters())
-    return num_sharing * saved_bytes <= _HOST_SHARE * probe_host().available_bytes
-
-
 class EffectiveStep:
     """Run loader batches in micro-batches, so that gradients and logged values are those of the effective batch.
 
     Before a batch is split for the first time, and at some later ones, a `SelfCheck` compares samples together with
-    samples apart; `Window` weighs the batches of one optimizer step.
+    samples apart; `Window` weighs the batches of one optimizer step. Until then whole batches weigh by the likeliest
+    rule: unmasked `labels` where there are some, else samples.
 
     An attempt runs every micro-batch without communication between ranks, or with that of a sharded module, which a
     `Lockstep` ends on all ranks if one fails. Then all ranks exchange how it went, as three numbers each. Only if all
@@ -127,8 +115,6 @@ class EffectiveStep:
         self._outputs = StepOutputs(loop.module, loop.results, accumulation.rules)
         self._guard = BatchGuard()
         self._window = Window(loop, weights, consensus, self._is_sharded)
-        self._num_weighings = _MAX_WEIGHINGS
-        self._is_mean = False
         self._whole = LocalBatch(0, 0.0)
         self._is_cleared = False
         self._failed_size = 0
@@ -174,11 +160,9 @@ class EffectiveStep:
             self._window.is_risky = not (is_proven and self._consensus.knows((TRAINING, _num_parts(local_batch, size))))
         needed = self._needed(request, local_batch, size)
         needed = self._window.begin(request, local_batch, needed, _num_parts(local_batch, size))
-        if needed == _WHOLE_CHECK:
+        if needed:
             local_batch, start = self._check_on(request, local_batch, start, size)
-        elif needed == _OF_WEIGHTS:
-            local_batch = self._settle_weights(request, local_batch, start, size)
-        is_repeated = needed != _NO_CHECK and self._window.weigh_past_again()
+        is_repeated = needed and self._window.weigh_past_again()
         if is_repeated:
             self._rollback.clear_gradients()
         request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
@@ -210,7 +194,7 @@ class EffectiveStep:
             self._num_split += num_samples > size and not was_split
             local_batch = self._weigh(request, num_samples, size)
             needed = self._needed(request, local_batch, size)
-            if self._window.weigh(request, local_batch, needed) == _WHOLE_CHECK:
+            if self._window.weigh(request, local_batch, needed):
                 local_batch, start = self._check_on(request, local_batch, start, size, has_failed=True)
                 self._window.weigh_past_again()
         assert result is not None
@@ -231,7 +215,7 @@ class EffectiveStep:
 
     def _weigh(self, request: StepRequest, num_samples: int, size: int) -> LocalBatch:
         if self._weighs_whole or num_samples > size:
-            chooses = self._num_split <= _LAST_CHOICE or not self._check.is_done
+            chooses = num_samples > size and (self._num_split <= _LAST_CHOICE or not self._check.is_done)
             weighed = self._weights.read(request.batch, num_samples, with_rivals=chooses)
             if weighed.weight or self._weighs_whole:
                 return weighed
@@ -240,13 +224,13 @@ class EffectiveStep:
             self._whole = LocalBatch(num_samples, float(max(num_samples, 1)))
         return self._whole
 
-    def _needed(self, request: StepRequest, local_batch: LocalBatch, size: int) -> int:
-        """Return the check that this rank needs: of all that parts do, of what the loss is a mean over, or none."""
+    def _needed(self, request: StepRequest, local_batch: LocalBatch, size: int) -> bool:
+        """Whether this rank needs a check."""
         num_samples = local_batch.num_samples
-        if num_samples > size:
-            is_due = self._check.is_due(request.batch, self._num_split)
-            return _WHOLE_CHECK if is_due or local_batch.is_disputed(sizes_of(num_samples, size)) else _NO_CHECK
-        return _OF_WEIGHTS if self._has_open_weights(local_batch) else _NO_CHECK
+        if num_samples <= size:
+            return False
+        is_due = self._check.is_due(request.batch, self._num_split)
+        return is_due or local_batch.is_disputed(sizes_of(num_samples, size))
 
     def _check_on(
         self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int, has_failed: bool = False
@@ -271,53 +255,6 @@ class EffectiveStep:
         local_batch = self._weigh(request, num_samples, size)
         self._window.weigh(request, local_batch)
         return local_batch, start
-
-    def _has_open_weights(self, local_batch: LocalBatch) -> bool:
-        """Whether it is in dispute how batches weigh that aren't split, beside others of a window or of other ranks.
-
-        Sharded ranks would all have to run the same samples to find out: there the likeliest rule holds.
-        """
-        if self._is_sharded or not (self._weighs_whole and self._num_weighings):
-            return False
-        sizes = {past.local_batch.num_samples for past in self._window.past} | {local_batch.num_samples}
-        is_ragged = len(sizes) > 1 and not (self._is_mean or self._check.is_done)  # a sum weighs as it is
-        if local_batch.num_samples < 2 or not (is_ragged or local_batch.is_disputed_by_sample):
-            return False
-        if not _has_room_to_compare(self._loop.trainer):
-            self._num_weighings = 0
-        return self._num_weighings > 0
-
-    def _settle_weights(
-        self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int
-    ) -> LocalBatch:
-        """Find out, on all ranks, what losses are means over; where nothing shows it, the likeliest rule stays.
-
-        Nothing is split, so that what else would be refused, be worth a warning, or fail (a part that can't be split
-        off, a step that expects its own weights) is none of this run. All ranks hear of it inside the comparison.
-        """
-        put_back = self._weights.remember()
-        self._num_weighings -= 1
-        failure: Exception | None = None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                num_samples = local_batch.num_samples
-                self._check.of_weights().run(request, request.batch, num_samples, min(size, num_samples), False)
-            self._is_mean = not self._weights.is_sum
-        except PeerFailed:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            failure = error
-        if failure is not None:
-            release(failure)
-            put_back()
-            self._num_weighings = 0
-        self._loop.module._current_fx_name = start.hook_name
-        local_batch = self._weigh(request, local_batch.num_samples, local_batch.num_samples)
-        self._window.weigh(request, local_batch)
-        return local_batch
 
     # --- an attempt -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_memfit.fitting.step.split import Path, children
 
@@ -59,12 +58,6 @@ class LocalBatch:
         if not self._rivals or len(sizes) == 1:
             return False
         found, *others = (_sums(rows or [1.0] * self.num_samples, sizes) for rows in (self._rows, *self._rivals))
-        return not all(_proportional(found, other) for other in others)
-
-    @property
-    def is_disputed_by_sample(self) -> bool:
-        """Whether rules that nothing has refuted give the samples different weights."""
-        found, *others = (rows or [1.0] * self.num_samples for rows in (self._rows, *self._rivals))
         return not all(_proportional(found, other) for other in others)
 
     def weights_of(self, parts: list[Any], sizes: list[int]) -> list[float]:
@@ -112,21 +105,6 @@ class Rule:
         """Whether losses are usually means over this, so that one comparison is proof enough."""
         is_label = self.kind == "unmasked" and self.value == IGNORE_INDEX and self.path[-1:] == ("labels",)
         return self.kind in ("samples", "sum", "users") or is_label
-
-    @override
-    def __str__(self) -> str:
-        place = f"`{'.'.join(map(str, self.path)) or 'the batch'}`"
-        shifted = " shifted by one" if self.start or self.stop else ""
-        return {
-            "samples": "samples",
-            "sum": "a sum over samples, not a mean",
-            "entries": f"rows of {place}",
-            "finite": f"entries of {place} that are not missing",
-            "unmasked": f"entries of {place}{shifted} other than {self.value}",
-            "padding": f"entries of {place}{shifted} before its padding",
-            "total": f"the sum of {place}{shifted}",
-            "classes": f"the class weights `{self.value}` of {place}{shifted}",
-        }[self.kind]
 
 
 SAMPLES = Rule("samples")
@@ -196,16 +174,6 @@ class LossWeights:
         self._known = {
             key: [r for r in known if r not in self._refuted] or [SAMPLES] for key, known in self._known.items()
         }
-
-    def remember(self) -> Callable[[], None]:
-        """Return a function that takes back what is learned from now on."""
-        before = set(self._refuted), self._ignored, self.is_sum
-
-        def take_back() -> None:
-            self._refuted, self._ignored, self.is_sum = before
-            self._known.clear()
-
-        return take_back
 
     def ignore(self, values: Iterable[int]) -> None:
         """Take entries of labels that the loss was seen to leave out for candidates, too."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.rollback import TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
@@ -47,15 +47,7 @@ _NOT_ALONE = (
 
 
 class NotFiniteError(Exception):
-    """Gradients are infinite, NaN or all zero, so that nothing can be told from them.
-
-    Args:
-        is_narrow: Whether numbers of 16 bits were computed, which a smaller loss may keep within their range.
-    """
-
-    def __init__(self, is_narrow: bool) -> None:
-        super().__init__("The gradients of some samples are not finite.")
-        self.is_narrow = is_narrow
+    """Gradients are infinite, NaN or all zero, so that nothing can be told from them."""
 
 
 class PartFailedError(MisconfigurationException):
@@ -102,10 +94,8 @@ class Passes:
         holds_statistics: Whether layers of batch statistics are held fixed.
 
     Attributes:
-        divisor: Of the loss, so that gradients of 16 bits don't overflow; what is compared is multiplied again.
         ignored: Entries of labels that losses were told to leave out.
         changed_weights: Names of weights in training that steps were seen to write.
-        logger_names: Names under which steps have written to the loggers themselves.
     """
 
     def __init__(self, loop: MicroBatchLoop, accumulation: Accumulation, holds_statistics: bool) -> None:
@@ -113,22 +103,19 @@ class Passes:
         self._accumulation = accumulation
         self._holds_statistics = holds_statistics
         self._snapshot: TrainingSnapshot
-        self.divisor = 1.0
         self.ignored: set[int] = set()
         self.changed_weights: set[str] = set()
-        self.logger_names: set[str] = set()
 
     @contextmanager
     def undone(self, autocast: bool) -> Iterator[None]:
         """Run passes that leave no trace."""
         module, trainer, accumulation = self._loop.module, self._loop.trainer, self._accumulation
         with ExitStack() as stack:
-            loggers = stack.enter_context(silenced(trainer))
+            stack.enter_context(_silenced(trainer))
             stack.enter_context(without_recurrent_dropout(module))
             stack.enter_context(exact_products())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if not autocast:
-                stack.enter_context(_without_autocast(trainer))
+            stack.enter_context(_unscaled(trainer, autocast))
             self._settle()
             self._snapshot = TrainingSnapshot(module, trainer.strategy.root_device)
             try:
@@ -145,7 +132,6 @@ class Passes:
                 self._settle()
                 self._snapshot.restore()
                 del self._snapshot  # which holds gradients
-                self.logger_names.update(name for logger in loggers for name in logger.names)
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]
                     if isinstance(callback, MemoryMonitor):
                         callback.reset_peak()
@@ -201,7 +187,7 @@ class Passes:
 
         self._accumulation.before_forward = begin_part
         own = [with_own_tensors(part) for part in parts]
-        divisors = [self.divisor / share if share else 1.0 for share in shares]
+        divisors = [1.0 / share if share else 1.0 for share in shares]
         try:
             with noise:
                 result = self._accumulation.run(request, own, sizes, shares, divisors, outputs, start)
@@ -224,7 +210,7 @@ class Passes:
                 return self.run(request, parts, sizes, shares, start, num_samples)
         after = sampled_weights(module)
         found = Pass(
-            self.divisor * sketches.matrix(0.0 if loss is None else float(loss)),
+            sketches.matrix(0.0 if loss is None else float(loss)),
             {name: reading_of(place.read()) for name, place in written.items()},
             after,
             [*outputs.calls, *(returned(result.extra) if len(parts) == 1 else ())],
@@ -241,37 +227,31 @@ class Passes:
 # --- surroundings of a pass -------------------------------------------------------------------------------------------
 
 
-class SilentLogger(DummyLogger):
-    """Writes nothing, and remembers the names that it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    @override
-    def log_metrics(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
-        """Remember the names."""
-        self.names.update(metrics)
-
-
 @contextmanager
-def silenced(trainer: Trainer) -> Iterator[list[SilentLogger]]:
+def _silenced(trainer: Trainer) -> Iterator[None]:
     """Give the module loggers that write nothing, for steps that are not part of training."""
     before = trainer.loggers
-    silent = [SilentLogger() for _ in before]
-    trainer.loggers = silent  # type: ignore[assignment]
+    trainer.loggers = [DummyLogger() for _ in before]
     try:
-        yield silent
+        yield
     finally:
         trainer.loggers = before
 
 
 @contextmanager
-def _without_autocast(trainer: Trainer) -> Iterator[None]:
-    """Compute in the parameters' own precision: gradients of 16 bits differ by more than many a wrong weight."""
+def _unscaled(trainer: Trainer, autocast: bool) -> Iterator[None]:
+    """Leave out the scaler, at whose first scales gradients may overflow, and autocast if the module can do without.
+
+    Gradients of 16 bits differ by more than many a wrong weight.
+    """
     attributes = vars(trainer.precision_plugin)
-    attributes["forward_context"] = nullcontext
+    before = dict(attributes)
+    if isinstance(trainer.precision_plugin, MixedPrecision):
+        attributes["scaler"] = None
+    if not autocast:
+        attributes["forward_context"] = nullcontext
     try:
         yield
     finally:
-        del attributes["forward_context"]
+        attributes.clear()
+        attributes.update(before)

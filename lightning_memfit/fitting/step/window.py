@@ -64,16 +64,16 @@ class Window:
         self.is_risky = False
         self.checked_rank = 0
 
-    def begin(self, request: StepRequest, local_batch: LocalBatch, needed: int, num_parts: int) -> int:
-        """Add the weight of a batch, over all ranks; return the check that any rank needs."""
+    def begin(self, request: StepRequest, local_batch: LocalBatch, needed: bool, num_parts: int) -> bool:
+        """Add the weight of a batch, over all ranks; return whether any rank needs a check."""
         if request.zero_grad is not None:
             self.past.clear()
             self._total = 0.0
         self._of_batch = 0.0
         return self.weigh(request, local_batch, needed, num_parts)
 
-    def weigh(self, request: StepRequest, local_batch: LocalBatch, needed: int = 0, num_parts: int = 0) -> int:
-        """Replace the weight of the batch; return the check that any rank needs.
+    def weigh(self, request: StepRequest, local_batch: LocalBatch, needed: bool = False, num_parts: int = 0) -> bool:
+        """Replace the weight of the batch; return whether any rank needs a check.
 
         Sharded, an attempt is risky for all ranks if it is for one, or if they run different numbers of micro-batches.
         """
@@ -82,7 +82,7 @@ class Window:
             is_last = self._loop.is_last_of_epoch
             told = self._consensus.exchange(total, needed, -1 if self.is_risky else num_parts, is_last, at=At.BATCH)
             require_as_many_batches([last for *_, last in told], self._loop.num_batches, "limit_train_batches")
-            total, needed = sum(theirs for theirs, *_ in told), int(max(theirs for _, theirs, *_ in told))
+            total, needed = sum(theirs for theirs, *_ in told), any(theirs for _, theirs, *_ in told)
             if num_parts and self._is_sharded:
                 self.is_risky = any(parts != num_parts for _, _, parts, _ in told)
             if self.is_risky and self._loop.engine is not None:

@@ -1,7 +1,6 @@
 """Training with `MicroBatching` equals training without it, or ends with the reason before a weight has changed."""
 
 import copy
-import warnings
 from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_memfit.device.limit import MemoryLimit
@@ -331,8 +330,7 @@ def test_checks_write_nothing_to_the_logger() -> None:
     """The whole share at once, smaller from the third step on: a check and a repeat."""
     module, logger = WritingLogs(), Written()
     module.fails_at = (3,)
-    with pytest.warns(UserWarning, match="writes `own` to the logger itself"):
-        fit(module, MicroBatching(micro_batch_size=BATCH), logger=logger, log_every_n_steps=1)
+    fit(module, MicroBatching(micro_batch_size=BATCH), logger=logger, log_every_n_steps=1)
     assert len(module.checked) > 0
     assert sum("own" in metrics for metrics in logger.calls) == 2 + 2 * 6
     assert sum("loss" in metrics for metrics in logger.calls) == 8
@@ -643,113 +641,15 @@ def stepped(kind: type[Labelled], window: int) -> Labelled:
     return module
 
 
-class Summed(Labelled):
-    """The loss is a sum, of which plain Lightning takes the mean over the batches of a window."""
-
-    weight_of = staticmethod(lambda batch: 1)
-
-    def loss(self, batch: Any) -> Tensor:
-        return functional.cross_entropy(self.net(batch["ids"]).transpose(1, 2), batch["answers"], reduction="sum")
-
-
-@pytest.mark.parametrize("micro_batch_size", [3, BATCH])
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        *((kind, sizes) for kind in (Labelled, OverSamples) for sizes in [(BATCH, BATCH), (BATCH, BATCH, BATCH)]),
-        (Summed, (BATCH, BATCH, 2)),
-    ],
-)
+@pytest.mark.parametrize("sizes", [(BATCH, BATCH), (BATCH, BATCH, BATCH)])
+@pytest.mark.parametrize("kind", [Labelled, OverSamples])
 def test_a_rule_that_is_found_within_a_window_holds_for_all_of_it(
-    kind: type[Labelled], sizes: tuple[int, ...], micro_batch_size: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[Labelled], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kind, "sizes", sizes)
     ours = kind()
-    fit(ours, MicroBatching(micro_batch_size=micro_batch_size), max_epochs=1, accumulate_grad_batches=len(sizes))
+    fit(ours, MicroBatching(micro_batch_size=3), max_epochs=1, accumulate_grad_batches=len(sizes))
     assert difference(ours, stepped(kind, len(sizes))) < 1e-9
-
-
-class NormalisedWindow(Normalised):
-    """Can't be split, which nobody asks for."""
-
-    @staticmethod
-    def make_loader() -> DataLoader:
-        rows = [(one, other, torch.tensor(index % 3)) for index, (one, other) in enumerate(regression().dataset)]
-        return DataLoader(rows, BATCH)
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch[:2])
-
-
-def test_whole_batches_of_a_window_need_not_be_such_as_can_be_split() -> None:
-    plain, ours = NormalisedWindow(), NormalisedWindow()
-    fit(plain, max_epochs=2, accumulate_grad_batches=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*(LeafSpec|num_workers|log_every)")
-        fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, accumulate_grad_batches=2)
-    assert difference(plain, ours) < 1e-12
-    torch.testing.assert_close(plain.norm.running_mean, ours.norm.running_mean, rtol=0, atol=0)
-
-
-class WithSparse(Labelled):
-    """Has a sparse tensor in its batches."""
-
-    @classmethod
-    def make_loader(cls) -> DataLoader:
-        loader = super().make_loader()
-
-        def collate(rows: list[Any]) -> dict[str, Tensor]:
-            return default_collate(rows) | {"graph": torch.eye(len(rows)).to_sparse()}
-
-        return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=collate)
-
-
-class SplitBadly(Labelled):
-    """Has a hook that can't split its batches."""
-
-    def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
-        if len(sizes) > 1:
-            raise KeyError("edges")
-        return [batch]
-
-
-class Asserting(Labelled):
-    """Expects the weights that it had when the batch began."""
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.total = float(sum(p.detach().sum() for p in self.net.parameters()))
-
-    def loss(self, batch: Any) -> Tensor:
-        assert self.total == float(sum(p.detach().sum() for p in self.net.parameters()))
-        return super().loss(batch)
-
-
-@pytest.mark.parametrize("kind", [WithSparse, SplitBadly, Asserting])
-def test_whole_batches_of_a_window_need_not_be_such_as_can_be_compared(kind: type[Labelled]) -> None:
-    plain, ours = kind(), kind()
-    fit(plain, max_epochs=2, accumulate_grad_batches=2)
-    fit(ours, MicroBatching(micro_batch_size=BATCH), max_epochs=2, accumulate_grad_batches=2)
-    assert difference(plain, ours) < 1e-12
-
-
-@pytest.mark.parametrize(("available", "expected"), [(1 << 40, 1), (1000, 0)])
-def test_whole_batches_are_compared_where_host_memory_has_room(
-    available: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared: list[SelfCheck] = []
-    of_weights = SelfCheck.of_weights
-
-    def noted(check: SelfCheck) -> SelfCheck:
-        compared.append(check)
-        return of_weights(check)
-
-    monkeypatch.setattr(SelfCheck, "of_weights", noted)
-    monkeypatch.setattr(
-        "lightning_memfit.fitting.step.effective_step.probe_host", lambda: SimpleNamespace(available_bytes=available)
-    )
-    fit(OverSamples(), MicroBatching(micro_batch_size=BATCH), max_epochs=1, accumulate_grad_batches=2)
-    assert min(1, len(compared)) == expected
 
 
 @pytest.mark.parametrize(

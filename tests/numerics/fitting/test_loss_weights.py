@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.step.loss_weights import SAMPLES, SUM, LocalBatch, LossWeights, Rule
+from lightning_memfit.fitting.step.loss_weights import SAMPLES, LocalBatch, LossWeights, Rule
 from lightning_memfit.fitting.step.split import BatchSplitter
 
 LABELS = torch.tensor([[1, 2, -100], [-100, -100, -100], [4, 5, 6], [7, -100, -100]])
@@ -229,34 +229,3 @@ def test_a_hook_that_does_not_add_up_is_refused() -> None:
     local = LossWeights(lambda part: 1.0).read({"labels": LABELS}, 4)
     with pytest.raises(ValueError, match=r"`loss_weight` of the parts \[1\.0, 1\.0\] adds up to 2\.0.*to 1\.0"):
         local.weights_of([{}, {}], [2, 2])
-
-
-def test_equal_weights_are_found_equal_at_once() -> None:
-    class Unread(list):
-        def __iter__(self) -> Any:
-            raise AssertionError("was added up")
-
-    assert not LocalBatch(3, 3.0, Unread([1.0, 1.0, 1.0]), [Unread([7.0, 7.0, 7.0]), None]).is_disputed_by_sample
-    assert LocalBatch(3, 3.0, [1.0, 1.0, 1.0], [[7.0, 7.0, 6.0]]).is_disputed_by_sample
-    assert LocalBatch(3, 3.0, [1.0, 1.0, 1.0], [[0.0, 0.0, 0.0]]).is_disputed_by_sample
-    assert not LocalBatch(2, 2.0, Unread([1.0, 2.0]), [Unread([1.0, 2.0])]).is_disputed_by_sample
-
-
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rule", "words", "is_usual"),
-    [
-        (SAMPLES, "samples", True),
-        (SUM, "a sum over samples, not a mean", True),
-        (Rule("unmasked", ("labels",), -100), "entries of `labels` other than -100", True),
-        (Rule("unmasked", ("y",), -1, 1), "entries of `y` shifted by one other than -1", False),
-        (Rule("padding", (0,)), "entries of `0` before its padding", False),
-        (Rule("total", ("a", "mask")), "the sum of `a.mask`", False),
-        (Rule("classes", (), "loss.weight"), "the class weights `loss.weight` of `the batch`", False),
-    ],
-)
-def test_rules_in_words(rule: Rule, words: str, is_usual: bool) -> None:
-    assert str(rule) == words
-    assert rule.is_usual is is_usual
