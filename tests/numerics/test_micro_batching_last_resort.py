@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_memfit.checkpointing.apply import CheckpointedForward
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.size import sizes as backoff
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.fitting import out_of_memory
 from tests.helpers.trainers import difference, fit, fit_on_two_ranks
@@ -147,7 +146,7 @@ def test_a_last_resort_that_there_is_not_is_refused() -> None:
         MicroBatching(last_resort="swap")  # type: ignore[arg-type]
 
 
-# --- on several ranks, and growing back -----------------------------------------------------------------------------
+# --- on several ranks -------------------------------------------------------------------------------------------------
 
 
 class SeesRecomputation(pl.Callback):
@@ -159,25 +158,3 @@ def test_all_ranks_recompute_if_one_needs_it(tmp_path: Path) -> None:
     callbacks = (MemoryLimit("1GiB"), recomputing(), SeesRecomputation())
     one, other = fit_on_two_ranks(Failing(is_plain, rank=1), tmp_path, *callbacks)
     assert difference(one[0], other[0]) == 0
-
-
-@pytest.mark.nightly
-def test_it_is_given_up_when_the_shortage_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "STEPS_BEFORE_GROWTH", 2)
-    ours = recomputing()
-    module = Failing(lambda module: module.trainer.global_step == 1 and is_plain(module), num_batches=9)
-    trained(module, MemoryLimit("1GiB"), ours, max_epochs=1)
-    assert reasons(ours) == [f"from now on with{out} {RECOMPUTED}" for out in ("", "out")]
-    assert [step for step, *_ in ours.changes] == [0, 1, 2]
-    assert difference(module, trained(Blocks(num_batches=9), MicroBatching(micro_batch_size=1), max_epochs=1)) == 0
-
-
-@pytest.mark.nightly
-def test_where_it_is_still_needed_it_comes_back_and_is_given_up_half_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "STEPS_BEFORE_GROWTH", 2)
-    ours = recomputing()
-    module = Failing(is_plain, num_batches=16)
-    trained(module, MemoryLimit("1GiB"), ours, max_epochs=1)
-    assert reasons(ours)[1:] == [f"from now on with{out} {RECOMPUTED}" for out in ("out", "", "out", "", "out", "")]
-    assert [step for step, *_ in ours.changes][2:] == [2, 3, 6, 7, 14, 15]
-    assert difference(module, trained(Blocks(num_batches=16), MicroBatching(micro_batch_size=1), max_epochs=1)) == 0

@@ -1,4 +1,4 @@
-"""`Recomputation`: what is done when not even one sample fits, in the middle of training, and undone later."""
+"""`Recomputation`: what is done when not even one sample fits, in the middle of training."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -14,7 +14,6 @@ from lightning_memfit.checkpointing.apply import (
 )
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
-from lightning_memfit.fitting.size.sizes import Backoff
 from lightning_memfit.reliability.consensus import RankConsensus
 
 LastResort = Literal["none", "recompute"]
@@ -26,15 +25,11 @@ _NO_BLOCK = "there is no repeated block that keeps activations"
 
 
 class Recomputation:
-    """Recompute every repeated block of a module in backward, on all ranks together, as long as that is needed.
+    """Recompute every repeated block of a module in backward, on all ranks together.
 
     Gradients, random numbers and updates stay bitwise what they are. Blocks that keep some of their activations
     (`ActivationCheckpointing` with `selective` or `choices`) keep none from then on. Compiled blocks, those with
     Hugging Face's own checkpointing and those whose activations are offloaded stay as they are.
-
-    After a quiet spell it is given up, for whatever made it necessary may have passed: another process, an
-    exceptionally long batch. What doing without it needs can't be measured beforehand, so it is tried; a failure within
-    the next quiet spell starts it again, and doubles the spell. The batch that fails is repeated exactly.
 
     Args:
         module: The module in training.
@@ -46,37 +41,27 @@ class Recomputation:
         self._module = module
         self._is_allowed = is_allowed
         self._consensus = consensus
-        self._backoff = Backoff()
-        self._is_on = self._is_trying_without = False
+        self._is_on = False
         self._applied: AppliedCheckpointing | None = None
         self._before: list[tuple[CheckpointedForward, Choice]] = []
         self._enable_caches: Callable[[], None] | None = None
         self._num_blocks = 0
 
     def start(self) -> str | None:
-        """Start it after a failure, and return what it did; None if nothing is left to do."""
-        self._backoff.restart()
-        return self._start()
-
-    def start_again(self) -> str | None:
-        """After a failure, start again what was given up too early; return None if nothing was."""
-        if not self._is_trying_without:
-            self._backoff.restart()
+        """Start it and return what it did; None if nothing is left to do."""
+        if not self._is_allowed or self._is_on:
             return None
-        self._backoff.fail()
-        self._is_trying_without = False
-        return self._start()
-
-    def succeed(self) -> str | None:
-        """Count a batch without failure; if it is time, give it up, and return what it had done."""
-        if not (self._is_on or self._is_trying_without) or not self._backoff.succeed():
+        plain, partial = self._blocks()
+        self._num_blocks = len(plain) + len(partial)
+        if not self._consensus.any_of([self._num_blocks > 0])[0]:
             return None
-        self._is_trying_without = self._is_on
-        if not self._is_on:
-            return None
-        description = self._description
-        self.close()
-        return description
+        self._enable_caches = disable_caches(self._module)
+        self._applied = apply_checkpointing(plain, ["full"] * len(plain))
+        self._before = [(forward, forward.choice) for forward in partial]
+        for forward in partial:
+            forward.choice = "full"
+        self._is_on = True
+        return self._description
 
     def summary(self) -> str:
         """Describe what was done, or why it could not be, for the error when that was not enough."""
@@ -97,21 +82,6 @@ class Recomputation:
     @property
     def _description(self) -> str:
         return f"the activations of {self._num_blocks} more blocks recomputed in backward"
-
-    def _start(self) -> str | None:
-        if not self._is_allowed or self._is_on:
-            return None
-        plain, partial = self._blocks()
-        self._num_blocks = len(plain) + len(partial)
-        if not self._consensus.any_of([self._num_blocks > 0])[0]:
-            return None
-        self._enable_caches = disable_caches(self._module)
-        self._applied = apply_checkpointing(plain, ["full"] * len(plain))
-        self._before = [(forward, forward.choice) for forward in partial]
-        for forward in partial:
-            forward.choice = "full"
-        self._is_on = True
-        return self._description
 
     def _blocks(self) -> tuple[list[nn.Module], list[CheckpointedForward]]:
         """Return the blocks that keep everything, and the forwards of those that keep a part."""

@@ -78,7 +78,7 @@ class MicroBatching(KeepsRandomNumbers):
             is compared with them held fixed.
         recover: Whether to recover from out-of-memory errors; False lets such an error end the run.
         last_resort: `recompute` the activations of all repeated blocks when not even one sample fits any more, instead
-            of ending the run. It is exact, and undone when no longer needed.
+            of ending the run. It is exact.
         limit_bytes: Memory that may be used, in bytes. By default what the device reports.
         loss_weight: Function from a batch, or a part of it, to the number that its loss is averaged over. By default
             the module's method `loss_weight`, else unmasked label tokens if the batch has integer `labels`, else

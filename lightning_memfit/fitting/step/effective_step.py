@@ -367,7 +367,6 @@ class EffectiveStep:
             kept = self._guard.put_aside(request.kept)
             arguments = OrderedDict(request.arguments, batch=None)
             self._window.past.append(PastBatch(arguments, kept, local_batch, start))
-        self._shortage.succeed()
 
     def _reduce(self, reducer: GradientReducer) -> None:
         present = reducer.present()

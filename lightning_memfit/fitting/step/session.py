@@ -234,7 +234,7 @@ class FitSession:
     def kept(self) -> dict[str, Any]:
         """Return what a later run needs to reuse the size."""
         assert self.sizes is not None
-        return {"micro_batch_size": self.sizes.target, **self._setting()}
+        return {"micro_batch_size": self.sizes.current, **self._setting()}
 
     # --- the first batch --------------------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class FitSession:
         largest = search.after(StepMemory(before, peak, work, rest, not unlike))
         size = prefer(sizes.local_batch_size, largest)
         if size != before:
-            sizes.take(size)
+            sizes.begin(size, size)
             self._step.shapes = self._guard(self._shape, largest, self._limit_bytes - search.missed_bytes)
             self._note(size, self._described(search, size, sizes.local_batch_size))
 

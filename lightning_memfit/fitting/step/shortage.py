@@ -73,18 +73,8 @@ class Shortage:
         self._is_cached = DeviceKind.of(self._device).has_caching_allocator
         self._retries = allocation_retries(self._device)  # those of before training
 
-    def succeed(self) -> None:
-        """Count a batch without failure, after which more may be tried; all ranks must count alike."""
-        before = self._sizes.current
-        if self._sizes.succeed() > before:
-            self._on_change(self._sizes.current, "no failure for a while")
-        if given_up := self._recomputation.succeed():
-            self._consensus.start_anew()
-            rank_zero_info(f"MicroBatching: no failure for a while; from now on without {given_up}.")
-            self._on_change(self._sizes.current, f"from now on without {given_up}")
-
     def need_less(self, request: StepRequest, size: int, message: str, error: Exception | None) -> None:
-        """Recompute again if that was given up too early, else lower the micro-batch, else recompute.
+        """Lower the micro-batch, or recompute if it is one sample.
 
         Args:
             request: The step.
@@ -95,15 +85,13 @@ class Shortage:
         Raises:
             torch.OutOfMemoryError: If nothing is left.
         """
-        done = self._recomputation.start_again()
-        smaller = 0 if done else self._sizes.shrink(size)
-        done = done or (None if smaller else self._recomputation.start())
+        smaller = self._sizes.shrink(size)
+        done = None if smaller else self._recomputation.start()
         if smaller:
             rank_zero_warn(f"Memory ran out with micro-batch {size}: the effective batch is repeated with {smaller}.")
             self._on_change(smaller, message)
         elif done:
-            failed = "one sample" if size == 1 else f"micro-batch {size}"
-            rank_zero_warn(f"Memory ran out with {failed}: the effective batch is repeated, from now on with {done}.")
+            rank_zero_warn(f"Memory ran out with one sample: the effective batch is repeated, from now on with {done}.")
             self._on_change(self._sizes.current, f"from now on with {done}")
         else:
             is_whole = self._splitter.count(request.batch) == 1

@@ -1,11 +1,10 @@
-"""When recomputation is started and given up, and what it does to a module."""
+"""When recomputation is started, and what it does to a module."""
 
 import pytest
 from torch import nn
 
 from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.fitting.recovery.last_resort import Recomputation
-from lightning_memfit.fitting.size.sizes import STEPS_BEFORE_GROWTH
 from lightning_memfit.reliability.consensus import RankConsensus
 
 DONE = "the activations of 4 more blocks recomputed in backward"
@@ -23,11 +22,6 @@ def made(module: nn.Module | None = None, is_allowed: bool = True) -> Recomputat
     return Recomputation(blocks() if module is None else module, is_allowed, RankConsensus(1))
 
 
-def quiet(recomputation: Recomputation) -> int:
-    """Steps without failure until it is given up, 0 if it isn't."""
-    return next((step for step in range(1, 20_000) if recomputation.succeed()), 0)
-
-
 def test_it_is_done_once_and_put_back() -> None:
     module = blocks()
     recomputation = made(module)
@@ -42,40 +36,8 @@ def test_what_is_not_allowed_or_finds_no_block_does_nothing() -> None:
     forbidden, empty = made(is_allowed=False), made(nn.Linear(4, 4))
     for recomputation in (forbidden, empty):
         assert recomputation.start() is None
-        assert recomputation.start_again() is None
-        assert quiet(recomputation) == 0
     assert forbidden.summary() == "."
     assert empty.summary() == ". No recomputation: there is no repeated block that keeps activations."
-
-
-def test_a_failure_soon_after_starts_it_again_and_doubles_the_wait() -> None:
-    recomputation = made()
-    recomputation.start()
-    for spell in (STEPS_BEFORE_GROWTH, 200, 400):
-        assert quiet(recomputation) == spell
-        for _ in range(spell - 1):
-            assert recomputation.succeed() is None
-        assert recomputation.start_again() == DONE
-    assert quiet(recomputation) == 800
-
-
-def test_a_failure_long_after_lowers_the_micro_batch_first() -> None:
-    recomputation = made()
-    recomputation.start()
-    assert quiet(recomputation) == 100
-    assert quiet(recomputation) == 0  # the whole spell passed
-    assert recomputation.start_again() is None
-    recomputation.start()
-    assert quiet(recomputation) == 100
-
-
-def test_any_failure_starts_the_wait_anew() -> None:
-    recomputation = made()
-    recomputation.start()
-    for _ in range(99):
-        recomputation.succeed()
-    assert recomputation.start_again() is None  # a smaller micro-batch is the answer
-    assert quiet(recomputation) == 100
 
 
 class OtherRank(RankConsensus):
