@@ -152,7 +152,7 @@ class MemFit(pl.Callback):
         except (TraceError, ValueError) as error:
             return error
         if plan.setting is None:
-            said = " ".join(plan.advice) or f"nothing that `allow={list(self.allow)}` permits needs so little."
+            said = " ".join(plan.advice) or plan.why_unknown
             raise MisconfigurationException(f"`MemFit`: Nothing fits {plan.device}: {said}")
         return plan, batch_size(batch)
 

@@ -158,11 +158,17 @@ class Plan:
         changes = ", ".join(self.changes) or "nothing"
         return f"precision {self.setting.precision}, optimizer {optimizer}; changes in the numbers: {changes}"
 
+    @property
+    def why_unknown(self) -> str:
+        """Why nothing could be worked out, where nothing is known to need too much, and what to do."""
+        why = self.notes[0] if self.notes else "the memory of no combination is known."
+        return f"{why} `MicroBatching()` finds the micro-batch by measured steps."
+
     def summary(self) -> str:
         """One sentence."""
         if self.setting is None:
             where = f"{self.devices} x {self.device}" if self.devices > 1 else self.device
-            return f"Nothing fits {where}: {self.advice[0] if self.advice else 'see the alternatives'}"
+            return f"Nothing fits {where}: {self.advice[0] if self.advice else self.why_unknown}"
         speed = f"{self.tokens_per_s:.0f} tokens/s" if self.tokens_per_s else f"{self.samples_per_s:.1f} samples/s"
         host = self.breakdown.total(Tier.HOST) + self.breakdown.total(Tier.PINNED_HOST)
         disk = self.breakdown.total(Tier.DISK)

@@ -43,6 +43,9 @@ def test_plan_says_what_it_needs_and_what_for(plan: Plan) -> None:
     assert plan.alternatives
 
 
+MEASURED = "`MicroBatching()` finds the micro-batch by measured steps."
+
+
 def test_refusal_says_what_would_help() -> None:
     plan = refused()
     assert not plan.fits
@@ -51,6 +54,11 @@ def test_refusal_says_what_would_help() -> None:
     assert json.loads(json.dumps(plan.to_dict()))["fits"] is False
     with pytest.raises(ValueError, match="Nothing fits"):
         overlay_of(plan, made_workload(250))
+
+
+def test_memory_that_is_known_at_no_size_is_told_from_what_is_too_large() -> None:
+    plan = replace(refused(), advice=(), notes=("Only micro-batch 16 was considered.",))
+    assert plan.summary().endswith(f"Only micro-batch 16 was considered. {MEASURED}")
 
 
 def test_overlay_appends_its_callbacks(plan: Plan) -> None:
