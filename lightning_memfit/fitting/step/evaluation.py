@@ -32,6 +32,7 @@ from lightning_memfit.fitting.recovery.step_state import (
 )
 from lightning_memfit.fitting.step.log_rules import metric_values
 from lightning_memfit.fitting.step.loss_weights import LossWeights
+from lightning_memfit.fitting.step.noise import SameNoise
 from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, merge
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of, with_own_tensors
 from lightning_memfit.memory import format_bytes
@@ -66,8 +67,7 @@ class EvaluationSplitter:
     between ranks, unless they share the module: then all of them cut a batch alike.
 
     Before a step is split for the first time, half of the samples that failed are run at once and in unequal parts.
-    What they return, log and add to metrics must agree; what differs between two runs at once (random numbers) isn't
-    compared.
+    What they return, log and add to metrics must agree, with the same noise for every sample.
 
     Args:
         trainer: The trainer.
@@ -269,26 +269,20 @@ class EvaluationSplitter:
         snapshot = TrainingSnapshot(self._module, device, with_parameters=False)
         tolerance = _LOW_PRECISION if "16" in str(self._trainer.precision) else 0.0
 
-        def run(micro_batch_size: int, is_random: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-            random = RandomState(device)
+        def run(micro_batch_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
             snapshot.restore()
-            if is_random:
-                random.restore()
-            values = self._values(name, one, with_own_tensors(part), size, micro_batch_size)
+            noise = SameNoise()
+            noise.begin_part()
+            with noise:
+                values = self._values(name, one, with_own_tensors(part), size, micro_batch_size)
             return values, self._readings()
 
         try:
             whole = run(size)
             parts = run(size - max(1, size // 3))
-            found = [_unlike(*pair, tolerance) for pair in zip(whole, parts, strict=True)]
-            # The second run at once draws other random numbers; ranks that meet in a step make equally many.
-            if any(found) or self._ranks.meets_inside:
-                again = run(size, is_random=True)
-                for names, pair in zip(found, zip(whole, again, strict=True), strict=True):
-                    names -= _unlike(*pair, tolerance)
         finally:
             snapshot.restore()
-        different, others = found
+        different, others = (_unlike(*pair, tolerance) for pair in zip(whole, parts, strict=True))
         if others and not different:
             rank_zero_warn(
                 f"`{name}` changes {', '.join(f'`{key}`' for key in sorted(others))} of the module per part of a batch "
