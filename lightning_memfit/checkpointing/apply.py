@@ -29,10 +29,10 @@ class CheckpointedForward(ReplacedForward):
         inputs_on_host: Pool that keeps the block's inputs in host memory; None keeps them on the device.
     """
 
-    def __init__(self, block: nn.Module, choice: Choice) -> None:
+    def __init__(self, block: nn.Module, choice: Choice, inputs_on_host: OffloadPool | None = None) -> None:
         super().__init__(block)
         self.choice = choice
-        self.inputs_on_host: OffloadPool | None = None
+        self.inputs_on_host = inputs_on_host
         self._knowledge = Knowledge((block,))
 
     @override
@@ -91,7 +91,7 @@ def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) 
 
     Args:
         blocks: Modules, for example those of `find_blocks`.
-        choices: One per block: `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention` or `offload`.
+        choices: One per block, of `CHOICES`.
 
     Raises:
         ValueError: If the lengths differ, a choice is unknown, a block is listed twice, or something checkpoints
@@ -108,7 +108,9 @@ def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) 
         refuse_checkpointed(block)
     pool = OffloadPool()
     forwards: list[ReplacedForward] = [
-        OffloadedForward(block, pool) if choice == "offload" else CheckpointedForward(block, choice)
+        OffloadedForward(block, pool)
+        if choice == "offload"
+        else CheckpointedForward(block, choice, pool if choice == "offload_inputs" else None)
         for block, choice in zip(blocks, choices, strict=True)
         if choice != "none"
     ]

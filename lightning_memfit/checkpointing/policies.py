@@ -14,13 +14,13 @@ from typing_extensions import override
 
 from lightning_memfit.memory.generators import random_states, set_random_states
 
-Choice = Literal["none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention", "offload"]
+Choice = Literal["none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention", "offload", "offload_inputs"]
 """`none` keeps all activations of a block, `full` only its inputs, `keep_...` its inputs and the outputs they name;
-`offload` keeps them all, in host memory."""
+`offload` keeps them all in host memory, `offload_inputs` its inputs there."""
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
-Mode = Literal["none", "full", "every", "selective", "offload"]
+Mode = Literal["none", "full", "every", "selective", "offload", "offload_inputs"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 _aten = torch.ops.aten
@@ -54,7 +54,7 @@ def choices_for(
     """Translate a mode to one choice per block.
 
     Args:
-        mode: `none`, `full`, `offload`, `every` (one block in `every`, beginning with the first) or `selective`.
+        mode: One of `MODES`; with `every`, one block in `every` is recomputed, beginning with the first.
         num_blocks: Number of blocks.
         every: Needed by `every`, at least 1.
         keep: Needed by `selective`: `attention`, `matmul` or both.
@@ -88,7 +88,7 @@ def check_mode(mode: str, every: int | None, keep: tuple[str, ...]) -> None:
 
 
 def kept_operators(choice: Choice) -> frozenset[Any]:
-    """Operators whose outputs a choice keeps; empty for `full`."""
+    """Operators whose outputs a choice keeps; empty for `full` and `offload_inputs`."""
     return _KEPT.get(choice, frozenset())
 
 

@@ -25,6 +25,9 @@ from lightning_memfit.profile.trace import Trace, TraceError
 RECOMPUTED: tuple[Choice, ...] = ("none", "full", "keep_attention", "keep_matmul", "keep_matmul_attention")
 """Choices that are possible on every device."""
 
+_MOVED: dict[Choice, Choice] = {"offload": "none", "offload_inputs": "full"}
+"""Choices that move to the host what another one keeps on the device."""
+
 _MAX_VERIFICATIONS = 5
 _TRAFFIC = 3
 """Bytes moved per byte that an operator allocates: its output written, and inputs of about twice that size read."""
@@ -66,7 +69,7 @@ class BudgetPlanner:
     ) -> None:
         self._trace_plan = trace_plan
         self._rounding = rounding_bytes
-        choices = (*RECOMPUTED, "offload") if rate.host_link_bytes_per_s is not None else RECOMPUTED
+        choices = (*RECOMPUTED, *_MOVED) if rate.host_link_bytes_per_s is not None else RECOMPUTED
         traces: dict[Choice, Trace] = {}
         for choice in choices:
             try:
@@ -84,7 +87,7 @@ class BudgetPlanner:
         self.plain_peak_bytes, self.plain_activation_bytes = _peak(plain.events, self._rounding)
         self.plain_seconds = rate.seconds(sum(plain.flops.values()), _TRAFFIC * float(figures["none"].traffic.sum()))
         self._frontiers = _frontiers(figures, rate)
-        seconds = {c: float(_extra_seconds(c, found, figures["none"], rate).sum()) for c, found in figures.items()}
+        seconds = {c: float(_extra_seconds(c, figures, rate).sum()) for c in figures}
         self._uniform = [
             (CheckpointingPlan((c,) * self._num_blocks, int(self._live(trace.events).max()), seconds[c]), trace)
             for c, trace in traces.items()
@@ -202,36 +205,38 @@ def _frontiers(figures: Mapping[Choice, BlockFigures], rate: ComputeRate) -> lis
     With offloading, one block's tensors are being copied at any time, whichever blocks are chosen. Traces with all
     blocks alike count them where the first block runs, so they are set aside for the plan as a whole.
     """
-    recomputed: dict[Choice, BlockFigures] = {c: found for c, found in figures.items() if c != "offload"}
-    result = [(PlanFrontier(_problem(recomputed, rate)), 0)]
-    if "offload" in figures:
-        moved = figures["none"].kept - figures["offload"].kept
-        result.append((PlanFrontier(_problem(figures, rate)), int(moved.max())))
+    usable: dict[Choice, BlockFigures] = {c: found for c, found in figures.items() if c not in _MOVED}
+    result = [(PlanFrontier(_problem(usable, rate)), 0)]
+    moved = {c: int((figures[_MOVED[c]].kept - figures[c].kept).max()) for c in _MOVED if c in figures}
+    for choice in sorted(moved, key=lambda one: moved[one]):
+        usable[choice] = figures[choice]
+        result.append((PlanFrontier(_problem(usable, rate)), moved[choice]))
     return result
 
 
 def _problem(figures: Mapping[Choice, BlockFigures], rate: ComputeRate) -> CheckpointingProblem:
-    plain = figures["none"]
-    seconds = {choice: _extra_seconds(choice, found, plain, rate) for choice, found in figures.items()}
+    seconds = {choice: _extra_seconds(choice, figures, rate) for choice in figures}
     blocks = tuple(
         tuple(
             BlockOption(choice, int(found.kept[i]), int(found.peak[i]), float(seconds[choice][i]))
             for choice, found in figures.items()
         )
-        for i in range(len(plain.kept))
+        for i in range(len(figures["none"].kept))
     )
     head = max(found.head for found in figures.values())
     return CheckpointingProblem(blocks, head, max(found.elsewhere for found in figures.values()))
 
 
-def _extra_seconds(choice: Choice, found: BlockFigures, plain: BlockFigures, rate: ComputeRate) -> np.ndarray:
-    if choice == "offload":
+def _extra_seconds(choice: Choice, figures: Mapping[Choice, BlockFigures], rate: ComputeRate) -> np.ndarray:
+    found, plain = figures[choice], figures["none"]
+    if choice in _MOVED:
         assert rate.host_link_bytes_per_s is not None
-        share = plain.traffic / max(1.0, float(plain.traffic.sum()))
-        computing = _TRAFFIC * plain.traffic / rate.bytes_per_s + plain.flops * share / rate.flops_per_s
-        moving = 2 * np.maximum(plain.kept - found.kept, 0) / rate.host_link_bytes_per_s
-        exposed: np.ndarray = np.maximum(moving - computing, 0.0)
-        return exposed + 1e-9  # the part of the transfer that the block's computation doesn't hide
+        base = figures[_MOVED[choice]]
+        share = base.traffic / max(1.0, float(base.traffic.sum()))
+        computing = _TRAFFIC * base.traffic / rate.bytes_per_s + base.flops * share / rate.flops_per_s
+        moving = 2 * np.maximum(base.kept - found.kept, 0) / rate.host_link_bytes_per_s
+        exposed = np.maximum(moving - computing, 0.0)  # what the block's computation doesn't hide
+        return np.asarray(_extra_seconds(_MOVED[choice], figures, rate) + exposed + 1e-9)
     extra = np.maximum(found.traffic - plain.traffic, 0)
     share = extra / max(1.0, float(extra.sum()))
     flops = max(0, found.flops - plain.flops) * share

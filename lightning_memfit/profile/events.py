@@ -105,6 +105,16 @@ class EventList:
         is_kept = (self.categories[alive] == CATEGORIES.index(Category.ACTIVATION)) & (made_in[alive] >= 0)
         return int(self.sizes[alive[is_kept]].sum())
 
+    def bytes_between_blocks(self) -> int:
+        """Bytes that blocks hand on in forward, each to the next one: what it allocates last, such as a sum."""
+        starts = [at for at, name in self.phases if name == "backward"]
+        if not starts:
+            return 0
+        forward = slice(max(at for at, name in self.phases if name == "forward" and at <= starts[-1]), starts[-1])
+        events, blocks = self.events[forward], self.event_blocks[forward]
+        last = {block: event for event, block in zip(events, blocks, strict=True) if event > 0 <= block}
+        return int(sum(self.sizes[event - 1] for event in last.values()))
+
     def phase_at(self, index: int) -> str:
         """Name of the phase in which event `index` happened."""
         name = "setup"

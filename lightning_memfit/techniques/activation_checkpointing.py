@@ -37,12 +37,13 @@ class ActivationCheckpointing(TechniqueCallback):
 
     Args:
         mode: `full` (keep only each block's inputs), `every` (one block in `every`), `selective` (keep also the outputs
-            named by `keep`), `offload` (keep everything, in pinned host memory) or `none`.
+            named by `keep`), `offload` (keep everything, in pinned host memory), `offload_inputs` (recompute each block
+            from inputs in pinned host memory) or `none`.
         every: With mode `every`: checkpoint one block in this many.
         keep: With mode `selective`: `attention` (fused kernels' outputs), `matmul` (products with weights) or both.
         blocks: Class name, or dotted names of blocks or of their containers; by default they are found by structure.
         choices: Instead of a mode, one of `none`, `full`, `keep_attention`, `keep_matmul`, `keep_matmul_attention`,
-            `offload` for each block, as a plan gives them.
+            `offload`, `offload_inputs` for each block, as a plan gives them.
         budget: Instead of a mode: the peak of the whole step (`6GiB`; on CUDA `torch.cuda.max_memory_allocated`), the
             share of its activations at the peak that may stay (`40%`), or `auto` for all the memory that the device has
             left (on the CPU, up to the limit of a `MemoryLimit`).
@@ -183,8 +184,8 @@ def check_budget(budget: str | int) -> str:
 _TRAFFIC = 3
 """Bytes moved per byte of recomputed activation: written once, after reading inputs of about twice that size."""
 
-_RECOMPUTED = {"none": 0.0, "full": 1.0, "keep_attention": 1.0, "keep_matmul": 0.0, "keep_matmul_attention": 0.0}
-"""Share of a block's matrix products that is recomputed, by choice. Attention's own products are a few percent."""
+_RECOMPUTED = {"full": 1.0, "offload_inputs": 1.0, "keep_attention": 1.0}
+"""Share of a block's matrix products that is recomputed, by choice; 0 by others. Attention's own are a few percent."""
 
 
 _NO_BLOCKS = "the module has no repeated blocks. Name what to checkpoint with `blocks`, or leave it out."
@@ -194,7 +195,7 @@ def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if blocks can be checkpointed."""
     if run.facts.num_blocks == 0 and not options.get("blocks"):
         return _NO_BLOCKS
-    if options.get("mode") == "offload" and run.facts.device == "cpu":
+    if options.get("mode") in ("offload", "offload_inputs") and run.facts.device == "cpu":
         return "on the CPU activations lie in host memory already. Use another mode."
     budget = options.get("budget")
     if budget is not None and run.has("MicroBatching"):
@@ -217,8 +218,9 @@ def cost(profile: "ModelProfile", options: Options) -> Cost:
     flops = profile.block_flops.get("forward", 0) * profile.num_blocks
     recomputed = sum(_RECOMPUTED.get(choice, 0.0) for choice in shares) / blocks
     remade = sum(choice not in ("none", "offload") for choice in shares) / blocks
-    moved = sum(choice == "offload" for choice in shares) / blocks
-    work = Work(flops=recomputed * flops, device_bytes=remade * _TRAFFIC * kept, host_link_bytes=2.0 * moved * kept)
+    moved = kept * sum(choice == "offload" for choice in shares) / blocks
+    moved += profile.events.bytes_between_blocks() * sum(choice == "offload_inputs" for choice in shares) / blocks
+    work = Work(flops=recomputed * flops, device_bytes=remade * _TRAFFIC * kept, host_link_bytes=2.0 * moved)
     return Cost(micro_batch=work, overlap=moved > 0)
 
 
@@ -257,6 +259,7 @@ TECHNIQUE = Technique(
         {"mode": "selective", "keep": ["matmul"]},
         {"mode": "every", "every": 2},
         {},
+        {"mode": "offload_inputs"},
         {"mode": "offload"},
     ),
     unsupported=unsupported,

@@ -89,7 +89,7 @@ class Recomputation:
         partial: list[CheckpointedForward] = []
         for block in (module for group in find_blocks(self._module) for module in group.modules):
             forward = vars(block).get("forward")
-            if isinstance(forward, CheckpointedForward) and forward.choice != "full":
+            if isinstance(forward, CheckpointedForward) and forward.choice not in ("full", "offload_inputs"):
                 partial.append(forward)
             elif not (is_checkpointed(block) or _is_compiled(block)):
                 plain.append(block)

@@ -290,12 +290,9 @@ def test_applies_only_in_forward_of_offloaded_blocks():
     assert len(pools) == 1
 
 
-def recompute_all(model, pool):
+def recompute_all(model, choice="offload_inputs"):
     blocks = blocks_of(model)
-    applied = apply_checkpointing(blocks, ["full"] * len(blocks))
-    for block in blocks:
-        block.forward.inputs_on_host = pool
-    return applied
+    return apply_checkpointing(blocks, [choice] * len(blocks))
 
 
 @pytest.mark.parametrize("name", EVERY_MODEL)
@@ -303,7 +300,7 @@ def test_inputs_of_recomputed_blocks_on_the_host_change_no_number(name, monkeypa
     model, batch = make(name)
     plain = gradients(copy.deepcopy(model), batch)
     copies = counted(monkeypatch)
-    recompute_all(model, OffloadPool())
+    recompute_all(model)
     assert_equal(gradients(model, batch), plain)
     assert len(copies) >= len(blocks_of(model))
 
@@ -320,11 +317,9 @@ class WithKeyword(nn.Module):
 def test_a_ledger_leaves_out_what_is_on_the_host():
     """Eight inputs of a megabyte, and eight that come by keyword."""
     peaks = {}
-    for name, pool in (("device", None), ("host", OffloadPool())):
+    for name, choice in (("device", "full"), ("host", "offload_inputs")):
         blocks = [WithKeyword() for _ in range(8)]
-        applied = apply_checkpointing(blocks, ["full"] * 8)
-        for block in blocks:
-            block.forward.inputs_on_host = pool
+        applied = apply_checkpointing(blocks, [choice] * 8)
         for block in blocks:  # as later batches are run
             block(torch.randn(2, 64), scale=torch.ones(2, 64)).sum().backward()
         with StorageLedger() as ledger:
@@ -345,10 +340,10 @@ def test_cuda_inputs_of_recomputed_blocks_leave():
     sizes = {"n_layer": 24, "n_embd": 256, "n_head": 4, "n_positions": 512}
     ids = torch.randint(0, 64, (32, 512), device="cuda")
     results, peaks = {}, {}
-    for name, pool in (("device", None), ("host", OffloadPool())):
+    for name, choice in (("device", "full"), ("host", "offload_inputs")):
         torch.manual_seed(0)
         model = gpt2(**sizes).cuda().train()
-        recompute_all(model, pool)
+        recompute_all(model, choice)
         for _ in range(3):
             torch.cuda.reset_peak_memory_stats()
             _, _, found = gradients(model, {"input_ids": ids, "labels": ids})

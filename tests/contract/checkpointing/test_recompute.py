@@ -42,7 +42,7 @@ from tests.zoo.blocks import (
     state_of,
 )
 
-CHOICES = ["full", "keep_matmul", "keep_attention", "offload"]
+CHOICES = ["full", "keep_matmul", "keep_attention", "offload", "offload_inputs"]
 
 
 def train(kind, change=lambda net: None, twice=False, num_steps=5):
