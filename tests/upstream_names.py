@@ -54,6 +54,7 @@ NAMES: dict[str, str] = {
     "_all_gather_comm": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_all_gather_process_group": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_all_reduce_process_group": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_average_model": "lightning.pytorch.callbacks.EMAWeightAveraging",
     "_logger_connector": "lightning.pytorch.Trainer",
     "_attn_implementation": "transformers.PreTrainedConfig",
     "_autograd": "torch._C",

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_in_parts
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -26,7 +28,7 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
-    AVERAGES,
+    STOCHASTIC_AVERAGES,
     EqualBatches,
     is_traced,
     refuse_callbacks,
@@ -36,7 +38,7 @@ from lightning_memfit.strategies.launched import (
 )
 from lightning_memfit.strategies.optimizers import DIVIDED, check_optimizer
 from lightning_memfit.strategies.saved_names import without_other_states
-from lightning_memfit.strategies.shards import load_file, load_folder, whole_states
+from lightning_memfit.strategies.shards import CURRENT, WEIGHTS, load_file, load_folder, whole_states
 from lightning_memfit.strategies.tensor_parallel import divide_blocks, share_random_state
 from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
@@ -130,7 +132,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         """Divide and shard the module, then set up as Lightning does."""
         module = self.lightning_module
         assert module is not None
-        refuse_callbacks(trainer, self.strategy_name, AVERAGES)
+        refuse_callbacks(trainer, self.strategy_name, STOCHASTIC_AVERAGES)
         if self.save_distributed_checkpoint:
             fix = "Name a folder that is mounted here, or write one file (`save_distributed_checkpoint=False`)."
             refuse_remote_folders(trainer, self.strategy_name, fix)
@@ -139,6 +141,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         if not is_divided:
             self._start_alike(module)
             self._shard(module)
+            self._shard_averages(trainer)
         is_configured = is_overridden("configure_model", module)
         if not is_configured:  # in which Lightning's strategy expects the sharding
             vars(module)["configure_model"] = lambda: None
@@ -265,11 +268,15 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             else:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        entries = checkpoint["state_dict"]
+        states: dict[str, Any] = {key: checkpoint[key] for key in (WEIGHTS, CURRENT) if key in checkpoint}
         if not self.is_global_zero:  # of several ranks' buffers, torch chooses one each
-            entries = {name: one for name, one in entries.items() if isinstance(one, DTensor)}
+            states = {k: {n: one for n, one in v.items() if isinstance(one, DTensor)} for k, v in states.items()}
+        states |= {f"optimizer_{n}": one for n, one in enumerate(checkpoint.get("optimizer_states", ()))}
+        rest = {key: value for key, value in checkpoint.items() if key not in (*states, "optimizer_states")}
         with replacing_folder(self.broadcast(filepath), FSDP2_MARK) as folder:
-            super().save_checkpoint(checkpoint | {"state_dict": entries}, folder, storage_options)
+            save_in_parts(states, checkpoint_id=folder)
+            if self.is_global_zero:
+                torch.save(rest, folder / FSDP2_MARK)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -283,7 +290,10 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         path, strict = self.broadcast(checkpoint_path), self.lightning_module.strict_loading
         if (folder := Path(path)).joinpath(FSDP2_MARK).is_file():
             verify(folder)
-            return load_folder(folder, self.model, self.optimizers, strict, weights_only)
+            extras = load_folder(folder, self.model, self.optimizers, strict, weights_only)
+            if averages_of(self.lightning_module.trainer):  # whose callback begins with the weights that it finds here
+                extras.setdefault(WEIGHTS, {name: one.clone() for name, one in self.model.state_dict().items()})
+            return extras
         if self.optimizers and is_sharded(path):
             raise CheckpointError(without_other_states(path, f"`strategy={self.strategy_name}`"))
         saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
@@ -319,6 +329,20 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
                 "rest of the module, and are gathered together with it: that takes more memory."
             )
 
+    def _shard_averages(self, trainer: Trainer) -> None:
+        """Divide the copies that Lightning's `WeightAveraging` has made as the module is divided, to step part by part.
+
+        Asked for in https://github.com/Lightning-AI/pytorch-lightning/issues/10914.
+        """
+        for average in averages_of(trainer):
+            if self.tensor_parallel_size > 1 or not self.save_distributed_checkpoint:
+                raise MisconfigurationException(
+                    f"`WeightAveraging` under `strategy={self.strategy_name}` needs `tensor_parallel_size=1` and "
+                    "`save_distributed_checkpoint=True`: its averages are saved in parts."
+                )
+            self._start_alike(average)
+            self._shard(average)
+
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
         """Ranks over which FSDP2 shards, and ranks that compute together, as parts of one mesh."""
         if self.sharding_size in (None, self.world_size):
@@ -327,6 +351,12 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         shape = (self.world_size // self.sharding_size, self.sharding_size // together, together)
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard", "together"))
         return mesh["replicate", "shard"], mesh["together"]
+
+
+def averages_of(trainer: Trainer) -> list[nn.Module]:
+    """Copies of the module that Lightning's `WeightAveraging` callbacks keep."""
+    callbacks = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
+    return [one._average_model.module for one in callbacks if one._average_model is not None]
 
 
 def _run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,13 +18,14 @@ from lightning_memfit.reliability.rank_watch import watch_ranks
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.integrity import gathered
 
-AVERAGES = (
-    (WeightAveraging, StochasticWeightAveraging),
-    # They copy the module's parameters one by one. Under FSDP2 these are parts, and Lightning's checkpoint is written
-    # in parts by torch; DeepSpeed saves and steps master weights of its own.
+_AVERAGES = (
     "can't average weights under `strategy={}`: checkpoints would hold others than the averages. Train with "
-    "`strategy=memfit_ddp`, or without it.",
+    "`EMAWeightAveraging` under `strategy=memfit_fsdp2`, with `strategy=memfit_ddp`, or without it."
 )
+STOCHASTIC_AVERAGES = (StochasticWeightAveraging,), _AVERAGES
+"""It copies the module in the midst of training, when its parameters are parts."""
+AVERAGES = (WeightAveraging, StochasticWeightAveraging), _AVERAGES
+"""They copy the module's parameters one by one, where DeepSpeed saves and steps master weights of its own."""
 LR_FINDER = (
     (LearningRateFinder,),
     # Its schedules take torch's optimizers only, and it saves and restores the run by what Lightning knows of it.

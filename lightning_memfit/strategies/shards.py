@@ -29,7 +29,8 @@ from lightning_memfit.strategies.integrity import FSDP2_MARK
 from lightning_memfit.strategies.safe_loading import load_index, without_code
 from lightning_memfit.strategies.saved_names import check_names, check_stepped, parameter_names, plain_name
 
-_WEIGHTS = "state_dict"
+WEIGHTS, CURRENT = "state_dict", "current_model_state"
+"""Keys of Lightning's checkpoints: of averaged weights where `WeightAveraging` runs, with those in training beside."""
 
 
 class _Reader(FileSystemReader):
@@ -89,7 +90,7 @@ class _Folder:
 def whole(folder: Path) -> dict[str, Any]:
     """Weights of a folder, put together in memory, and everything else but states of optimizers."""
     extras: dict[str, Any] = torch.load(folder / FSDP2_MARK, map_location="cpu")  # nosec B614  # `without_code`
-    return extras | {_WEIGHTS: _Folder(folder).read_whole(_WEIGHTS)}
+    return extras | {WEIGHTS: _Folder(folder).read_whole(WEIGHTS)}
 
 
 def load_folder(
@@ -117,9 +118,9 @@ def load_folder(
     with without_code(folder, weights_only):
         source = _Folder(folder)
         weights = get_model_state_dict(module)  # by names without those of torch.compile, as folders have them
-        check_names(folder, {path[1] for path in source.below(_WEIGHTS)}, weights, strict)
+        check_names(folder, {path[1] for path in source.below(WEIGHTS)}, weights, strict)
         states = [_states(source, f"optimizer_{number}", module, one) for number, one in enumerate(optimizers)]
-        known = {path[0] for path in source.keys if path[0] != _WEIGHTS}
+        known = {path[0] for path in source.keys if path[0] not in (WEIGHTS, CURRENT)}
         if optimizers:
             saved = [_names_in(states[number]) for number in range(min(len(known), len(states)))]
             saved += [set()] * (len(known) - len(saved))
@@ -127,7 +128,11 @@ def load_folder(
             check_stepped(
                 folder, saved, [{names[id(p)] for g in one.param_groups for p in g["params"]} for one in optimizers]
             )
-        read = source.read({_WEIGHTS: weights})[_WEIGHTS]
+        read = source.read({WEIGHTS: weights})[WEIGHTS]
+        current: dict[str, Any] = {}
+        if optimizers and source.below(CURRENT):
+            own = module.state_dict()
+            current = source.read({CURRENT: {name: one.clone() for name, one in own.items()}})[CURRENT]
         extras: dict[str, Any] = torch.load(
             folder / FSDP2_MARK, map_location="cpu", weights_only=weights_only is not False
         )  # nosec B614
@@ -135,7 +140,7 @@ def load_folder(
     module.load_state_dict({called[name]: value for name, value in read.items()}, strict=False)
     for optimizer, state_dict in zip(optimizers, states, strict=True):
         _set_states(module, optimizer, state_dict, StateDictOptions(strict=False))
-    return extras
+    return extras | ({CURRENT: current} if current else {})
 
 
 def _states(source: _Folder, key: str, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
