@@ -161,11 +161,20 @@ class SelfCheck:
             else:
                 break
         self._agree(batch, num_samples)
+        self._warn_of_loggers()
         if self._memory is not None:
             self._memory.reset_peak()
         if Outcome.UNSEEN not in told:
             self.is_done = True
             self._cuts.add(self._splitter.cuts(batch))
+
+    def _warn_of_loggers(self) -> None:
+        if names := self._passes.logger_names - self._warned:
+            self._warned |= names
+            rank_zero_warn(
+                f"`training_step` writes {', '.join(f'`{name}`' for name in sorted(names))} to the logger itself: once "
+                "per micro-batch, with the micro-batch's values. `self.log` writes once, with the whole batch's."
+            )
 
     def _attempt(
         self, request: StepRequest, batch: Any, num_samples: int, count: int, size: int

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.rollback import TrainingSnapshot
 from lightning_memfit.fitting.recovery.step_state import (
@@ -96,6 +97,7 @@ class Passes:
     Attributes:
         ignored: Entries of labels that losses were told to leave out.
         changed_weights: Names of weights in training that steps were seen to write.
+        logger_names: Names under which steps have written to the loggers themselves.
     """
 
     def __init__(self, loop: MicroBatchLoop, accumulation: Accumulation, holds_statistics: bool) -> None:
@@ -105,13 +107,14 @@ class Passes:
         self._snapshot: TrainingSnapshot
         self.ignored: set[int] = set()
         self.changed_weights: set[str] = set()
+        self.logger_names: set[str] = set()
 
     @contextmanager
     def undone(self, autocast: bool) -> Iterator[None]:
         """Run passes that leave no trace."""
         module, trainer, accumulation = self._loop.module, self._loop.trainer, self._accumulation
         with ExitStack() as stack:
-            stack.enter_context(_silenced(trainer))
+            loggers = stack.enter_context(_silenced(trainer))
             stack.enter_context(without_recurrent_dropout(module))
             stack.enter_context(exact_products())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -132,6 +135,7 @@ class Passes:
                 self._settle()
                 self._snapshot.restore()
                 del self._snapshot  # which holds gradients
+                self.logger_names.update(name for logger in loggers for name in logger.names)
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]
                     if isinstance(callback, MemoryMonitor):
                         callback.reset_peak()
@@ -227,13 +231,27 @@ class Passes:
 # --- surroundings of a pass -------------------------------------------------------------------------------------------
 
 
+class _SilentLogger(DummyLogger):
+    """Writes nothing, and remembers the names that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    @override
+    def log_metrics(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        """Remember the names."""
+        self.names.update(metrics)
+
+
 @contextmanager
-def _silenced(trainer: Trainer) -> Iterator[None]:
+def _silenced(trainer: Trainer) -> Iterator[list[_SilentLogger]]:
     """Give the module loggers that write nothing, for steps that are not part of training."""
     before = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in before]
+    silent = [_SilentLogger() for _ in before]
+    trainer.loggers = silent  # type: ignore[assignment]
     try:
-        yield
+        yield silent
     finally:
         trainer.loggers = before
 

@@ -330,7 +330,8 @@ def test_checks_write_nothing_to_the_logger() -> None:
     """The whole share at once, smaller from the third step on: a check and a repeat."""
     module, logger = WritingLogs(), Written()
     module.fails_at = (3,)
-    fit(module, MicroBatching(micro_batch_size=BATCH), logger=logger, log_every_n_steps=1)
+    with pytest.warns(UserWarning, match="writes `own` to the logger itself"):
+        fit(module, MicroBatching(micro_batch_size=BATCH), logger=logger, log_every_n_steps=1)
     assert len(module.checked) > 0
     assert sum("own" in metrics for metrics in logger.calls) == 2 + 2 * 6
     assert sum("loss" in metrics for metrics in logger.calls) == 8
