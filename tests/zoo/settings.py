@@ -30,7 +30,7 @@ from tests.zoo.usual_modules import whole
 
 NAMES = (
     *("ragged_last_batch", "token_labels", "group_norm", "hf_causal_lm", "clip_norm", "two_groups_one_cycle"),
-    *("label_smoothing", "log_collection", "batch_norm_1d", "sim_clr"),
+    *("label_smoothing", "log_collection", "batch_norm_1d", "barlow_twins"),
 )
 SIZE = 3
 
@@ -64,7 +64,7 @@ def _strategy(kind: type, **options: Any) -> Callable[[], dict[str, Any]]:
 
 SETTINGS: dict[str, Setting] = {
     "bf16-mixed": Setting(lambda: {"precision": "bf16-mixed"}, 5e-2),
-    "16-mixed, with a scaler": Setting(lambda: {"plugins": [_half()]}, 5e-2),
+    "16-mixed with a scaler": Setting(lambda: {"plugins": [_half()]}, 5e-2),
     "windows of two batches": Setting(lambda: {"precision": "64-true"}, 1e-9, dtype=torch.float64, batches=2),
     "DDP": Setting(_strategy(DataParallelStrategy), 1e-4, 2),
     "FSDP2": Setting(_strategy(FullyShardedStrategy), 1e-4, 2),

@@ -73,7 +73,7 @@ def of_settings() -> Iterator[Trial]:
         for name in settings.NAMES:
             run = partial(settings.under, name, setting)
             wanted = WANTED[CASES[name].wanted]
-            yield Trial(f"{name}, {setting}", "settings", "MicroBatching", wanted, "tests/zoo/settings.py", run)
+            yield Trial(f"{name} under {setting}", "settings", "MicroBatching", wanted, "tests/zoo/settings.py", run)
 
 
 # --- profile_module and measure_step --------------------------------------------------------------------------------
