@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from cli.main import main
 from lightning_memfit.data.tokenization import byte_tokenizer
@@ -55,18 +55,3 @@ def test_merged_folder_and_adapters_alone_compute_the_same(place):
     torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-4, atol=1e-5)
     assert not torch.equal(logits(merged), before)
     assert main(alone) == 2
-
-
-def test_adapters_are_merged_into_the_weights_that_they_were_trained_beside(place, capsys):
-    root, checkpoint = place
-    file = root / "base" / "model.safetensors"
-    before = file.read_bytes()
-    torch.manual_seed(1)
-    GPT2LMHeadModel(AutoConfig.from_pretrained(root / "base")).save_pretrained(root / "base")
-    try:
-        for alone in ([], ["--adapters_only"]):
-            assert main(["export", "--ckpt_path", str(checkpoint), "--folder", str(root / "other"), *alone]) == 2
-    finally:
-        file.write_bytes(before)
-    assert capsys.readouterr().err.count("adapters for other weights than those of `pretrained=") == 2
-    assert not (root / "other").exists()

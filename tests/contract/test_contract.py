@@ -154,7 +154,9 @@ def test_an_exception_leaves_every_bit_as_it_was(case):
     assert case.setting.of_kind("adapter") or model.state_dict().keys() == model.seen["untouched"].keys()
     for name, value in model.state_dict().items():
         before = model.seen["untouched"].get(name.replace(".base_layer.", "."))
-        if before is None or before.shape != value.shape:  # adapters, and layers in 4 or 8 bits
+        if before is None or before.shape != value.shape:  # adapters, and layers in 4 bits
+            continue
+        if value.dtype is torch.int8:  # layers in 8 bits
             continue
         assert torch.equal(value, before.bfloat16() if converted and before.is_floating_point() else before), name
     assert_nothing_is_left(model, reference, case)

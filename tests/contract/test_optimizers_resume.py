@@ -435,7 +435,6 @@ def test_hyper_parameters_set_later():
         ([Optimizer8bit()], "amsgrad", True),
         ([Optimizer8bit()], "maximize", True),
         ([Optimizer8bit()], "lr", torch.tensor(0.1)),
-        ([ReplaceOptimizer(**ADAFACTOR)], "betas", (0.5, 0.9)),
     ):
         module = Sets(key, value)
         with pytest.raises(ValueError, match=key):
