@@ -267,7 +267,7 @@ class EffectiveStep:
             try:
                 result = self._run_parts(request, local_batch, size, start, request.zero_grad is not None)
                 if self._reducer is not None:
-                    self._reducer.prepare(is_first=request.zero_grad is not None)
+                    self._reducer.prepare(request.zero_grad is not None, request.is_last)
                 return result
             except Exception as error:
                 # Others wait in a collective, not to hear how it went: a `RankWatch` tells them.
@@ -383,6 +383,8 @@ class EffectiveStep:
     def _go_back(self, request: StepRequest, error: Exception | None, start: RollbackPoint) -> None:
         """Free what the attempt held, restore the state before it and lower the micro-batch, on every rank alike."""
         self._outputs.clear()
+        if self._reducer is not None:
+            self._reducer.free()
         self._consensus.start_anew()
         if error is not None:
             message = str(error).split("\n")[0]

@@ -13,8 +13,8 @@ class GradientReducer:
     DistributedDataParallel reduces while it runs backward: a rank that fails there leaves the others waiting in a
     collective. Here nothing is reduced until all ranks have reported complete gradients, at the price of not
     overlapping the reduction with the last backward. Large gradients are reduced in place; small ones are packed
-    into a buffer that is allocated beforehand, so that reducing needs no new memory, unless other ranks have gradients
-    that this one lacks.
+    into a buffer that is allocated after backward, when activations are gone, and before ranks agree, so that reducing
+    needs no new memory, unless other ranks have gradients that this one lacks.
 
     Args:
         module: The module in training, whose parameters are in the same order on every rank. Which of them are trained
@@ -24,25 +24,30 @@ class GradientReducer:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self.prepare(is_first=True)
+        self._parameters: list[nn.Parameter] = []
 
-    def prepare(self, is_first: bool) -> None:
+    def prepare(self, is_first: bool, is_last: bool = True) -> None:
         """Look which parameters a batch has trained, and make room for their gradients: before ranks agree to reduce.
 
         Args:
             is_first: Whether it is the first batch of its window, before which gradients were cleared.
+            is_last: Whether gradients are reduced after it.
         """
         self._parameters = list(self._module.parameters())
         if is_first:
             self._trained: dict[int, nn.Parameter] = {}
         self._trained.update((id(parameter), parameter) for parameter in self._parameters if parameter.requires_grad)
         lengths: dict[tuple[torch.device, torch.dtype], int] = {}
-        for parameter in self._parameters:
+        for parameter in self._parameters if is_last else ():
             if id(parameter) in self._trained and _is_small(parameter):
                 key = (parameter.device, parameter.dtype)
                 lengths[key] = lengths.get(key, 0) + parameter.numel()
         for (device, dtype), length in lengths.items():
             self._buffer(device, dtype, length)
+
+    def free(self) -> None:
+        """Free the buffer until gradients are reduced again."""
+        self._buffers.clear()
 
     def _buffer(self, device: torch.device, dtype: torch.dtype, length: int) -> Tensor:
         """Return a buffer for so many elements, at most `_BUFFER_BYTES`: its size is the same on all ranks."""
@@ -80,6 +85,7 @@ class GradientReducer:
             self._add_up_packed(self._buffer(*key, sum(grad.numel() for grad in grads)), grads)
         for work in waiting:
             work.wait()
+        self.free()
 
     @staticmethod
     def _add_up_packed(buffer: Tensor, grads: list[Tensor]) -> None:

@@ -203,7 +203,6 @@ class FitSession:
         if loop.engine is not None and loop.engine.is_on_disk:
             raise MisconfigurationException(_ON_DISK)
         consensus.settle()
-        # Made before anything is measured, so that its buffer is, too.
         self._reducer: GradientReducer | None = None
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._reducer = GradientReducer(module)
