@@ -170,18 +170,18 @@ class Lora(TechniqueCallback):
             return
         layers, left_out = linear_layers(module, self.target_modules)
         inside = {id(part) for child in whole for part in child.modules()}
-        if self.target_modules == AUTO:
-            layers = {name: layer for name, layer in layers.items() if id(layer) not in inside}
+        names = [one for one, layer in layers.items() if self.target_modules != AUTO or id(layer) not in inside]
+        del layers  # of which quantized ones take the place, one by one
         for callback in callbacks_of(trainer):
             if isinstance(callback, QuantizedWeights):
                 callback.quantize(module, inside)
         # DeepSpeed takes weights of one dtype, and has masters of its own.
         stay_float32 = trainer.precision_plugin.__class__.__name__ != "DeepSpeedPrecision"
-        lora.inject(module, layers, self.rank, self.alpha, self.dropout, stay_float32)
+        lora.inject(module, names, self.rank, self.alpha, self.dropout, stay_float32)
         for child in whole:
             child.requires_grad_(True)
         count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        self.announce(f"{len(layers)} layers, {count:,} parameters to train")
+        self.announce(f"{len(names)} layers, {count:,} parameters to train")
         for name, reason in left_out.items():
             self.announce(f"{name} gets no adapter: {reason}")
 

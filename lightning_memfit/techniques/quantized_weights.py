@@ -1,6 +1,7 @@
 """`QuantizedWeights`: frozen linear weights in 4 or 8 bits, for training adapters on top."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
@@ -73,12 +74,18 @@ class QuantizedWeights(TechniqueCallback):
             left_out[name] = unfit[id(layers.pop(name))]
             if self.target_modules != AUTO:
                 raise ValueError(f"QuantizedWeights: {name}: {left_out[name]}. Leave it out of `target_modules`.")
-        made = {layer: quantized(layer, self.bits) for layer in layers.values() if not quantized_bits(layer)}
-        before = sum(layer.weight.nbytes for layer in made)  # type: ignore[misc]
-        after = sum(one.weight.nbytes + one.in_features * one.out_features // 64 for one in made.values())
-        replace_layers(module, {id(layer): one for layer, one in made.items()})
-        if made:
-            self.announce(f"{len(made)} layers in {self.bits} bits, {before / after:.1f} times smaller")
+        before = after = count = 0
+        for name in list(layers):  # one by one: a layer goes when the one that stands for it has come
+            layer: Any = layers.pop(name)
+            if quantized_bits(layer):
+                continue
+            made = quantized(layer, self.bits)
+            before, after = before + layer.weight.nbytes, after + made.weight.nbytes + layer.weight.numel() // 64
+            replace_layers(module, {id(layer): made})
+            del layer
+            count += 1
+        if count:
+            self.announce(f"{count} layers in {self.bits} bits, {before / after:.1f} times smaller")
         for name, reason in left_out.items():
             self.announce(f"{name} stays as it is: {reason}")
 
