@@ -1,5 +1,8 @@
 """The zoo: its judge tells right from wrong, and verdicts are those of the committed table."""
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.step.check import SelfCheck
 from tests.zoo import CASES, THEMES
-from tests.zoo.__main__ import TABLE, main, read_table, table, try_all
+from tests.zoo.__main__ import main, read_table, try_all
 from tests.zoo.base import Case, Supervised
 from tests.zoo.compare import examine, judge, train
 from tests.zoo.trial import Trial, is_met
@@ -26,16 +29,27 @@ SAMPLE = {
 }
 
 
+def verdicts(*options: str) -> dict[str, str]:
+    """What the command says of each trial: a process of its own has no descriptors that other tests have left."""
+    ended = subprocess.run([sys.executable, "-m", "tests.zoo", *options], capture_output=True, text=True, check=True)
+    found = {}
+    for trial in all_trials():
+        said = re.search(rf"^{re.escape(trial.key)}: (.+?) \([\d.]+ s\)", ended.stdout, re.MULTILINE)
+        if said:
+            found[trial.key] = said[1]
+    return found
+
+
 def test_verdicts_of_a_sample_are_those_of_the_table() -> None:
-    trials = [trial for trial in all_trials() if trial.key in SAMPLE]
-    assert {key: verdict for key, (verdict, _) in try_all(trials).items()} == {key: read_table()[key] for key in SAMPLE}
+    found, known = verdicts("--only", *(key.split(": ", 1)[1] for key in sorted(SAMPLE))), read_table()
+    assert found.keys() >= SAMPLE
+    assert found == {key: known[key] for key in found}
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_all_verdicts_are_those_of_the_table() -> None:
-    trials = all_trials()
-    assert table(trials, try_all(trials)) == TABLE.read_text(), "run `python -m tests.zoo --write`, and see what moved"
+    assert verdicts() == read_table(), "run `python -m tests.zoo --write`, and see what moved"
 
 
 def test_every_trial_has_a_row_of_its_own() -> None:
