@@ -1,7 +1,8 @@
 """Find the linear layers of a module that can get adapters or be quantized, and say why others can't."""
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -133,9 +134,16 @@ def output_heads(module: nn.Module) -> set[int]:
     return heads
 
 
-def replace_layers(module: nn.Module, others: Mapping[int, nn.Module]) -> None:
-    """Put other layers into the places of some, by `id`."""
-    for owner in list(module.modules()):
-        for name, child in list(owner.named_children()):
-            if id(child) in others:
-                owner.register_module(name, others[id(child)])
+def places_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each layer of a module stands, by `id`: the module that has it, and its name there."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for owner in module.modules():
+        for name, child in owner.named_children():
+            places[id(child)].append((owner, name))
+    return places
+
+
+def put(layer: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:
+    """Put a layer into places of `places_of`."""
+    for owner, name in places:
+        owner.register_module(name, layer)

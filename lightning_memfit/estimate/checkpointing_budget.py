@@ -86,10 +86,15 @@ class BudgetPlanner:
         figures = {c: block_figures(trace, self._rounding, chain=self._chain) for c, trace in traces.items()}
         self.plain_peak_bytes, self.plain_activation_bytes = _peak(plain.events, self._rounding)
         self.plain_seconds = rate.seconds(sum(plain.flops.values()), _TRAFFIC * float(figures["none"].traffic.sum()))
-        self._frontiers = _frontiers(figures, rate)
-        seconds = {c: float(_extra_seconds(c, figures, rate).sum()) for c in figures}
+        seconds = {c: _extra_seconds(c, figures, rate) for c in figures}
+        self._frontiers = _frontiers(figures, seconds)
         self._uniform = [
-            (CheckpointingPlan((c,) * self._num_blocks, int(self._live(trace.events).max()), seconds[c]), trace)
+            (
+                CheckpointingPlan(
+                    (c,) * self._num_blocks, int(self._live(trace.events).max()), float(seconds[c].sum())
+                ),
+                trace,
+            )
             for c, trace in traces.items()
         ]
         self._traces = {plan.choices: trace for plan, trace in self._uniform}
@@ -199,23 +204,24 @@ class BudgetPlanner:
         )
 
 
-def _frontiers(figures: Mapping[Choice, BlockFigures], rate: ComputeRate) -> list[tuple[PlanFrontier, int]]:
+def _frontiers(
+    figures: Mapping[Choice, BlockFigures], seconds: Mapping[Choice, np.ndarray]
+) -> list[tuple[PlanFrontier, int]]:
     """Frontiers, each with the bytes to set aside.
 
     With offloading, one block's tensors are being copied at any time, whichever blocks are chosen. Traces with all
     blocks alike count them where the first block runs, so they are set aside for the plan as a whole.
     """
     usable: dict[Choice, BlockFigures] = {c: found for c, found in figures.items() if c not in _MOVED}
-    result = [(PlanFrontier(_problem(usable, rate)), 0)]
+    result = [(PlanFrontier(_problem(usable, seconds)), 0)]
     moved = {c: int((figures[_MOVED[c]].kept - figures[c].kept).max()) for c in _MOVED if c in figures}
     for choice in sorted(moved, key=lambda one: moved[one]):
         usable[choice] = figures[choice]
-        result.append((PlanFrontier(_problem(usable, rate)), moved[choice]))
+        result.append((PlanFrontier(_problem(usable, seconds)), moved[choice]))
     return result
 
 
-def _problem(figures: Mapping[Choice, BlockFigures], rate: ComputeRate) -> CheckpointingProblem:
-    seconds = {choice: _extra_seconds(choice, figures, rate) for choice in figures}
+def _problem(figures: Mapping[Choice, BlockFigures], seconds: Mapping[Choice, np.ndarray]) -> CheckpointingProblem:
     blocks = tuple(
         tuple(
             BlockOption(choice, int(found.kept[i]), int(found.peak[i]), float(seconds[choice][i]))

@@ -73,14 +73,16 @@ def find_device_memory(trainer: Trainer) -> DeviceMemory | None:
 
 def knows_limit(trainer: Trainer) -> bool:
     """Whether `find_device_memory` will find one once training starts."""
-    limited = any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    return limited or DeviceKind.of(trainer.strategy.root_device).has_caching_allocator
+    return _is_limited(trainer) or DeviceKind.of(trainer.strategy.root_device).has_caching_allocator
 
 
 def rounding_of(trainer: Trainer) -> int:
     """Return the multiple to which sizes on the Trainer's device are rounded; a `MemoryLimit` rounds as CUDA does."""
-    limited = any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    return DeviceKind.of(CUDA if limited else trainer.strategy.root_device).rounding_bytes
+    return DeviceKind.of(CUDA if _is_limited(trainer) else trainer.strategy.root_device).rounding_bytes
+
+
+def _is_limited(trainer: Trainer) -> bool:
+    return any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def allocation_retries(device: torch.device) -> int:

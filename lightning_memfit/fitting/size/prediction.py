@@ -263,7 +263,7 @@ class SizePrediction:
     def bytes_beyond(self, batch: Any) -> int:
         """Return the bytes by which a batch is larger than the one that is predicted for."""
         with _disable_current_modes():
-            return sum(tensor.nbytes for tensor in tensors_in(batch)) - self._input_bytes(self._local_batch_size)
+            return _bytes_of(batch) - self._input_bytes(self._local_batch_size)
 
     def _traced_bytes(self, size: int) -> int:
         return self._peak_bytes(self._trace(size), size)
@@ -325,8 +325,12 @@ class SizePrediction:
         """Return the bytes of the batch's first samples."""
         if size not in self._input_sizes:
             with _disable_current_modes():
-                self._input_sizes[size] = sum(tensor.nbytes for tensor in tensors_in(self._take(size)))
+                self._input_sizes[size] = _bytes_of(self._take(size))
         return self._input_sizes[size]
+
+
+def _bytes_of(batch: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(batch))
 
 
 def _end_of_step(events: EventList) -> int:
