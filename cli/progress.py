@@ -50,7 +50,7 @@ class ProgressLine:
 
     def __enter__(self) -> ProgressLine:
         is_main = threading.current_thread() is threading.main_thread()
-        if hasattr(signal, "setitimer") and is_main and not self._is_quiet:
+        if hasattr(signal, "SIGALRM") and is_main and not self._is_quiet:
             handler = signal.signal(signal.SIGALRM, lambda *_: self._show())
             timer = signal.setitimer(signal.ITIMER_REAL, _QUICK, 1.0)
 
