@@ -344,6 +344,8 @@ def _is_bounded(trace: EventList) -> npt.NDArray[np.bool_]:
 _MOST_DEGREE = 3
 """A loss over all triplets of a batch."""
 
+_PAGE_BYTES = 4096
+
 _MORE_TRACES = _MOST_DEGREE + 2
 """Traces that show a polynomial of that degree: one more than it needs proves it."""
 
@@ -354,7 +356,7 @@ def fit_sizes(first: EventList, traced: Callable[[int], EventList], first_size: 
     Two are enough where storages grow in proportion, as whole rows of a sample each, beside rows that are there anyway.
     One that compares samples with each other, or with such rows, too, grows with the square of the micro-batch or its
     cube. It isn't a whole number of what it grew by, or fewer than one for each sample. Further traces follow then,
-    until one more changes nothing.
+    until one more changes nothing. A size that all of these show within a page of a line counts as its upper end.
 
     Args:
         first: The trace at `first_size`.
@@ -384,6 +386,15 @@ def fit_sizes(first: EventList, traced: Callable[[int], EventList], first_size: 
                 return events, found[0]
         elif not np.any(found[-1]):
             return events, (found[0] if len(traces) == 3 else found[:-1])
+    # Kernels that lay out a result themselves (oneDNN's recurrent layers) round it to pages.
+    paged, steps = found[-1] != 0, np.arange(len(sizes))[:, None]
+    line = (sizes[-1] - sizes[0]) / steps[-1]
+    above = sizes - sizes[0] - line * steps
+    if np.all(np.abs(above[:, paged]) <= _PAGE_BYTES) and np.all(sizes[:, paged] >= 8 * _PAGE_BYTES):
+        raised = np.ceil(sizes[0] + above.max(axis=0)).astype(np.int64)
+        found[:, paged] = 0
+        found[0, paged] = line[paged]
+        return replace(events, sizes=np.where(paged, raised, events.sizes)), found[:-1]
     raise AlignmentError(
         f"tensors grow faster than the micro-batch, and by no rule that the sizes {first_size} to "
         f"{first_size + _MORE_TRACES - 1} show"

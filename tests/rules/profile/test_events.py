@@ -127,6 +127,19 @@ def test_storages_that_grow_with_a_power_of_the_batch_are_followed(size_of, trac
         assert at_size(events, slopes, 2, batch).sizes.tolist() == at(batch).sizes.tolist()
 
 
+def test_sizes_that_a_kernel_rounds_to_pages_follow_a_line_above_them():
+    """Results of oneDNN's recurrent layers: an LSTM's step was known at the traced size only."""
+
+    def at(batch):
+        return events_of([1, 2, -2, -1], [50 * batch, -(-(300_000 + 102_000 * batch) // 4096) * 4096])
+
+    events, slopes = fit_sizes(at(2), lambda more: at(2 + more), 2)
+    for batch in (1, 4, 16, 100):
+        fitted, true = at_size(events, slopes, 2, batch).sizes, at(batch).sizes
+        assert fitted[0] == true[0]
+        assert abs(fitted[1] / true[1] - 1) < 0.01
+
+
 def test_what_grows_by_no_rule_is_refused():
     with pytest.raises(AlignmentError, match="grow faster than the micro-batch.*sizes 2 to 6"):
         fit_sizes(events_of([1, -1], [2**2]), lambda more: events_of([1, -1], [2 ** (2 + 4 * more)]), 2)
