@@ -125,6 +125,15 @@ _WITHOUT_FORMULA: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_pro
 """Operators that torch's registry lacks, called as those of `flop_formula`."""
 
 
+def quantized_product_flops(left: Any, *_: Any, out_val: torch.Tensor, **__: Any) -> int:
+    """FLOPs of a product with weights that its kernel dequantizes, as bitsandbytes' layers of 4 bits take it."""
+    return 2 * out_val.numel() * int(left.size(-1))
+
+
+_BY_NAME: dict[str, Callable[..., int]] = {"gemm_4bit": quantized_product_flops}
+"""Such operators of libraries that may not be there."""
+
+
 def flop_formula(operator: Any) -> Callable[..., int] | None:
     """The formula for what an operator's kernel computes; None for one without.
 
@@ -133,4 +142,5 @@ def flop_formula(operator: Any) -> Callable[..., int] | None:
     Args:
         operator: An operator packet, such as `torch.ops.aten.mm`.
     """
-    return _OF_TENSORS.get(operator) or flop_registry.get(operator) or _WITHOUT_FORMULA.get(operator)
+    own = _OF_TENSORS.get(operator) or flop_registry.get(operator) or _WITHOUT_FORMULA.get(operator)
+    return own or _BY_NAME.get(getattr(operator, "__name__", ""))
