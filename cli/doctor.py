@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from lightning_memfit.device.health import Finding
@@ -23,11 +23,16 @@ def main(argv: list[str]) -> int:
         epilog=_EPILOG,
     )
     parser.add_argument("--folder", default=".", help="folder for checkpoints and offloaded states (default: here)")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure this device for 20 seconds, and keep it for later plans"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     arguments = parser.parse_args(argv)
 
     from lightning_memfit.device.health import examine, hinders
 
+    if arguments.measure:
+        measure(sys.stderr if arguments.json else sys.stdout)
     findings = examine(arguments.folder)
     problem = hinders([finding for group in findings.values() for finding in group])
     if arguments.json:
@@ -37,6 +42,27 @@ def main(argv: list[str]) -> int:
     else:
         print_findings(findings, problem)
     return int(problem)
+
+
+def measure(stream: TextIO) -> None:
+    """Measure the device in this machine, keep what is found for plans, and show it."""
+    import torch
+
+    from lightning_memfit.memory import format_bytes
+    from lightning_memfit.memory.kind import CPU, CUDA
+    from lightning_memfit.planner.feedback import device_name
+    from lightning_memfit.planner.measured import measure as measured_on
+    from lightning_memfit.planner.rates import CalibrationFile
+
+    device = torch.device(CUDA if torch.cuda.is_available() else CPU)
+    file = CalibrationFile(device_name(device))
+    print(f"Measuring {device_name(device)}...", file=stream, flush=True)
+    found = measured_on(device)
+    file.keep(found)
+    for kind, rate in found.operators.items():
+        print(f"  {kind}: {f'{rate / 1e12:.3g} TFLOP' if ' ' in kind else format_bytes(int(rate))}/s", file=stream)
+    print(f"  issuing an operator: {found.launch_seconds * 1e6:.1f} us", file=stream)
+    print(f"Kept for later plans in {file.path}.", file=stream, flush=True)
 
 
 def print_findings(findings: dict[str, list[Finding]], problem: bool) -> None:

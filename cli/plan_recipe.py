@@ -21,14 +21,8 @@ from lightning_memfit.nvme.preflight import SAMPLE_BYTES
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, is_batching, overlay_of, own_adapter, technique_classes
 from lightning_memfit.planner.plan_page import render_plan
+from lightning_memfit.planner.rates import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Rates, calibrated, rates_of
 from lightning_memfit.planner.search import Progress, unseen
-from lightning_memfit.planner.time import (
-    DISK_BYTES_PER_S,
-    NETWORK_BYTES_PER_S,
-    Rates,
-    calibrated,
-    rates_of,
-)
 from lightning_memfit.planner.tried import Explored, tried_of
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,

@@ -135,7 +135,8 @@ def step_time(record: dict[str, Any] | None) -> str:
         )
     head = ["setting", "measured s", "by data sheet s", "error", "error, corrected by the other runs"]
     failed = "".join(f"- {row['name']}: {row['failed']}\n" for row in record["failed"])
-    return _of(record) + _table(head, rows) + failed
+    note = f"{record['note']}\n\n" if "note" in record else ""
+    return _of(record) + note + _table(head, rows) + failed
 
 
 def fitter(record: dict[str, Any] | None) -> str:

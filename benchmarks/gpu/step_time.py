@@ -30,8 +30,8 @@ from benchmarks.record import write_aside
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.models import CausalLM
+from lightning_memfit.planner.rates import CalibrationFile, Observation, fit_factors, rates_of, uncorrected
 from lightning_memfit.planner.solve import Solver
-from lightning_memfit.planner.time import CalibrationFile, Observation, fit_factors, rates_of, uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch

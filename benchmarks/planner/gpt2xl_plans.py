@@ -20,7 +20,7 @@ from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import GIB
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.time import rates_of
+from lightning_memfit.planner.rates import rates_of
 from lightning_memfit.planner.workload import Devices, Limits, Workload, check_allow, facts_of, parse_device_count
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions

@@ -1,4 +1,4 @@
-"""What issuing an operator costs the program, plain and recomputed: a GPT-2 so narrow that computing takes no time.
+"""What issuing operators costs the program, plain and recomputed, in models so narrow that computing takes no time.
 
 `python -m benchmarks.planner.operators` writes `benchmarks/results/planner_operators.json`. Forward and backward of one
 sample are timed in turns, plain and with every block checkpointed; operators are those that the planner's traces count,
@@ -14,16 +14,20 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from benchmarks.planner.models import Perceptron
 from benchmarks.record import write
 from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.models import CausalLM
-from lightning_memfit.planner.time import PassWork, cpu_rates
+from lightning_memfit.planner.rates import cpu_rates
+from lightning_memfit.planner.time import PassWork
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
@@ -47,16 +51,20 @@ _CONFIG = {
 _ROUNDS = 60
 
 
-def module_of(name: str) -> CausalLM:
-    """A model of narrow blocks."""
+def module_of(name: str) -> Any:
+    """A model of six narrow blocks."""
     torch.manual_seed(0)
+    if name == "perceptron":
+        return Perceptron(width=16, layers=6)
     module = CausalLM(config=_CONFIG[name])
     module.configure_model()
     return module
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """Eight tokens."""
+def batch(name: str) -> dict[str, torch.Tensor]:
+    """Eight tokens, or eight rows."""
+    if name == "perceptron":
+        return {"x": torch.ones(1, 8, 16), "y": torch.ones(1, 8, 1)}
     ids = torch.randint(0, 32, (1, 8), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -65,9 +73,9 @@ def counts(name: str) -> dict[str, float]:
     """Operators of a forward and backward pass by choice, as a trace has them."""
     target, options = host_target(1 << 34), StepOptions("32-true", 1)
     module = module_of(name)
-    facts, two = facts_of(module, target, options), {k: v.repeat(2, 1) for k, v in batch().items()}
+    facts, two = facts_of(module, target, options), {k: torch.cat((v, v)) for k, v in batch(name).items()}
     store = TraceStore(Workload(module, two, options, 2, target, cpu_rates(), facts))
-    return {choice: PassWork.of(store.passes(Setting(), choice)).operators for choice in CHOICES}
+    return {choice: float(PassWork.of(store.passes(Setting(), choice)).counts.sum()) for choice in CHOICES}
 
 
 def seconds(name: str) -> dict[str, float]:
@@ -81,36 +89,38 @@ def seconds(name: str) -> dict[str, float]:
     for _ in range(_ROUNDS):
         for choice, module in modules.items():
             started = time.process_time()
-            module.training_step(batch(), 0).backward()
+            module.training_step(batch(name), 0).backward()
             taken[choice].append(time.process_time() - started)
             module.zero_grad()
     return {choice: statistics.quantiles(values, n=4)[0] for choice, values in taken.items()}
 
 
-def measure(name: str) -> dict[str, object]:
-    """Cost of an operator, and by choice how many plain ones a recomputed one costs."""
+def measure(name: str) -> dict[str, Any]:
+    """Operators and seconds by choice."""
     operators, taken = counts(name), seconds(name)
-    per_operator = taken["none"] / operators["none"]
-    weights = {
-        choice: (taken[choice] - taken["none"]) / (operators[choice] - operators["none"]) / per_operator
-        for choice in CHOICES[1:]
-    }
-    return {
-        "model": name,
-        "operators": operators,
-        "seconds": taken,
-        "seconds_per_operator": per_operator,
-        "weights": weights,
-    }
+    return {"model": name, "operators": operators, "seconds": taken}
+
+
+def weights(models: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Plain operators that a recomputed operator and a recomputed block cost, by choice: least squares."""
+    found = {}
+    for choice in CHOICES[1:]:
+        rows, costs = [], []
+        for row in models:
+            plain = row["seconds"]["none"] / row["operators"]["none"]
+            rows.append([row["operators"][choice] - row["operators"]["none"], row["num_blocks"]])
+            costs.append((row["seconds"][choice] - row["seconds"]["none"]) / plain)
+        found[choice] = np.linalg.lstsq(np.array(rows), np.array(costs), rcond=None)[0].round(2).tolist()
+    return found
 
 
 def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    models = [measure(name) for name in _CONFIG]
-    write(RESULTS, {"models": models})
-    print(json.dumps(models, indent=1))
+    models = [{**measure(name), "num_blocks": 6} for name in (*_CONFIG, "perceptron")]
+    write(RESULTS, {"weights": weights(models), "models": models})
+    print(json.dumps(weights(models), indent=1))
     return 0
 
 

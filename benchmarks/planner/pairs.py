@@ -3,13 +3,12 @@
 `python -m benchmarks.planner.pairs known` (or `held_out`, `benchmarks.planner.models.SETS`) writes that set's file in
 `benchmarks/results`; models named after the set are measured anew, and the others in the file stay as they are.
 
-For every model a grid of settings (optimizer x checkpointing of its repeated blocks x micro-batch, gradient release
-where a step is one pass) is measured without a limit: peak of live bytes and time of an optimizer step. Up to eight
-runs of the grid calibrate the cost model, as the first steps of earlier runs would have. For each limit a plan is made
-and run under `MemoryLimit`, at once and only once. Its time is held against the best of the grid that stays within the
-limit: the plan, the two fastest of those and the fastest one that keeps the recipe's numbers are measured again in
-turns, so that what else the machine does meanwhile slows all alike. Predicted times are held against measured ones by
-Spearman's rank correlation. Times are processor time of the process, the first quartile of its steps.
+The CPU is measured first, as `memfit doctor --measure` does; no step of these models is known to the planner. For every
+model a grid of settings (optimizer x checkpointing of its repeated blocks x micro-batch, gradient release where a step
+is one pass) is measured without a limit: peak of live bytes and time of an optimizer step, the median of five. For each
+limit a plan is made and run under `MemoryLimit`, at once and only once. Its time is held against the best of the grid
+that stays within the limit: the plan, the two fastest of those and the fastest one that keeps the recipe's numbers are
+measured again in turns, so that what else the machine does meanwhile slows all alike. Times are processor time.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -39,9 +36,10 @@ from benchmarks.record import write
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.planner.make import make_plan
+from lightning_memfit.planner.measured import measure
 from lightning_memfit.planner.plan import label
+from lightning_memfit.planner.rates import CalibrationFile, Rates, calibrated, cpu_name, cpu_rates
 from lightning_memfit.planner.solve import Solver
-from lightning_memfit.planner.time import Observation, Rates, cpu_rates, fit_factors, uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch
@@ -56,7 +54,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ALLOW = ("exact", "8bit")
 SIZES = (1, 4, 16)
 _UNLIMITED = 1 << 34
-_STEPS, _SKIPPED = 6, 2
+_STEPS, _SKIPPED = 7, 2
 _FINALISTS, _ROUNDS, _MOST_ROUNDS = 2, 2, 6
 _CLOSE = 0.05
 """A plan that seems slower than the best by more than this is measured in more rounds: noise looks the same."""
@@ -136,14 +134,6 @@ def grid(checkpointed: bool) -> Iterator[Setting]:
                     yield setting.choose("gradient_release")
 
 
-def calibrates(setting: Setting) -> bool:
-    """Whether a measured step of this setting is known to the planner: up to six with plain AdamW, two with 8-bit."""
-    names = {choice.name for choice in setting.chosen}
-    if setting.micro_batch_size not in (SIZES[0], SIZES[-1]):
-        return False
-    return names <= {"activation_checkpointing"} or names == {"optimizer_8bit"}
-
-
 def workload(make: Make, rates: Rates, limit: int | None) -> Workload:
     """One model's, for the planner."""
     module, batch = make()
@@ -153,29 +143,25 @@ def workload(make: Make, rates: Rates, limit: int | None) -> Workload:
 
 
 def model_rows(name: str, make: Make, limits: tuple[float, ...], rates: Rates, cache: ProfileCache) -> dict[str, Any]:
-    """Measure a model's grid, calibrate, then plan and run for every limit."""
+    """Measure a model's grid, then plan and run for every limit."""
     store = TraceStore(workload(make, rates, None), cache)
     solver, rows = Solver(store), []
     for setting in grid(store.plain().num_blocks > 0):
-        seconds, peak = undisturbed(seconds_of(make, setting)), peak_of(make, setting)
-        exact, parts = not solver.numerics.severity(setting), dict(solver.solve_uniform(setting).time.seconds)
-        rows.append({"setting": setting, "seconds": seconds, "peak": peak, "parts": parts, "exact": exact})
-    known = [r for r in rows if calibrates(r["setting"])]
-    factors = fit_factors([Observation(uncorrected(r["parts"], rates), r["seconds"]) for r in known])
-    predicted_seconds = [sum(r["parts"][c] * factors[c] for c in r["parts"]) for r in rows]
+        seconds, peak = statistics.median(seconds_of(make, setting)), peak_of(make, setting)
+        exact, predicted = not solver.numerics.severity(setting), solver.solve_uniform(setting).time.total
+        rows.append({"setting": setting, "seconds": seconds, "peak": peak, "predicted": predicted, "exact": exact})
     plain = next(r["peak"] for r in rows if not r["setting"].chosen and r["setting"].micro_batch_size == SHARE)
-    measured = [r["seconds"] for r in rows]
-    corrected = replace(rates, factors=factors)
     return {
         "model": name,
-        "factors": factors,
-        "num_calibrating": len(known),
-        "rank_correlation_by_data": spearman([sum(r["parts"].values()) for r in rows], measured),
-        "rank_correlation": spearman(predicted_seconds, measured),
-        "pairs": [_pair(make, corrected, cache, rows, int(share * plain)) for share in limits],
+        "pairs": [_pair(make, rates, cache, rows, int(share * plain)) for share in limits],
         "grid": [
-            {"setting": _words(r["setting"]), "seconds": r["seconds"], "predicted_s": p, "peak_bytes": r["peak"]}
-            for r, p in zip(rows, predicted_seconds, strict=True)
+            {
+                "setting": _words(row["setting"]),
+                "seconds": row["seconds"],
+                "predicted_s": row["predicted"],
+                "peak_bytes": row["peak"],
+            }
+            for row in rows
         ],
     }
 
@@ -241,12 +227,6 @@ def _words(setting: Setting) -> str:
     return label(setting).replace(choice.name, f"{choice.name} ({mode})")
 
 
-def spearman(first: list[float], second: list[float]) -> float:
-    """Rank correlation; there are no ties in measured times."""
-    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
-    return float(np.corrcoef(*ranks)[0, 1])
-
-
 def measured_before(file: Path, chosen: ModelSet, names: list[str]) -> list[dict[str, Any]]:
     """Rows of the other models of a set that a file already has."""
     before = json.loads(file.read_text())["models"] if names and file.exists() else []
@@ -265,9 +245,11 @@ def main() -> int:
     unknown = [name for name in names if name not in chosen.models]
     if unknown:
         parser.error(f"{', '.join(unknown)} is none of {', '.join(chosen.models)}")
-    file, order, rates = RESULTS / chosen.file, list(chosen.models), cpu_rates()
+    file, order = RESULTS / chosen.file, list(chosen.models)
     rows = measured_before(file, chosen, names)
     with tempfile.TemporaryDirectory() as folder:
+        CalibrationFile(cpu_name(), Path(folder)).keep(measure(torch.device("cpu")))
+        rates = calibrated(cpu_rates(), Path(folder))
         for name in names or order:
             started = time.perf_counter()
             row = model_rows(name, chosen.models[name], chosen.limits, rates, ProfileCache(Path(folder)))

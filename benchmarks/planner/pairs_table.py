@@ -14,27 +14,18 @@ def render(document: dict[str, Any]) -> str:
     refused = [pair for pair in pairs if "setting" not in pair]
     right = sum(not pair["num_fitting"] for pair in refused)
     slower = [pair["slower_than_best"] for pair in made if pair["slower_than_best"] is not None]
-    ranks = [model["rank_correlation"] for model in models]
+    errors = [row["predicted_s"] / row["seconds"] - 1 for model in models for row in model["grid"]]
+    largest = max(errors, key=abs)
     names = ", ".join(model["model"] for model in models)
     none_fits = f"Of {len(refused)} refused limits, {right} hold no setting of the grid either. " if refused else ""
-    settings, known = (_span(values) for values in zip(*map(_counts, models), strict=True))
     return (
         f"{names}: {sum(pair['fits'] for pair in made)} of {len(made)} plans fit at the first try. {none_fits}"
         f"{sum(s <= 0.1 for s in slower)} of {len(slower)} are within 10 % of the grid's best: the slowest "
         f"{max(slower):+.0%}, the median {statistics.median(slower):+.0%} (below zero: faster). {_exactness(made)}"
-        f"Rank correlation of predicted with measured times: {min(ranks):.2f} to {max(ranks):.2f} "
-        f"({settings} settings each, {known} known to the planner; `{document['command']}`, torch "
+        f"Times of {len(errors)} settings, of which no step was known: median error "
+        f"{statistics.median(map(abs, errors)):.1%}, largest {largest:+.1%} (`{document['command']}`, torch "
         f"{document['versions']['torch']}, one CPU thread)."
     )
-
-
-def _counts(model: dict[str, Any]) -> tuple[int, int]:
-    return len(model["grid"]), model["num_calibrating"]
-
-
-def _span(values: tuple[int, ...]) -> str:
-    least, most = min(values), max(values)
-    return str(least) if least == most else f"{least} to {most}"
 
 
 def _exactness(made: list[dict[str, Any]]) -> str:

@@ -1,23 +1,28 @@
-"""Llama-3.1-8B beside figures that torchtitan and torchtune publish: `python -m benchmarks.sharded_traces.published`.
+"""Memory and speed that others publish, beside ours: `python -m benchmarks.sharded_traces.published`.
 
 Memory is that of `memfit estimate`, a command of its own for each run, without any cache; speed is that of the
-planner's time model for the same techniques, batch and devices. Nothing is run on these GPUs. With `speed`, memory
-stays as it was recorded.
+planner's time model for the same techniques, batch and devices, by data sheet. Nothing is run on these GPUs, and no
+figure of the model was fitted to these runs but what compiling saves. With `speed`, memory stays as it was recorded.
 """
 
 import json
 import logging
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from transformers import ViTConfig, ViTForImageClassification
 
 from benchmarks.marks import RESULTS, ROOT
 from benchmarks.record import write
@@ -28,8 +33,8 @@ from lightning_memfit.estimate.target import Target, named_target
 from lightning_memfit.memory import GIB
 from lightning_memfit.models import CausalLM
 from lightning_memfit.models.architecture import resolve_config
+from lightning_memfit.planner.rates import Rates, rates_of
 from lightning_memfit.planner.solve import Solver
-from lightning_memfit.planner.time import Rates, rates_of
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import NUMERICS, Devices, Workload, facts_of, parse_device_count
 from lightning_memfit.profile.cache import ProfileCache
@@ -37,7 +42,7 @@ from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
 
 _OF_MEMORY = ("peak", "seconds", "processor_seconds", "load")
-_MICRO_BATCH, _OPTIMIZER, _PER_MACHINE = 2, "adamw_fused", 8
+_OPTIMIZER, _PER_MACHINE = "adamw_fused", 8
 _PRECISIONS = {"bf16-mixed": "bf16_mixed", "bf16-true": "bf16_true"}
 
 RESULT = RESULTS / "llama31_published.json"
@@ -66,26 +71,36 @@ class Run:
     source: Source
     where: str
     """The row in the source."""
-    gib: float
-    tokens_per_s: float
-    """Of one device."""
+    gib: float | None
+    """None where memory is of no interest here."""
+    per_s: float
+    """Tokens, or images, of one device."""
     device: str
     """As `--device` takes it."""
-    sequence_length: int
+    sequence_length: int | None
+    """None for images."""
     precision: str
     techniques: Mapping[str, Mapping[str, Any]]
     """Options by name."""
     strategy: str = ""
+    model: str = "llama-3.1-8b"
+    """As `--model` takes it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from that model."""
+    micro_batch: int = 2
+    why_not: str = ""
+    """Why the speed is none that this training can have."""
 
     def options(self) -> list[str]:
         """Of `memfit estimate`."""
         techniques = [
             f"--technique={name}" + ":" * bool(given) + ",".join(f"{key}={json.dumps(v)}" for key, v in given.items())
             for name, given in self.techniques.items()
+            if name not in _COMPILED  # which changes no estimate
         ]
         return [
             f"--sequence-length={self.sequence_length}",
-            f"--micro-batch-size={_MICRO_BATCH}",
+            f"--micro-batch-size={self.micro_batch}",
             f"--precision={self.precision}",
             f"--optimizer={_OPTIMIZER}",
             f"--device={self.device}",
@@ -95,7 +110,7 @@ class Run:
 
     def setting(self, devices: Devices) -> Setting:
         """The whole of it, for the planner."""
-        setting = Setting(_MICRO_BATCH, world_size=devices.total).choose(_PRECISIONS[self.precision])
+        setting = Setting(self.micro_batch, world_size=devices.total).choose(_PRECISIONS[self.precision])
         setting = setting.choose("fused_adamw")
         for name, given in self.techniques.items():
             setting = setting.choose(name, **given)
@@ -120,18 +135,46 @@ _TUNE = Source(
     "bfloat16, everything recomputed, loss in chunks, and PagedAdamW8bit that steps in the backward pass, or fused "
     "AdamW on adapters of rank 8",
 )
+_TUNE_3B = Source(
+    "torchtune, `README.md`",
+    "https://github.com/pytorch/torchtune/blob/main/README.md",
+    "2025",
+    "Llama-3.2-3B, batch 2 of 4096 packed tokens, bfloat16; the last row compiles, recomputes, takes the loss in "
+    "chunks, steps in the backward pass with 8-bit AdamW, and offloads activations, which is left out here",
+)
+_LLM_C = Source(
+    "llm.c, discussion 677",
+    "https://github.com/karpathy/llm.c/discussions/677",
+    "2024-07",
+    "GPT-2 1558M in C and CUDA, with kernels fused by hand and a vocabulary of 50,304; here by torch.compile",
+)
+_AO = Source(
+    "torchao, `torchao/optim/README.md`",
+    "https://github.com/pytorch/ao/blob/main/torchao/optim/README.md",
+    "2025",
+    "timm's ViT-H/14 with AdamW under bfloat16 autocast, and ViT-g/14 of 1.1 billion parameters in bfloat16",
+)
+SOURCES = (_TITAN, _TUNE, _TUNE_3B, _LLM_C, _AO)
 _FULL: Mapping[str, Any] = {"activation_checkpointing": {}}
 _SELECTIVE: Mapping[str, Any] = {"activation_checkpointing": {"mode": "selective", "keep": ["matmul", "attention"]}}
-_PAGED: Mapping[str, Any] = {"paged_optimizer_8bit": {}, "gradient_release": {}, "chunked_loss": {}}
+_COMPILED: Mapping[str, Any] = {"torch_compile": {}}
+_PAGED: Mapping[str, Any] = _COMPILED | {"paged_optimizer_8bit": {}, "gradient_release": {}, "chunked_loss": {}}
 _ATTENTION, _MLP = ["q_proj", "v_proj", "k_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-_LORA: Mapping[str, Any] = {"lora": {"rank": 8, "target_modules": _ATTENTION[:2]}, "chunked_loss": {}}
-_QLORA: Mapping[str, Any] = {"qlora": {"rank": 8, "target_modules": _ATTENTION + _MLP}, "chunked_loss": {}}
+_CHUNKED: Mapping[str, Any] = {"chunked_loss": {}}
+_LORA: Mapping[str, Any] = _CHUNKED | {"lora": {"rank": 8, "target_modules": _ATTENTION[:2]}}
+_QLORA: Mapping[str, Any] = _CHUNKED | {"qlora": {"rank": 8, "target_modules": _ATTENTION + _MLP}}
+_ALL: Mapping[str, Any] = _COMPILED | _CHUNKED | _FULL | {"gradient_release": {}, "optimizer_8bit": {}}
+_GIANT = {"hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24, "intermediate_size": 6144}
+_ABOVE = "above what the card's data sheet gives to its products alone"
 
 
-def _tuned(method: str, device: str, gib: float, tokens_per_s: float, techniques: Mapping[str, Any]) -> Run:
-    return Run(
-        _TUNE, f"Llama 3.1 8B, {method}, 1x {device}", gib, tokens_per_s, f"RTX {device}", 2048, "bf16-true", techniques
-    )
+def _tuned(method: str, device: str, gib: float, per_s: float, techniques: Mapping[str, Any], why_not: str = "") -> Run:
+    row, card = f"Llama 3.1 8B, {method}, 1x {device}", f"RTX {device}"
+    return Run(_TUNE, row, gib, per_s, card, 2048, "bf16-true", techniques, why_not=why_not)
+
+
+def _small(row: str, per_s: float, techniques: Mapping[str, Any]) -> Run:
+    return Run(_TUNE_3B, row, None, per_s, "A100 80GB", 4096, "bf16-true", techniques, model="llama-3.2-3b")
 
 
 RUNS: dict[str, Run] = {
@@ -142,35 +185,70 @@ RUNS: dict[str, Run] = {
     for words, techniques in (("all recomputed", _FULL), ("products and attention kept", _SELECTIVE))
 } | {
     "1 RTX 4090, full finetune, 2 x 2048; all recomputed": _tuned("Full finetune", "4090", 18.9, 1650, _PAGED | _FULL),
-    "1 RTX A6000, full finetune, 2 x 2048; all kept": _tuned("Full finetune", "A6000", 37.4, 2579, _PAGED),
-    "1 RTX 4090, LoRA, 2 x 2048; all recomputed": _tuned("LoRA", "4090", 16.2, 3083, _LORA | _FULL),
-    "1 RTX A6000, LoRA, 2 x 2048; all kept": _tuned("LoRA", "A6000", 30.3, 4699, _LORA),
-    "1 RTX 4090, QLoRA, 2 x 2048; all recomputed": _tuned("QLoRA", "4090", 7.4, 2413, _QLORA | _FULL),
-}
+    "1 RTX A6000, full finetune, 2 x 2048; all kept": _tuned("Full finetune", "A6000", 37.4, 2579, _PAGED, _ABOVE),
+    "1 RTX 4090, LoRA, 2 x 2048; all recomputed": _tuned("LoRA", "4090", 16.2, 3083, _LORA | _FULL | _COMPILED),
+    "1 RTX A6000, LoRA, 2 x 2048; all kept": _tuned("LoRA", "A6000", 30.3, 4699, _LORA | _COMPILED, _ABOVE),
+    "1 RTX 4090, QLoRA, 2 x 2048; all recomputed": _tuned("QLoRA", "4090", 7.4, 2413, _QLORA | _FULL | _COMPILED),
+    "1 A100, Llama-3.2-3B, 2 x 4096": _small("packed", 7075, {}),
+    "1 A100, Llama-3.2-3B, 2 x 4096; all techniques": _small("8-bit AdamW", 6960, _ALL),
+    "1 H100, GPT-2 XL by llm.c, 16 x 1024": Run(
+        _LLM_C, "1558M", None, 46_800, "H100 SXM", 1024, "bf16-mixed", _COMPILED | _CHUNKED, model="gpt2-xl",
+        config={"vocab_size": 50_304}, micro_batch=16,
+    ),
+    "1 RTX 4070 Ti Super, ViT-H/14, batch 8": Run(
+        _AO, "ViT-H", None, 41.9, "RTX 4070 Ti Super", None, "bf16-mixed", {}, model="vit-huge", micro_batch=8
+    ),
+    "1 RTX 4070 Ti Super, ViT-g/14, batch 32; all recomputed": Run(
+        _AO, "no offload", None, 32 / 1.27, "RTX 4070 Ti Super", None, "bf16-true", _FULL, model="vit-huge",
+        config=_GIANT, micro_batch=32,
+    ),
+}  # fmt: skip
 """By the words of the table. Recomputing as its configs do, the A6000 would be faster than its peak (see the page)."""
 
 
 def speed(run: Run, cache: ProfileCache) -> dict[str, Any]:
-    """Seconds of a step by what the planner says they are spent on, and tokens per second of one device."""
+    """Seconds of a step by what the planner says they are spent on, and tokens or images per second of one device."""
     workload = _workload(run)
     seconds = Solver(TraceStore(workload, cache)).solve_uniform(run.setting(workload.devices)).time.seconds
     spent = {name: round(value, 4) for name, value in seconds.items() if value}
-    return {"tokens_per_s": round(_MICRO_BATCH * run.sequence_length / sum(seconds.values())), "step_seconds": spent}
+    done = run.micro_batch * (run.sequence_length or 1)
+    return {"per_s": float(f"{done / sum(seconds.values()):.4g}"), "step_seconds": spent}
+
+
+class _Vision(pl.LightningModule):
+    """A ViT on the meta device, as its trace needs no weights."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.model = ViTForImageClassification(config).train()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
 
 
 def _workload(run: Run) -> Workload:
     count, name = parse_device_count(run.device)
     devices = Devices(min(count or 1, _PER_MACHINE), -(-(count or 1) // _PER_MACHINE))
-    target, architecture = named_target(name), find_architecture("llama-3.1-8b")
-    config = {key: value for key, value in architecture.config.items() if "dtype" not in key}
-    module = CausalLM(config={"model_type": architecture.model_type, **config})
-    batch = make_batch(architecture, resolve_config(None, None, module.hparams["config"]), 2, run.sequence_length)
+    target, architecture = named_target(name), find_architecture(run.model)
+    config = {key: value for key, value in architecture.config.items() if "dtype" not in key} | run.config
+    module: pl.LightningModule
+    if run.sequence_length is None:
+        resolved = ViTConfig(**config)
+        module = _Vision(resolved)
+    else:
+        resolved = resolve_config(None, None, {"model_type": architecture.model_type, **config})
+        module = CausalLM(config={"model_type": architecture.model_type, **config})
+    batch = make_batch(architecture, resolved, 2, run.sequence_length)
     options = StepOptions(run.precision)  # type: ignore[arg-type]
     return Workload(
         module,
         batch,
         options,
-        _MICRO_BATCH * devices.total,
+        run.micro_batch * devices.total,
         target,
         _rates(target, run.source),
         facts_of(module, target, options),
@@ -213,21 +291,23 @@ def text(document: dict[str, Any]) -> str:
     """A row for each run."""
     rows = document["rows"]
     lines = [
-        "| run | published | reserved, predicted | allocated | tokens/s of a device, published | predicted |",
+        "| run | published | reserved, predicted | allocated | tokens or images/s of a device, published | predicted |",
         "|---|---|---|---|---|---|",
     ]
     for name, run in RUNS.items():
         row = rows[name]
-        if "tokens_per_s" not in row:
-            lines.append(f"| {name} | {run.gib} GiB | not predicted yet | | {run.tokens_per_s:,.0f} | |")
-            continue
-        reserved, allocated = (row["peak"][f"{key}_bytes"] / GIB for key in ("reserved", "allocated"))
+        memory = "| | |"
+        if run.gib is not None:
+            reserved, allocated = (row["peak"][f"{key}_bytes"] / GIB for key in ("reserved", "allocated"))
+            memory = f"{run.gib} GiB | {reserved:.1f} GiB | {allocated:.1f} GiB |"
         lines.append(
-            f"| {name} | {run.gib} GiB | {reserved:.1f} GiB | {allocated:.1f} GiB | {run.tokens_per_s:,.0f} | "
-            f"{row['tokens_per_s']:,} ({row['tokens_per_s'] / run.tokens_per_s - 1:+.0%}) |"
+            f"| {name} | {memory} {run.per_s:,.4g} | {row['per_s']:,.4g} ({row['per_s'] / run.per_s - 1:+.0%}"
+            f"{'; published: ' + run.why_not if run.why_not else ''}) |"
         )
-    sources = [f"- {source.name} ({source.date}, <{source.url}>): {source.settings}." for source in (_TITAN, _TUNE)]
-    return "\n".join([*lines, "", *sources])
+    errors = [abs(rows[name]["per_s"] / run.per_s - 1) for name, run in RUNS.items() if not run.why_not]
+    total = f"Speeds are {statistics.median(errors):.0%} off in the median, {max(errors):.0%} at most."
+    sources = [f"- {source.name} ({source.date}, <{source.url}>): {source.settings}." for source in SOURCES]
+    return "\n".join([*lines, "", total, "", *sources])
 
 
 def main() -> None:
@@ -239,10 +319,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, run in RUNS.items():
             row = {key: value for key, value in known.get(name, {}).items() if key in _OF_MEMORY}
-            rows[name] |= row or estimate(run.options())
+            if run.gib is not None:
+                rows[name] |= row or estimate(run.options())
             rows[name] |= speed(run, ProfileCache(Path(folder)))
-            print(f"{name}: {rows[name]['tokens_per_s']} tokens/s", flush=True)
-            write(RESULT, {"sources": [asdict(_TITAN), asdict(_TUNE)], "rows": rows})  # known, should this end early
+            print(f"{name}: {rows[name]['per_s']}/s ({rows[name]['per_s'] / run.per_s - 1:+.0%})", flush=True)
+            write(RESULT, {"sources": list(map(asdict, SOURCES)), "rows": rows})  # known, should this end early
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ class ReachedRates:
     """Between the device and host memory, one direction."""
 
 
-_OF_FLOPS, _OF_FLOAT32, _OF_BANDWIDTH, _OF_LINK = 0.5, 0.75, 0.75, 0.8
-"""Shares of the data sheet's figures that training reaches: llm.c reports 49 % of an H100's FLOP/s in bfloat16.
-Products in float32 run on the vector units, which are easier to keep busy: GPT-2 and GPT-2 medium reached 75 to 80 % on
-an H200 (docs/benchmarks/gpu.md)."""
+_OF_PRODUCTS, _OF_HOT, _OF_FLOAT32, _OF_BANDWIDTH, _OF_LINK = 0.8, 0.66, 0.78, 0.85, 0.8
+"""Shares of the data sheet's figures that operators reach. Products on tensor cores: four fifths, but two thirds on
+Hopper and later, which lower their clocks under load. Products in float32 run on the vector units. Those of an H200 are
+fitted to its step times (docs/benchmarks/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ class DeviceSpec:
     def reached(self) -> ReachedRates:
         """Rates to plan with as long as nothing was measured on the device."""
         link, bandwidth = self.host_link_bytes_per_s, self.bandwidth_bytes_per_s
+        share = _OF_HOT if self.compute_capability in ((9, 0), (10, 0)) else _OF_PRODUCTS
         return ReachedRates(
-            {name: (_OF_FLOAT32 if name == "float32" else _OF_FLOPS) * rate for name, rate in self.flops.items()},
+            {name: (_OF_FLOAT32 if name == "float32" else share) * rate for name, rate in self.flops.items()},
             None if bandwidth is None else _OF_BANDWIDTH * bandwidth,
             None if link is None else _OF_LINK * link,
         )

@@ -29,7 +29,7 @@ from lightning_memfit.memory.kind import DeviceKind, index_of
 from lightning_memfit.planner.feedback import PlanFeedback
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, technique_classes
-from lightning_memfit.planner.time import calibrated, rates_of
+from lightning_memfit.planner.rates import calibrated, rates_of
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
     DEFAULT_TOLERANCE,

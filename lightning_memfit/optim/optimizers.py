@@ -190,6 +190,8 @@ class OptimizerRecord:
     cpu_seconds: float | None = None
     """Seconds per parameter of one step on one core with AVX-512, for optimizers that a plan may choose
     (`benchmarks/optimizer_step`)."""
+    cpu_tensor_seconds: float = 0.0
+    """Seconds that a step takes for each tensor beyond that."""
     replacement: Replacement | None = None
 
     @property
@@ -335,13 +337,14 @@ _RECORDS = (
     OptimizerRecord("sgd", _TORCH_SGD, _torch(0)),
     OptimizerRecord("sgd_momentum", _TORCH_SGD, _torch(1), arguments={"momentum": 0.9}),
     OptimizerRecord("adam", _TORCH_ADAM, _torch(2, 1)),
-    OptimizerRecord("adamw", _TORCH_ADAMW, _torch(2, 1), cpu_seconds=4.4e-9),
+    OptimizerRecord("adamw", _TORCH_ADAMW, _torch(2, 1), cpu_seconds=4.4e-9, cpu_tensor_seconds=2e-5),
     OptimizerRecord(
         "adamw_fused",
         _TORCH_ADAMW,
         _torch(2),
         arguments={"fused": True},
         cpu_seconds=6.0e-10,
+        cpu_tensor_seconds=3e-6,
         replacement=Replacement(
             "fused_adamw",
             "AdamW in one kernel, without the scratch memory of the batched one",
@@ -355,6 +358,7 @@ _RECORDS = (
         _TORCH_ADAFACTOR,
         _torch(0, None, factored=True),
         cpu_seconds=6.3e-9,
+        cpu_tensor_seconds=2e-5,
         replacement=Replacement(
             "adafactor",
             "a row and a column of statistics per weight matrix instead of two states per weight",
@@ -369,6 +373,7 @@ _RECORDS = (
         _LION,
         StateLayout(1),
         cpu_seconds=8.1e-9,
+        cpu_tensor_seconds=4e-5,
         replacement=Replacement(
             "lion",
             "one state per weight instead of two; wants a learning rate three to ten times smaller",
@@ -383,6 +388,7 @@ _RECORDS = (
         _eight_bit(1),
         f"{_BNB}.Lion8bit",
         cpu_seconds=1.6e-8,
+        cpu_tensor_seconds=5e-5,
         replacement=Replacement(
             "lion_8bit",
             "Lion with 8-bit states: one byte per weight",
@@ -395,7 +401,9 @@ _RECORDS = (
     OptimizerRecord("ademamix", _ADEMAMIX, StateLayout(3)),
     OptimizerRecord("paged_adamw", _TORCH_ADAMW, StateLayout(2, paged=True), f"{_BNB}.PagedAdamW"),
     OptimizerRecord("adam_8bit", _TORCH_ADAM, _eight_bit(2), f"{_BNB}.Adam8bit"),
-    OptimizerRecord("adamw_8bit", _TORCH_ADAMW, _eight_bit(2), f"{_BNB}.AdamW8bit", cpu_seconds=2.4e-8),
+    OptimizerRecord(
+        "adamw_8bit", _TORCH_ADAMW, _eight_bit(2), f"{_BNB}.AdamW8bit", cpu_seconds=2.4e-8, cpu_tensor_seconds=8e-5
+    ),
     OptimizerRecord("sgd_8bit", _TORCH_SGD, _eight_bit(1), f"{_BNB}.SGD8bit", {"momentum": 0.9}),
     OptimizerRecord("rmsprop_8bit", _TORCH_RMSPROP, _eight_bit(1), f"{_BNB}.RMSprop8bit"),
     OptimizerRecord("paged_adamw_8bit", _TORCH_ADAMW, _eight_bit(2, paged=True), f"{_BNB}.PagedAdamW8bit"),
@@ -405,6 +413,7 @@ _RECORDS = (
         _torchao_class("AdamW8bit"),
         _eight_bit(2),
         cpu_seconds=2.9e-8,
+        cpu_tensor_seconds=2.8e-4,
         replacement=Replacement(
             "torchao_adamw_8bit", "AdamW with 8-bit states in torchao's compiled form", frozenset({"8bit"})
         ),
@@ -414,6 +423,7 @@ _RECORDS = (
         _torchao_class("AdamW4bit"),
         _4BIT,
         cpu_seconds=4.6e-8,
+        cpu_tensor_seconds=2.6e-4,
         replacement=Replacement(
             "torchao_adamw_4bit", "AdamW with 4-bit states: one byte per weight", frozenset({"4bit"})
         ),
@@ -423,6 +433,7 @@ _RECORDS = (
         _torchao_class("AdamWFp8"),
         _eight_bit(2),
         cpu_seconds=7.8e-9,
+        cpu_tensor_seconds=2.8e-4,
         replacement=Replacement("torchao_adamw_fp8", "AdamW with float8 states; quick on the CPU", frozenset({"8bit"})),
     ),
 )

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.kind import DeviceKind, synchronize
-from lightning_memfit.planner.time import CalibrationFile, cpu_name
+from lightning_memfit.planner.rates import CalibrationFile, cpu_name
 
 _SKIPPED_STEPS = 2
 """The first steps create optimizer states, load kernels and fill caches, so they are not measured."""

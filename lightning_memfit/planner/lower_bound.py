@@ -64,7 +64,7 @@ class LowerBound:
             / self._plain.micro_batch_size
             * self._solver.workload.samples_on_each(setting.world_size)
         )
-        return self._solver.time.step(setting, PassWork(per_step, 0.0, 0.0), 1).total
+        return self._solver.time.least_seconds(setting, per_step)
 
     def traced_seconds(self, setting: Setting) -> float:
         """Seconds per step without recomputation, at the best micro-batch.

@@ -12,10 +12,10 @@ from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.planner.advice import advice_of
 from lightning_memfit.planner.candidates import Rejected, by_need
 from lightning_memfit.planner.plan import Alternative, Plan, TechniqueEffect, label
+from lightning_memfit.planner.rates import uncorrected
 from lightning_memfit.planner.rows import rows_of
 from lightning_memfit.planner.search import Outcome, Progress, Search, unseen
 from lightning_memfit.planner.solve import Solution
-from lightning_memfit.planner.time import uncorrected
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import sequence_length

@@ -27,7 +27,7 @@ from lightning_memfit.memory import Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.parameters import ParameterInfo, trained
 from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.planner.candidates import with_losses
-from lightning_memfit.planner.time import RECOMPUTED_OPERATOR, PassWork, TimeModel
+from lightning_memfit.planner.time import RECOMPUTED, PassWork, TimeModel
 from lightning_memfit.planner.trace_store import CHOICES, TraceStore, passes_of
 from lightning_memfit.profile.events import CATEGORIES, EventList
 from lightning_memfit.profile.record import ModelProfile
@@ -65,6 +65,7 @@ class ForwardBackward:
         self._fragmentation: dict[tuple[Choice, int, bool], int] = {}
         self._peaks: dict[tuple[Choice, int, ReleasedGradients], int] = {}
         self._inputs: dict[int, int] = {}
+        self._work: dict[tuple[Choice, int], PassWork] = {}
         self._lender: ForwardBackward | None = None
 
     def with_blocks_of(self, lender: ForwardBackward) -> ForwardBackward:
@@ -155,8 +156,16 @@ class ForwardBackward:
         """Work of a pass beyond the plain one when every block follows a choice."""
         if self._lender is not None:
             return self._lender.recomputed(choice, size)
-        weight = RECOMPUTED_OPERATOR.get(choice, 1.0)
-        return PassWork.of(self.none, size).recomputing(PassWork.of(self._profile(choice), size), weight)
+        each, per_block = RECOMPUTED.get(choice, (1.0, 0.0))
+        blocks = per_block * max(self.none.num_blocks, self._store.workload.facts.num_blocks or 0)
+        return self.work("none", size).recomputing(self.work(choice, size), each, blocks)
+
+    def work(self, choice: Choice, size: int) -> PassWork:
+        """Work of a pass when every block follows a choice."""
+        key = (choice, size)
+        if key not in self._work:
+            self._work[key] = PassWork.of(self._profile(choice), size)
+        return self._work[key]
 
     def peak_bytes(self, size: int, released: ReleasedGradients = (), choice: Choice = "none") -> int:
         """Highest level of forward and backward; `released` as in `figures`."""
@@ -449,7 +458,7 @@ class MemoryModel:
 
     def work(self, size: int, choices: Sequence[Choice] = ()) -> PassWork:
         """Forward and backward of one micro-batch, including what the blocks recompute by their choices."""
-        work = PassWork.of(self.none, size)
+        work = self._passes.work("none", size)
         for choice, count in Counter(choices).items():
             work += self._passes.recomputed(choice, size) * (count / len(choices))
         return work
@@ -466,7 +475,7 @@ class MemoryModel:
         return steady.step_bytes + self._held_bytes(steady) + max(0, more)
 
     def _recompute_seconds(self, choice: Choice, size: int) -> float:
-        plain = PassWork.of(self.none, size)
+        plain = self._passes.work("none", size)
         with_it = plain + self._passes.recomputed(choice, size)
         seconds = [self._time.micro_batch_seconds(self._setting, work) for work in (plain, with_it)]
         return max(0.0, seconds[1] - seconds[0])

@@ -1,11 +1,12 @@
 """Predict the time of a step: what it computes and moves, divided by a device's rates.
 
-Roofline (Williams, Waterman & Patterson 2009) by phase instead of by operator: matrix products are bound by arithmetic,
-everything else by the device's memory. With `F` FLOP/s of the products' dtype, `B` bytes/s of device memory, `L` of the
-host link and `o` seconds to launch an operator, a micro-batch of `f` FLOPs, `b` bytes and `n` operators takes
+Roofline (Williams, Waterman & Patterson 2009) by operator: one of `f` FLOPs and `b` bytes takes `f / F + b / B`, with
+`F` the rate of its kind and dtype and `B` that of memory, as a kernel's first loads and last stores hide behind
+nothing; where a device was measured, the seconds of its kind at that size (`Rates.operator_seconds`). With `n`
+operators, `o` seconds to issue one and `L` the host link's rate,
 
-    compute = f / F + b / B                       where operators run one after the other (CPU): + n o
-    device  = max(compute, n o)                   where the host runs ahead of the device (CUDA): the launch floor
+    compute = sum of operators                    where they run one after the other (CPU): + n o
+    device  = max(compute, n o) in each phase     where the host runs ahead of the device (CUDA): the launch floor
     micro   = device + link / L                   or max(device, link / L) where traffic hides behind computing
 
 and a step of `k` micro-batches takes `k micro + optimizer`. With several devices, gradients are exchanged during the
@@ -13,133 +14,105 @@ backward pass and weights are gathered during forward and backward: whatever tak
 thirds of `device`, is added. Exchanges after the step are added whole, as are reads and writes of a drive.
 
 The optimizer step is elementwise: its bytes over `B`, with the number of passes by family from `core.step_cost`;
-on the CPU, measured seconds per parameter by family. If the host steps, its cores or its memory limit the step. Rates
-come from a catalogue or a short measurement (`rates_of`) and are corrected by measured steps (`calibrated`).
+on the CPU, measured seconds per parameter and per tensor by family. If the host steps, its cores or its memory limit
+the step. Rates come from `planner.rates` and are corrected by measured steps (`calibrated`).
 """
 
 from __future__ import annotations
 
-import os
-import re
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_memfit.device.catalogue import DeviceSpec, find_device
-from lightning_memfit.estimate.target import Target
-from lightning_memfit.memory.cache_files import default_cache_folder, read_entry, write_entry
+from lightning_memfit.planner.rates import Rates
 from lightning_memfit.profile.record import ModelProfile
+from lightning_memfit.profile.work import MULTIPLYING
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.setting import Setting
-from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, cpu_seconds, num_trained
+from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, cpu_step_seconds, num_trained
 
 PHASES = ("forward", "backward")
+
+Floats = npt.NDArray[np.float64]
 
 _BACKWARD = 2 / 3
 """Share of a pass that is backward, during which gradients are exchanged: two of three products."""
 
-COMPONENTS = ("arithmetic", "memory", "launch", "link", "interconnect", "disk", "optimizer")
-"""What step time is made of, and what calibration corrects separately."""
-
-RECOMPUTED_OPERATOR: Mapping[str, float] = {"full": 4.0, "keep_matmul_attention": 12.0}
-"""Cost of a recomputed operator to the program, in launches of a plain one: hooks around every saved tensor, and for
-selective checkpointing a Python mode that sees all operators twice. `benchmarks/planner/operators` measures them."""
+RECOMPUTED: Mapping[str, tuple[float, float]] = {"full": (1.4, 28.0), "keep_matmul_attention": (9.6, 103.0)}
+"""Cost of a recomputed operator and of a recomputed block to the program, in launches of a plain operator: a backward
+pass inside another, and for selective checkpointing a Python mode that sees all operators twice.
+`benchmarks/planner/operators` measures them."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device reaches in training, not what its data sheet says."""
-
-    name: str
-    flops_per_s: Mapping[str, float]
-    """FLOP/s by dtype of matrix products: `float32`, `tf32`, `bfloat16`, `float16`."""
-    bytes_per_s: float
-    launch_seconds: float
-    """Seconds per operator that the program takes to issue it."""
-    asynchronous: bool
-    """Whether the device works while the program goes on."""
-    link_bytes_per_s: float | None = None
-    """Rate to pinned host memory, in one direction; None if host and device are one."""
-    disk_bytes_per_s: float | None = None
-    """Rate of a machine's drive, the same for reading and writing."""
-    num_cores: float = 1
-    """Cores that share host work."""
-    host_bytes_per_s: float | None = None
-    """Rate of a machine's memory; if None, only the cores limit host work."""
-    interconnect_bytes_per_s: float | None = None
-    """Rate at which one device sends to others of its machine while it receives as much."""
-    network_bytes_per_s: float | None = None
-    """Rate at which a machine sends to others while it receives as much."""
-    factors: Mapping[str, float] = field(default_factory=dict)
-    """Measured over predicted time by component; 1 if nothing was measured."""
-
-    def factor(self, component: str) -> float:
-        """Correction of one component."""
-        return self.factors.get(component, 1.0)
-
-    def shared(self, per_machine: int, machines: int = 1) -> Rates:
-        """Rates of one of several devices, which share their machine's cores, memory and drive, and its network.
-
-        A ring over several machines passes every byte through the network of each once, so its rate is the ring's.
-
-        Args:
-            per_machine: Devices of a machine.
-            machines: Machines.
-        """
-        between = self.interconnect_bytes_per_s
-        if machines > 1:
-            known = [rate for rate in (between if per_machine > 1 else None, self.network_bytes_per_s) if rate]
-            between = min(known, default=None)
-        return replace(
-            self,
-            num_cores=self.num_cores / per_machine,
-            disk_bytes_per_s=_part(self.disk_bytes_per_s, per_machine),
-            host_bytes_per_s=_part(self.host_bytes_per_s, per_machine),
-            interconnect_bytes_per_s=between,
-        )
-
-
-def _part(rate: float | None, parts: int) -> float | None:
-    return None if rate is None else rate / parts
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PassWork:
-    """What forward and backward of one micro-batch compute and move."""
+    """What forward and backward of one micro-batch compute and move: arrays of one entry per row of like operators."""
 
-    flops: float
-    traffic_bytes: float
-    operators: float
+    kinds: npt.NDArray[np.str_]
+    """Kinds, as `profile.work` names them."""
+    phases: npt.NDArray[np.str_]
+    flops: Floats
+    """FLOPs of one operator."""
+    num_bytes: Floats
+    """Bytes that one operator reads and writes."""
+    counts: Floats
+    """Operators; below zero in a difference."""
+    launches: Floats
+    """What issuing them costs the program, in plain operators."""
 
     @classmethod
     def of(cls, profile: ModelProfile, micro_batch_size: int | None = None) -> PassWork:
-        """Read the work off a profile; products grow with the micro-batch, traffic by what two traces show."""
-        size = micro_batch_size or profile.micro_batch_size
-        more = size - profile.micro_batch_size
-        flops = sum(profile.flops.get(phase, 0) for phase in PHASES) * size / profile.micro_batch_size
-        traffic = sum(profile.traffic.get(phase, 0) + more * profile.traffic_slopes.get(phase, 0.0) for phase in PHASES)
-        return cls(flops, max(0.0, traffic), sum(profile.operators.get(phase, 0) for phase in PHASES))
+        """Read the work off a profile, at the traced micro-batch or another, by what two traces show."""
+        more = (micro_batch_size or profile.micro_batch_size) - profile.micro_batch_size
+        rows = [(phase, row) for phase in PHASES for row in profile.work.get(phase, ())]
+        counts = np.array([row.times for _, row in rows], dtype=np.float64)
+        return cls(
+            np.array([row.kind for _, row in rows], dtype=np.str_),
+            np.array([phase for phase, _ in rows], dtype=np.str_),
+            np.array([max(0.0, row.flops + more * row.flops_per_sample) for _, row in rows], dtype=np.float64),
+            np.array([max(0.0, row.num_bytes + more * row.bytes_per_sample) for _, row in rows], dtype=np.float64),
+            counts,
+            counts,
+        )
+
+    @classmethod
+    def of_products(cls, flops: float, dtype: str) -> PassWork:
+        """One product of so many FLOPs, which nothing launches: the least that they may take."""
+        values = (np.array([value], dtype=np.float64) for value in (flops, 0.0, 1.0, 0.0))
+        return cls(np.array([f"product {dtype}"]), np.array([PHASES[0]]), *values)
 
     def __add__(self, other: PassWork) -> PassWork:
         return PassWork(
-            self.flops + other.flops, self.traffic_bytes + other.traffic_bytes, self.operators + other.operators
+            np.concatenate((self.kinds, other.kinds)),
+            np.concatenate((self.phases, other.phases)),
+            np.concatenate((self.flops, other.flops)),
+            np.concatenate((self.num_bytes, other.num_bytes)),
+            np.concatenate((self.counts, other.counts)),
+            np.concatenate((self.launches, other.launches)),
         )
 
     def __mul__(self, factor: float) -> PassWork:
-        return PassWork(self.flops * factor, self.traffic_bytes * factor, self.operators * factor)
+        return replace(self, counts=self.counts * factor, launches=self.launches * factor)
 
-    def recomputing(self, other: PassWork, operator_weight: float) -> PassWork:
+    def fused(self, share: float) -> PassWork:
+        """The work when a compiler saves a share of the traffic of operators that don't multiply, and of launches."""
+        left = np.array([1.0 if kind.startswith(MULTIPLYING) else 1.0 - share for kind in self.kinds.tolist()])
+        return replace(self, counts=self.counts * left, launches=self.launches * left)
+
+    def recomputing(self, other: PassWork, each: float, blocks: float) -> PassWork:
         """The work of a pass that recomputes, `other`, beyond this one.
 
         Args:
             other: The same micro-batch with every block checkpointed alike.
-            operator_weight: Launches of a plain operator that a recomputed one costs the program, hooks included.
+            each: Launches of a plain operator that a recomputed one costs the program.
+            blocks: Launches that all blocks cost besides.
         """
         more = other + self * -1.0
-        return PassWork(more.flops, more.traffic_bytes, more.operators * operator_weight)
+        launches = more.launches * each
+        launches[-1:] += blocks
+        return replace(more, launches=launches)
 
 
 @dataclass(frozen=True)
@@ -154,26 +127,30 @@ class StepTime:
         return sum(self.seconds.values())
 
 
-def pass_seconds(work: PassWork, rates: Rates, dtype: str) -> dict[str, float]:
+def pass_seconds(work: PassWork, rates: Rates, float32_as: str = "float32") -> dict[str, float]:
     """Seconds of one micro-batch by component, without link traffic.
 
     Args:
         work: Work of the micro-batch.
         rates: Rates of the device.
-        dtype: Dtype of matrix products.
-
-    Raises:
-        ValueError: If the device has no rate for the dtype.
+        float32_as: Rate at which products of float32 run: `tf32` where a technique allows it.
     """
-    if dtype not in rates.flops_per_s:
-        known = ", ".join(rates.flops_per_s)
-        raise ValueError(f"`dtype={dtype}`: {rates.name} has no known rate for it. Known: {known}.")
-    arithmetic = work.flops / rates.flops_per_s[dtype] * rates.factor("arithmetic")
-    memory = work.traffic_bytes / rates.bytes_per_s * rates.factor("memory")
-    launch = work.operators * rates.launch_seconds * rates.factor("launch")
+    seconds = np.zeros(len(work.kinds))
+    multiplies = np.zeros(len(work.kinds), dtype=np.bool_)
+    for kind in dict.fromkeys(work.kinds.tolist()):
+        rows = work.kinds == kind
+        if kind.startswith(MULTIPLYING):
+            multiplies |= rows
+            kind = kind.replace("product float32", f"product {float32_as}")
+        seconds[rows] = rates.operator_seconds(kind, work.flops[rows], work.num_bytes[rows])
+    seconds *= work.counts * np.where(multiplies, rates.factor("arithmetic"), rates.factor("memory"))
+    launch = rates.launch_seconds * rates.factor("launch") * work.launches
+    waits = float(launch.sum())
     if rates.asynchronous:
-        launch = max(0.0, launch - arithmetic - memory)
-    return {"arithmetic": arithmetic, "memory": memory, "launch": launch}
+        of_phases = [work.phases == phase for phase in PHASES]
+        waits = sum(max(0.0, float(launch[rows].sum() - seconds[rows].sum())) for rows in of_phases)
+    arithmetic, memory = (float(seconds[rows].sum()) for rows in (multiplies, ~multiplies))
+    return {"arithmetic": arithmetic, "memory": memory, "launch": waits}
 
 
 def step_seconds(
@@ -181,7 +158,7 @@ def step_seconds(
     cost: Cost,
     plain: ModelProfile,
     rates: Rates,
-    dtype: str,
+    float32_as: str,
     num_micro_batches: int,
 ) -> StepTime:
     """Seconds of one optimizer step.
@@ -191,11 +168,12 @@ def step_seconds(
         cost: Cost of all techniques together; of its work per micro-batch, only what a trace can't see is added.
         plain: Profile of the plain step, whose parameters the optimizer steps.
         rates: Rates of the device.
-        dtype: Dtype of matrix products.
+        float32_as: Rate at which products of float32 run.
         num_micro_batches: Micro-batches per optimizer step.
     """
-    seconds = pass_seconds(work, rates, dtype)
+    seconds = pass_seconds(work.fused(cost.fused_share) if cost.fused_share else work, rates, float32_as)
     seconds["memory"] += _staging_seconds(cost.micro_batch, rates)
+    seconds["launch"] += rates.batch_seconds * rates.factor("launch")
     device = sum(seconds.values())
     link = _link_seconds(cost.micro_batch, rates)
     seconds["link"] = max(0.0, link - device) if cost.overlap else link
@@ -240,11 +218,21 @@ class TimeModel:
             num_micro_batches: Micro-batches per optimizer step.
         """
         cost, rates = self._cost(setting), self._shared_rates if setting.world_size > 1 else self._rates
-        return step_seconds(work, cost, self._plain, rates, self._dtype(setting, cost), num_micro_batches)
+        return step_seconds(work, cost, self._plain, rates, cost.matmul_rate or "float32", num_micro_batches)
 
     def micro_batch_seconds(self, setting: Setting, work: PassWork) -> float:
         """Seconds that forward and backward of one micro-batch compute."""
-        return sum(pass_seconds(work, self._rates, self._dtype(setting, self._cost(setting))).values())
+        return sum(pass_seconds(work, self._rates, self._cost(setting).matmul_rate or "float32").values())
+
+    def least_seconds(self, setting: Setting, flops: float) -> float:
+        """Seconds of a step whose products take so many FLOPs, at the best rate, and of the optimizer.
+
+        Args:
+            setting: Only its techniques and its number of devices count.
+            flops: Of forward and backward, of all micro-batches together.
+        """
+        work = PassWork.of_products(flops, _DTYPES.get(setting.precision, "float32"))
+        return self.step(setting, work, 1).total
 
     def written_bytes(self, setting: Setting) -> int:
         """Bytes to the drive of a machine in every optimizer step."""
@@ -257,11 +245,6 @@ class TimeModel:
         if techniques not in self._costs:
             self._costs[techniques] = techniques.cost(self._plain)
         return self._costs[techniques]
-
-    @staticmethod
-    def _dtype(setting: Setting, cost: Cost) -> str:
-        """Dtype of matrix products."""
-        return _DTYPES.get(setting.precision) or cost.matmul_rate or "float32"
 
 
 def _staging_seconds(work: Work, rates: Rates) -> float:
@@ -294,220 +277,12 @@ def _optimizer_seconds(step: Work, plain: ModelProfile, rates: Rates) -> float:
     count = num_trained(plain)
     itemsize = max((p.itemsize for p in plain.parameters), default=4)
     least = itemsize * count / rates.bytes_per_s
-    host = step.host_seconds / rates.num_cores  # below zero if techniques save some of it
+    host = step.host_seconds * rates.host_factor / rates.num_cores  # below zero if techniques save some of it
     if step.host_bytes and rates.host_bytes_per_s:
         host = max(host, step.host_bytes / rates.host_bytes_per_s)
     launch = step.kernels * rates.launch_seconds
     if not rates.asynchronous:
-        return max(least, cpu_seconds("adamw") * count / rates.num_cores + host) + launch
+        plainly = cpu_step_seconds("adamw", plain) * rates.host_factor / rates.num_cores
+        return max(least, plainly + host) + launch
     device = (itemsize * FOREACH_PASSES * count + step.device_bytes) / rates.bytes_per_s
     return max(least, device) + host + launch
-
-
-# --- rates before anything was measured on a device ------------------------------------------------------------------
-
-
-_CUDA_LAUNCH = 8e-6
-"""Seconds of Python and dispatch per operator of an eager training step; about 5 in forward, 10 with autograd."""
-_CPU_LAUNCH = 8e-6
-
-_OF_NVLINK, _OF_PCIE_PEERS = 0.75, 0.4
-"""Shares that collectives reach: NCCL's ring over NVLink; over PCIe through host memory, as consumer cards must."""
-
-GLOO_BYTES_PER_S = 1e9
-"""Assumed rate at which a process sends to others of its machine over gloo while it receives as much."""
-
-NETWORK_BYTES_PER_S = 12.5e9
-"""Bytes per second between machines: 100 Gbit/s, an assumption."""
-
-DISK_BYTES_PER_S = 2e9
-"""Rate that an NVMe drive sustains for hours, an assumption if none is measured; data sheets say two to three times as
-much."""
-
-HOST_BYTES_PER_S = 40e9
-"""Bytes per second of host memory: two channels of DDR4-3200 at 0.8 of their rate."""
-
-_STAND_INS = (("RTX 3060", 16), ("RTX 3090", 32), ("A100 40GB", 60), ("A100 80GB", 1 << 20))
-"""Catalogue device whose rates are used when only the size is known, by the largest size in GiB for each."""
-
-
-def rates_of(target: Target) -> Rates:
-    """Rates of a planning target."""
-    return cpu_rates() if target.kind == "cpu" else device_rates(target)
-
-
-def device_rates(target: Target) -> Rates:
-    """Rates of a CUDA device from the catalogue; a bare size uses the rates of a common card of that size."""
-    known = _known(target.name)
-    spec = known or _stand_in(target.capacity_bytes or 0)
-    reached = spec.reached()
-    assert reached.bytes_per_s is not None
-    return Rates(
-        name=known.name if known is not None else target.name,
-        flops_per_s=dict(reached.flops),
-        bytes_per_s=reached.bytes_per_s,
-        launch_seconds=_CUDA_LAUNCH,
-        asynchronous=True,
-        link_bytes_per_s=reached.link_bytes_per_s,
-        disk_bytes_per_s=DISK_BYTES_PER_S,
-        num_cores=_cores(),
-        host_bytes_per_s=HOST_BYTES_PER_S,
-        interconnect_bytes_per_s=_between(spec),
-        network_bytes_per_s=NETWORK_BYTES_PER_S,
-    )
-
-
-def _between(spec: DeviceSpec) -> float | None:
-    if spec.peer_bytes_per_s is not None:
-        return _OF_NVLINK * spec.peer_bytes_per_s
-    return None if spec.host_link_bytes_per_s is None else _OF_PCIE_PEERS * spec.host_link_bytes_per_s
-
-
-def _known(name: str) -> DeviceSpec | None:
-    try:
-        spec = find_device(name)
-    except ValueError:
-        return None
-    return spec if spec.flops and spec.bandwidth_bytes_per_s else None
-
-
-def _stand_in(capacity_bytes: int) -> DeviceSpec:
-    return find_device(next(name for name, largest in _STAND_INS if capacity_bytes <= largest << 30))
-
-
-def cpu_rates() -> Rates:
-    """Rates of this CPU with torch's number of threads, measured in about a quarter of a second."""
-    import torch
-
-    flops = {name: _matmul_rate(dtype) for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))}
-    flops["float16"] = flops["bfloat16"]
-    return Rates(
-        name=cpu_name(),
-        flops_per_s=flops,
-        bytes_per_s=_copy_rate(),
-        launch_seconds=_CPU_LAUNCH,
-        asynchronous=False,
-        disk_bytes_per_s=DISK_BYTES_PER_S,
-        num_cores=torch.get_num_threads(),
-        interconnect_bytes_per_s=GLOO_BYTES_PER_S,
-        network_bytes_per_s=NETWORK_BYTES_PER_S,
-    )
-
-
-def cpu_name() -> str:
-    """Name of this CPU's rates: they depend on the threads."""
-    import torch
-
-    return f"CPU, {torch.get_num_threads()} threads"
-
-
-def _matmul_rate(dtype: object) -> float:
-    import torch
-
-    size = 384
-    a = torch.ones(size, size, dtype=dtype)  # type: ignore[call-overload]
-    return 2 * size**3 / _best_seconds(lambda: a @ a)
-
-
-def _copy_rate() -> float:
-    """Bytes read and written per second by an elementwise operator on more data than the caches hold."""
-    import torch
-
-    a = torch.ones(1 << 22)
-    return 2 * a.nbytes / _best_seconds(lambda: a * 2.0)
-
-
-def _best_seconds(run: object, repeats: int = 8) -> float:
-    assert callable(run)
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - started)
-    return best
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# --- rates corrected by measured steps -------------------------------------------------------------------------------
-# Steps are kept per device in the cache folder. Every observation is a step's predicted seconds by component and its
-# measured seconds. The factors minimise the squared relative errors of their weighted sums, with a pull towards one
-# common factor, so that a single observation scales everything alike and many tell the components apart (ridge
-# regression, Hoerl & Kennard 1970; factors stay positive).
-
-
-_MAX_OBSERVATIONS = 64
-_PULL = 0.05
-"""Weight of the common factor against one observation's relative error."""
-_LOW, _HIGH = 0.1, 10.0
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One measured step."""
-
-    seconds: Mapping[str, float]
-    """Predicted seconds by component, from rates without correction."""
-    measured: float
-
-
-class CalibrationFile:
-    """Observations of one device.
-
-    Args:
-        name: Name of the device; for a CPU with the number of threads.
-        folder: Folder of the files; the cache folder by default.
-    """
-
-    def __init__(self, name: str, folder: Path | None = None) -> None:
-        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-        self.path = (folder or default_cache_folder()) / "rates" / f"{slug}.json"
-
-    def load(self) -> list[Observation]:
-        """What was measured; empty if there is no readable file."""
-        entry = read_entry(self.path) or {}
-        try:
-            return [Observation(dict(row["seconds"]), float(row["measured"])) for row in entry.get("steps", [])]
-        except (ValueError, KeyError, TypeError):
-            return []
-
-    def add(self, seconds: Mapping[str, float], measured: float) -> None:
-        """Save an observation; if there are many, only the newest are kept.
-
-        Args:
-            seconds: Predicted by component, without corrections (`uncorrected`).
-            measured: Seconds of the step.
-        """
-        kept = [*self.load(), Observation(seconds, measured)][-_MAX_OBSERVATIONS:]
-        write_entry(self.path, {"steps": [{"seconds": dict(o.seconds), "measured": o.measured} for o in kept]})
-
-
-def uncorrected(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]:
-    """Predicted seconds by component, without corrections from earlier measurements."""
-    return {name: value / rates.factor(name) for name, value in seconds.items()}
-
-
-def calibrated(rates: Rates, folder: Path | None = None) -> Rates:
-    """Rates corrected by earlier measurements on that device, if there are any."""
-    observations = CalibrationFile(rates.name, folder).load()
-    return replace(rates, factors=fit_factors(observations)) if observations else rates
-
-
-def fit_factors(observations: Sequence[Observation], rounds: int = 200) -> dict[str, float]:
-    """Factor of every component, by coordinate descent; each is between 0.1 and 10."""
-    measured = np.array([o.measured for o in observations])
-    shares = np.array([[o.seconds.get(name, 0.0) for name in COMPONENTS] for o in observations]) / measured[:, None]
-    totals = shares.sum(axis=1)
-    common = float(np.clip((totals @ np.ones(len(totals))) / max(float(totals @ totals), 1e-30), _LOW, _HIGH))
-    factors = np.full(len(COMPONENTS), common)
-    for _ in range(rounds):
-        for index in range(len(COMPONENTS)):
-            column = shares[:, index]
-            rest = 1.0 - shares @ factors + column * factors[index]
-            # The pull counts relative to the common factor, whatever its size.
-            pull = _PULL / common**2
-            factors[index] = (column @ rest + pull * common) / (column @ column + pull)
-            factors[index] = np.clip(factors[index], _LOW, _HIGH)
-    return {name: float(value) for name, value in zip(COMPONENTS, factors, strict=True)}

@@ -18,7 +18,7 @@ from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.division import Division
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
-from lightning_memfit.planner.time import Rates
+from lightning_memfit.planner.rates import Rates
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.step import StepOptions

@@ -39,6 +39,7 @@ from lightning_memfit.profile.trace import (
     make_trace,
     somewhere,
 )
+from lightning_memfit.profile.work import PhaseWork, grouped, with_slopes
 
 
 def profile_module(
@@ -134,7 +135,7 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
         samples = (1, 2) if batch_size(batch) == 1 else (1,)
         ahead = [begin_trace(request, partial(_grown, more, AssumedValues())) for more in samples]
     first = make_trace(request)
-    sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events)
+    sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events, work=grouped(first.work))
     profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)
     profile = profile.after(workload.length.batches or 0)
     if cache is not None and key is not None:
@@ -149,7 +150,8 @@ class _Sizes:
     events: EventList
     slopes: Floats | None = None
     larger: LargerSizes | None = None
-    traffic_slopes: dict[str, float] = field(default_factory=dict)
+    work: PhaseWork = field(default_factory=dict)
+    """Of the first trace's operators, with what it grows by."""
     growth_slope: float = 0.0
     """Bytes by which the growth per batch rises with every sample."""
     reason: str = ""
@@ -180,16 +182,17 @@ def _every_size(first: Trace, request: TraceRequest, ahead: Sequence[Callable[[]
         try:
             events, slopes = fit_sizes(first.events, lambda more: further(more).events, size)
             known = first, further(1)
-            return _Sizes(events, slopes, None, _growth(*known), _growth_slope(*known))
+            return _Sizes(events, slopes, None, with_slopes(first.work, known[1].work, size), _growth_slope(*known))
         except AlignmentError:
             if size > 1:
                 raise
         known = further(1), further(2)
         events, slopes = fit_sizes(known[0].events, lambda more: further(1 + more).events, size + 1)
         larger = LargerSizes(events, size + 1, slopes)
-        return _Sizes(first.events, None, larger, _growth(*known), _growth_slope(*known))
+        work = with_slopes(first.work, known[0].work, size)
+        return _Sizes(first.events, None, larger, work, _growth_slope(*known))
     except (AlignmentError, TraceError, ValueError) as error:
-        return _Sizes(first.events, reason=str(error))
+        return _Sizes(first.events, work=grouped(first.work), reason=str(error))
 
 
 def _grown(more: int, assumed: AssumedValues, request: TraceRequest) -> TraceRequest:
@@ -198,11 +201,6 @@ def _grown(more: int, assumed: AssumedValues, request: TraceRequest) -> TraceReq
     size = batch_size(batch)
     larger = replace(request.workload, batch=resize_batch(batch, size, size + more))
     return replace(request, workload=larger, assumed=assumed)
-
-
-def _growth(smaller: Trace, larger: Trace) -> dict[str, float]:
-    """Traffic in bytes that one more sample adds, by phase."""
-    return {name: float(size - smaller.traffic.get(name, 0)) for name, size in larger.traffic.items()}
 
 
 def _growth_slope(smaller: Trace, larger: Trace) -> float:
@@ -238,9 +236,7 @@ def _profile(first: Trace, sizes: _Sizes, workload: Workload, device: DeviceType
         calls_itself=first.calls_itself,
         flops=first.flops,
         block_flops=first.block_flops,
-        operators=first.operators,
-        traffic=first.traffic,
-        traffic_slopes=sizes.traffic_slopes,
+        work=sizes.work,
         attention_kernels=first.attention_kernels,
         traced_batches=first.batches,
         growth=None if growth is None else replace(growth, bytes_per_sample=sizes.growth_slope),

@@ -12,8 +12,9 @@ from lightning_memfit.memory.cache_files import checksum
 from lightning_memfit.memory.kind import CUDA, DeviceKind
 from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.events import EventList, Floats, at_size, is_scratch, with_kept
+from lightning_memfit.profile.work import OperatorWork, PhaseWork
 
-FORMAT = 6
+FORMAT = 7
 
 
 class OtherFormatError(ValueError):
@@ -71,12 +72,8 @@ class ModelProfile:
     flops: dict[str, int] = field(default_factory=dict)
     """FLOPs of one micro-batch of `micro_batch_size` by phase."""
     block_flops: dict[str, int] = field(default_factory=dict)
-    operators: dict[str, int] = field(default_factory=dict)
+    work: PhaseWork = field(default_factory=dict)
     """Operators by phase of the same micro-batch that compute something, views left out."""
-    traffic: dict[str, int] = field(default_factory=dict)
-    """Bytes by phase that operators other than matrix products read and write."""
-    traffic_slopes: dict[str, float] = field(default_factory=dict)
-    """Bytes by phase that `traffic` grows by per sample."""
     attention_kernels: dict[str, int] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     only_this_size: str = ""
@@ -225,6 +222,7 @@ class ModelProfile:
                 assert more_slopes is not None
                 larger = LargerSizes(more, size, more_slopes)
         header["parameters"] = tuple(ParameterInfo(**{**p, "shape": tuple(p["shape"])}) for p in header["parameters"])
+        header["work"] = {phase: tuple(OperatorWork(**row) for row in own) for phase, own in header["work"].items()}
         header["assumptions"], header["remarks"] = tuple(header["assumptions"]), tuple(header["remarks"])
         header["growth"] = None if header["growth"] is None else Growth(**header["growth"])
         found = cls(events=events, slopes=slopes, larger=larger, **header)

@@ -1,7 +1,7 @@
 """`EventRecorder`: a ledger that writes down every allocation and free, with the module and block that made it."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
 from lightning_memfit.profile.kernels import Kernel, KernelMemory, laid_out
 from lightning_memfit.profile.replaced import replaced
+from lightning_memfit.profile.work import UNALIGNED, OperatorWork, dtype_of, is_aligned, moving_kind, multiplying_kind
 
 _ZEROS = {id(getattr(torch.ops.aten, name).default) for name in ("zeros", "new_zeros", "zeros_like")}
 _IN_PLACE = {
@@ -120,8 +121,7 @@ class EventRecorder(Uncompiled, StorageLedger):
         self._host: list[tuple[Tier, Category, int, int | None]] = []
         self._on_host: dict[int, int | None] = {}
         self._flops: Counter[tuple[int, int]] = Counter()
-        self._operators: Counter[tuple[int, int]] = Counter()
-        self._traffic: Counter[tuple[int, int]] = Counter()
+        self._work: defaultdict[tuple[int, int], list[OperatorWork]] = defaultdict(list)
         self._in_host_memory = False
 
     # --- phases, modules and blocks ---------------------------------------------------------------------------------
@@ -375,16 +375,24 @@ class EventRecorder(Uncompiled, StorageLedger):
             yield
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Count operators, FLOPs and traffic. Views do no work, and matrix products are bound by FLOPs, not traffic."""
+        """Count an operator and its work. Views do none, and what makes empty memory or takes lists moves nothing."""
         if func.is_view:
             return
-        key = (len(self._phases), self._block)
-        self._operators[key] += 1
+        key, name = (len(self._phases), self._block), func._schema.name
         count = flop_formula(func._overloadpacket)
         if count is not None:
-            self._flops[key] += count(*args, **kwargs, out_val=result)
-        elif not isinstance(result, (list, tuple)) or not args or not isinstance(args[0], (list, tuple)):
-            self._traffic[key] += _bytes_of(args) + _bytes_of((result,))
+            flops = count(*args, **kwargs, out_val=result)
+            self._flops[key] += flops
+            kind, num_bytes = f"{multiplying_kind(name)} {dtype_of(args)}", _bytes_of(args) + _bytes_of((result,))
+            if kind.startswith("product") and not is_aligned(tensors_among((args, result))):
+                kind = f"{kind} {UNALIGNED}"
+        elif moving_kind(name) == "indexing" and "backward" not in name:
+            kind, flops, num_bytes = "indexing", 0, 2 * _bytes_of((result,))  # a table isn't read whole
+        elif "empty" in name or (isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple))):
+            kind, flops, num_bytes = moving_kind(name), 0, 0
+        else:
+            kind, flops, num_bytes = moving_kind(name), 0, _bytes_of(args) + _bytes_of((result,))
+        self._work[key].append(OperatorWork(kind, flops, num_bytes, 1))
 
     def _fills_fresh_zeros(self, tensor: torch.Tensor) -> bool:
         """Whether one of autograd's own formulas writes into the zeros that it has just made.
@@ -562,16 +570,20 @@ class EventRecorder(Uncompiled, StorageLedger):
         """
         return self._last_pass(self._flops)
 
-    def operators(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Operators by phase that compute something, of the last micro-batch: whole module and middle block."""
-        return self._last_pass(self._operators)
+    def work(self) -> tuple[dict[str, tuple[OperatorWork, ...]], dict[str, tuple[OperatorWork, ...]]]:
+        """Operators by phase of the last micro-batch, views left out: of the whole module and of its middle block."""
+        whole, block = dict[str, tuple[OperatorWork, ...]](), dict[str, tuple[OperatorWork, ...]]()
+        for name, ordinal in self._last_phases().items():
+            whole[name] = tuple(row for (at, _), found in self._work.items() if at == ordinal for row in found)
+            block[name] = tuple(self._work.get((ordinal, len(self._blocks) // 2), ()))
+        return whole, block
 
-    def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes that operators other than matrix products read and write, as `operators`."""
-        return self._last_pass(self._traffic)
+    def _last_phases(self) -> dict[str, int]:
+        """The ordinal of the last phase of each name."""
+        return {name: ordinal for ordinal, (_, name) in enumerate(self._phases, start=1)}
 
     def _last_pass(self, counts: Counter[tuple[int, int]]) -> tuple[dict[str, int], dict[str, int]]:
-        last = {name: ordinal for ordinal, (_, name) in enumerate(self._phases, start=1)}
+        last = self._last_phases()
         middle = len(self._blocks) // 2
         total = {
             name: sum(value for (at, _), value in counts.items() if at == ordinal) for name, ordinal in last.items()

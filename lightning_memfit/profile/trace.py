@@ -75,6 +75,7 @@ from lightning_memfit.profile.step import (
     Workload,
     run_step,
 )
+from lightning_memfit.profile.work import PhaseWork, with_blocks
 
 T = TypeVar("T")
 
@@ -387,10 +388,8 @@ class Trace:
     """FLOPs by phase of the steady step (one micro-batch), whole module."""
     block_flops: dict[str, int] = field(default_factory=dict)
     """FLOPs by phase of one repeated block."""
-    operators: dict[str, int] = field(default_factory=dict)
+    work: PhaseWork = field(default_factory=dict)
     """Operators by phase of the same micro-batch that compute something, views left out."""
-    traffic: dict[str, int] = field(default_factory=dict)
-    """Bytes by phase that operators other than matrix products read and write."""
     parameters: tuple[ParameterInfo, ...] = ()
     calls_itself: bool = True
     """Whether the training step calls the root module, as `self(...)` does."""
@@ -601,8 +600,7 @@ def _what_ran(
         attention_kernels=dict(dispatch.used) if dispatch else {},
         flops=flops,
         block_flops=per_block,
-        operators=recorder.operators()[0],
-        traffic=recorder.traffic()[0],
+        work=recorder.work()[0],
         host=recorder.host_memory(fold.num_blocks),
         draws=integers.draw_decided,
         batches=course.batches,
@@ -637,8 +635,7 @@ def _with_every_block(ran: Trace, fold: Fold, recorder: EventRecorder, course: C
         ran,
         events=unroll(ran.events, fold.num_blocks),
         flops=_unrolled(*recorder.flops(), extra),
-        operators=_unrolled(*recorder.operators(), extra),
-        traffic=_unrolled(*recorder.traffic(), extra),
+        work=with_blocks(*recorder.work(), extra),
     )
 
 

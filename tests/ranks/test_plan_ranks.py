@@ -7,7 +7,7 @@ from lightning_memfit import CausalLM
 from lightning_memfit.estimate.report import build_report
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.time import rates_of
+from lightning_memfit.planner.rates import rates_of
 from lightning_memfit.planner.workload import Devices, Workload, facts_of
 from lightning_memfit.profile.build import profile_module, resize_batch
 from lightning_memfit.profile.ranks import Ranks

@@ -51,6 +51,8 @@ class Cost:
     """Seconds before the first step, for compiling."""
     matmul_rate: str = ""
     """Rate in the device catalogue at which fp32 matrix products run instead of `float32`."""
+    fused_share: float = 0.0
+    """Share of the traffic of operators that don't multiply, and of their launches, that compiling saves."""
     last_micro_batch: Work = Work()
     """Work added only to the last micro-batch of a step: exchanging gradients as they are completed."""
 
@@ -62,6 +64,7 @@ class Cost:
             _hides(self, other),
             self.once_seconds + other.once_seconds,
             self.matmul_rate or other.matmul_rate,
+            max(self.fused_share, other.fused_share),
             self.last_micro_batch + other.last_micro_batch,
         )
 

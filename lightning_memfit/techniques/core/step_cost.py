@@ -22,6 +22,10 @@ FOREACH_PASSES = 20
 FUSED_PASSES = 7
 """Fused AdamW reads weight, gradient and two states, and writes weight and states."""
 
+_TENSOR_KERNELS, _FACTORED_KERNELS = 2.5, 5.5
+"""What stepping a tensor by itself costs the program on CUDA, in launches: bitsandbytes' 51 to 81 us, and 137 us of
+torch's Adafactor, on an H200 (docs/benchmarks/gpu.md)."""
+
 HOST_STEP_BYTES = 28
 """Bytes of host memory that a fused AdamW step reads and writes per parameter: gradient, weight, two states in fp32."""
 
@@ -39,6 +43,12 @@ def cpu_seconds(optimizer: str) -> float:
     if seconds is None:
         raise ValueError(f"The record of {optimizer} has no `cpu_seconds`, which a plan for the CPU needs.")
     return seconds
+
+
+def cpu_step_seconds(optimizer: str, profile: ModelProfile) -> float:
+    """Seconds of one step over what a profile's module trains, on one core."""
+    tensors = len(trained(profile.parameters))
+    return cpu_seconds(optimizer) * num_trained(profile) + find_optimizer(optimizer).cpu_tensor_seconds * tensors
 
 
 def num_trained(profile: ModelProfile) -> int:
@@ -60,10 +70,13 @@ def other_states(profile: ModelProfile, optimizer: str) -> Work:
     """
     if profile.device == "cpu":
         return other_cpu_step(profile, optimizer)
-    made = find_optimizer(optimizer).states.total_bytes(profile.parameters)
-    return Work(device_bytes=2.0 * (made - state_bytes(profile)))
+    record, stepped = find_optimizer(optimizer), trained(profile.parameters)
+    made = record.states.total_bytes(profile.parameters)
+    alone = record.package == "bitsandbytes"
+    kernels = _FACTORED_KERNELS if record.states.factored else _TENSOR_KERNELS if alone else 0.0
+    return Work(device_bytes=2.0 * (made - state_bytes(profile)), kernels=kernels * len(stepped))
 
 
 def other_cpu_step(profile: ModelProfile, optimizer: str) -> Work:
     """Work that a step on the CPU adds or saves if another optimizer than batched AdamW steps."""
-    return Work(host_seconds=(cpu_seconds(optimizer) - cpu_seconds("adamw")) * num_trained(profile))
+    return Work(host_seconds=cpu_step_seconds(optimizer, profile) - cpu_step_seconds("adamw", profile))

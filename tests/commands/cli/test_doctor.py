@@ -5,6 +5,7 @@ import pytest
 
 from cli import doctor
 from lightning_memfit.device.health import Finding
+from lightning_memfit.planner.rates import Measured, calibrated, cpu_rates
 
 FINE = {"GPU": [Finding("driver", "ok", "NVIDIA 570.1")], "disk": [Finding("O_DIRECT", "note", "no", "another folder")]}
 BAD = {"GPU": [Finding("driver", "problem", "1 NVIDIA card(s), no driver", "install the driver")]}
@@ -36,3 +37,17 @@ def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file.touch()
     assert main(["doctor", "--folder", str(file)]) == 1
     assert "disk space" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_shown_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Measured({"elementwise": 2.0**30, "product float32": 2e12}, 5e-6, 1.0)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    monkeypatch.setattr("lightning_memfit.planner.measured.measure", lambda device: found)
+    doctor.main(["--measure", "--json", "--folder", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["findings"]
+    assert "elementwise: 1.00 GiB/s" in printed.err
+    assert "product float32: 2 TFLOP/s" in printed.err
+    assert calibrated(cpu_rates()).operators == found.operators

@@ -12,12 +12,13 @@ from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import Target
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.parameters import ParameterInfo
-from lightning_memfit.planner.time import Rates
+from lightning_memfit.planner.rates import Rates
 from lightning_memfit.planner.trace_store import NotTraced, passes_of, stepping_of
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Limits, Workload
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, EventList
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
+from lightning_memfit.profile.work import OperatorWork
 from lightning_memfit.techniques.core.facts import Facts
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -70,7 +71,7 @@ class Recorder:
 
 
 def made_step(itemsize: int, kept: float, extra: float, states: float, scratch: float, recompute: float = 0.0,
-              logits: float = 0.0) -> ModelProfile:  # fmt: skip
+              logits: float = 0.0, dtype: str = "float32") -> ModelProfile:  # fmt: skip
     """Two steps of four equal blocks: each keeps `kept` MiB per sample and needs `extra` more while it runs."""
     record, weights = Recorder(), itemsize * NUM_PARAMETERS
     record.make(weights, Category.PARAMETER)
@@ -102,9 +103,19 @@ def made_step(itemsize: int, kept: float, extra: float, states: float, scratch: 
         num_blocks=NUM_BLOCKS,
         optimizer="AdamW",
         flops={"forward": int(flops), "backward": int((2 + recompute) * flops)},
-        traffic={"forward": 4 * MIB, "backward": 8 * MIB},
-        operators={"forward": 100, "backward": 200},
+        work=made_work({"forward": flops, "backward": (2 + recompute) * flops}, dtype),
     )
+
+
+def made_work(flops: dict[str, float], dtype: str = "float32") -> dict[str, tuple[OperatorWork, ...]]:
+    """Twenty products of two samples in each phase, and operators that move 4 MiB in forward, twice as much after."""
+    return {
+        phase: (
+            OperatorWork(f"product {dtype}", many / 20, 0, 20, many / 40),
+            OperatorWork("elementwise", 0, 4 * MIB / 80, 80 if phase == "forward" else 160),
+        )
+        for phase, many in flops.items()
+    }
 
 
 _ACTIVATIONS = {
@@ -147,7 +158,8 @@ class MadeTraceStore:
         half = 0.5 if "bf16" in pure.precision else 1.0
         figures = {k: v * (1.0 if k == "recompute" else half) for k, v in _ACTIVATIONS[choice].items()}
         states, scratch = 2 * itemsize * NUM_PARAMETERS, itemsize * NUM_PARAMETERS
-        return made_step(itemsize, **figures, states=states, scratch=scratch)
+        dtype = "bfloat16" if "bf16" in pure.precision else "float32"
+        return made_step(itemsize, **figures, states=states, scratch=scratch, dtype=dtype)
 
     def has_passes(self, setting: Setting, choice: str) -> bool:
         return ("passes", passes_of(setting), choice) in self.asked

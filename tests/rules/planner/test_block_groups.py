@@ -5,8 +5,8 @@ import torch
 
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.estimate.target import host_target
+from lightning_memfit.planner.rates import rates_of
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions

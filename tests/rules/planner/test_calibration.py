@@ -3,7 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memfit.planner.time import COMPONENTS, CalibrationFile, Observation, calibrated, fit_factors, uncorrected
+from lightning_memfit.planner.rates import (
+    COMPONENTS,
+    CalibrationFile,
+    Observation,
+    calibrated,
+    fit_factors,
+    uncorrected,
+)
 
 from .made import RATES
 

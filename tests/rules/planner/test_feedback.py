@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memfit.planner.feedback import PlanFeedback
-from lightning_memfit.planner.time import CalibrationFile, cpu_name
+from lightning_memfit.planner.rates import CalibrationFile, cpu_name
 from tests.helpers.modules import Layers
 from tests.helpers.trainers import fit
 

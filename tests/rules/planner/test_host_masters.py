@@ -12,8 +12,8 @@ from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.memory import Category, Tier
 from lightning_memfit.planner.memory import MemoryModel
+from lightning_memfit.planner.rates import rates_of
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.build import measure_step

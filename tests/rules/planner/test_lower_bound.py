@@ -10,7 +10,7 @@ from lightning_memfit.planner.time import StepTime
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
 
-from .made import MadeTraceStore, made_workload
+from .made import MadeTraceStore, made_work, made_workload
 
 ROOMY, TIGHT = 40_000, 1400
 PLAIN = Setting()
@@ -102,7 +102,7 @@ def test_adapters_save_the_gradients_of_frozen_weights() -> None:
             if setting.of_kind("adapter") is None:
                 return found
             # Without gradients of weights, and in the first block without that of its input.
-            return replace(found, flops={"forward": int(2e12), "backward": int(2e12 * 3 / 4)})
+            return replace(found, work=made_work({"forward": 2e12, "backward": 2e12 * 3 / 4}))
 
     found = Search(Frozen(made_workload(ROOMY)))  # type: ignore[arg-type]
     for setting in (PLAIN, PLAIN.choose("lora")):

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.estimate.target import host_target
+from lightning_memfit.planner.rates import Rates
 from lightning_memfit.planner.solve import Solver
-from lightning_memfit.planner.time import Rates
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions

@@ -1,5 +1,8 @@
+import torch
+
 from lightning_memfit.estimate.target import named_target
-from lightning_memfit.planner.time import cpu_name, cpu_rates, rates_of
+from lightning_memfit.planner.measured import measure
+from lightning_memfit.planner.rates import CalibrationFile, Measured, calibrated, cpu_name, cpu_rates, rates_of
 
 
 def test_rates_of_a_card_are_below_its_data_sheet() -> None:
@@ -22,3 +25,22 @@ def test_rates_of_this_cpu_are_measured() -> None:
     assert rates.link_bytes_per_s is None
     assert rates.flops_per_s["float32"] > 1e8
     assert rates.bytes_per_s > 1e7
+
+
+def test_what_doctor_measured_is_what_plans_take(tmp_path) -> None:
+    found = measure(torch.device("cpu"))
+    assert {"product float32", "attention float32", "elementwise", "function", "indexing"} <= set(found.operators)
+    assert 1e-7 < found.launch_seconds < 1e-3
+    rates = cpu_rates()
+    CalibrationFile(rates.name, tmp_path).keep(found)
+    assert calibrated(rates, tmp_path).operators == found.operators
+    assert calibrated(rates, tmp_path).launch_seconds == found.launch_seconds
+
+
+def test_a_measurement_keeps_later_steps_and_lets_earlier_ones_go(tmp_path) -> None:
+    file, found = CalibrationFile("a card", tmp_path), Measured({"elementwise": 1e9}, 1e-6, 1.0)
+    file.add({"memory": 1.0}, 2.0)
+    file.keep(found)
+    assert (file.measured(), file.load()) == (found, [])
+    file.add({"memory": 1.0}, 3.0)
+    assert (file.measured(), len(file.load())) == (found, 1)

@@ -9,8 +9,8 @@ from lightning_memfit.estimate.steady_state import released_gradients_of, releas
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.memory import Category
 from lightning_memfit.models import CausalLM
+from lightning_memfit.planner.rates import rates_of
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions

@@ -260,7 +260,7 @@ def test_a_recipes_own_adapters_are_in_the_step_that_a_search_begins_with() -> N
     workload = made_workload(10_000, adapter=own)
     found = Search(MadeTraceStore(workload))  # type: ignore[arg-type]
     adapted = Setting(chosen=(own,))
-    work = PassWork(sum(found.plain.flops.values()) / 2 * 8, 0.0, 0.0)
+    work = PassWork.of_products(sum(found.plain.flops.values()) / 2 * 8, "float32")
     assert found.bound.seconds(adapted) == found.solver.time.step(adapted, work, 1).total
     other = Search(MadeTraceStore(made_workload(10_000)))  # type: ignore[arg-type]
     assert other.bound.seconds(adapted) < found.bound.seconds(adapted)

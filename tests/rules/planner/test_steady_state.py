@@ -11,8 +11,8 @@ from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner import trace_store
+from lightning_memfit.planner.rates import rates_of
 from lightning_memfit.planner.search import Search
-from lightning_memfit.planner.time import rates_of
 from lightning_memfit.planner.trace_store import TraceStore, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.callbacks import acting_callbacks

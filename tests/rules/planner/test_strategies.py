@@ -9,9 +9,9 @@ import pytest
 from lightning_memfit.memory import GIB, Category, Tier
 from lightning_memfit.planner import make
 from lightning_memfit.planner.candidates import arrangements, candidates
+from lightning_memfit.planner.rates import Rates
 from lightning_memfit.planner.search import Outcome, Search
 from lightning_memfit.planner.solve import Solution
-from lightning_memfit.planner.time import Rates
 from lightning_memfit.planner.workload import Devices, Limits, Workload
 from lightning_memfit.profile.events import CATEGORIES
 from lightning_memfit.profile.record import ModelProfile

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.estimate.target import named_target
-from lightning_memfit.planner.time import rates_of
+from lightning_memfit.planner.rates import rates_of
 from lightning_memfit.planner.trace_store import TraceStore
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.build import profile_module

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_memfit.memory import Category
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE
 from lightning_memfit.profile.recorder import EventRecorder
+from lightning_memfit.profile.work import OperatorWork
 from tests.truth.profile.modules import Block
 
 MIDDLE = (1, 2)
@@ -151,11 +152,32 @@ def test_work_is_counted_by_phase_without_views():
         product = a.t() @ a
         product.relu_()
         product.view(-1)
-    operators, _ = recorder.operators()
-    traffic, _ = recorder.traffic()
-    assert operators == {"forward": 3}  # ones, mm, relu_
-    assert traffic == {"forward": a.nbytes + 2 * product.nbytes}  # written; read and written; the product has FLOPs
-    assert recorder.flops()[0] == {"forward": 2 * 16 * 16 * 8}
+    flops, moved = 2 * 16 * 16 * 8, 2 * a.nbytes + product.nbytes
+    assert recorder.work()[0] == {
+        "forward": (
+            OperatorWork("elementwise", 0, a.nbytes, 1),
+            OperatorWork("product float32", flops, moved, 1),
+            OperatorWork("elementwise", 0, 2 * product.nbytes, 1),  # read and written
+        )
+    }
+    assert recorder.flops()[0] == {"forward": flops}
+
+
+@pytest.mark.parametrize(("columns", "kind"), [(64, "product bfloat16"), (50257, "product bfloat16 unaligned")])
+def test_products_whose_rows_begin_anywhere_are_told_apart(columns: int, kind: str) -> None:
+    recorder = EventRecorder()
+    recorder.phase("forward")
+    with recorder, FakeTensorMode():
+        torch.ones(8, 16, dtype=torch.bfloat16) @ torch.ones(16, columns, dtype=torch.bfloat16)
+    assert [row.kind for row in recorder.work()[0]["forward"]][-1] == kind
+
+
+def test_looking_rows_up_moves_the_rows_and_not_the_table() -> None:
+    recorder, table = EventRecorder(), torch.ones(1000, 8)
+    recorder.phase("forward")
+    with recorder:
+        rows = torch.nn.functional.embedding(torch.arange(3), table)
+    assert recorder.work()[0]["forward"][-1] == OperatorWork("indexing", 0, 2 * rows.nbytes, 1)
 
 
 def test_cuda_allocates_the_mask_of_dropout_first():
