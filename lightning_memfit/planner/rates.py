@@ -1,7 +1,7 @@
 """`Rates`: what a device reaches in training, from its data sheet, from a measurement, or from earlier runs.
 
-`memfit doctor --measure` (`planner.measured`) keeps seconds of operators by kind and size for a device; without it, a
-card takes shares of its data sheet (`device.catalogue`), and a CPU is measured in about a quarter of a second.
+`memfit doctor --measure` (`planner.measured`) keeps rates of operators by kind for a device; without it, a card takes
+shares of its data sheet (`device.catalogue`), and a CPU is measured in about a quarter of a second.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memfit.planner.rates import Rates
+from lightning_memfit.planner.rates import Floats, Rates
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.work import MULTIPLYING
 from lightning_memfit.techniques.core.cost import Cost, Work
@@ -34,8 +34,6 @@ from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, cpu_step_seconds, num_trained
 
 PHASES = ("forward", "backward")
-
-Floats = npt.NDArray[np.float64]
 
 _BACKWARD = 2 / 3
 """Share of a pass that is backward, during which gradients are exchanged: two of three products."""

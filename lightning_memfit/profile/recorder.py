@@ -32,7 +32,15 @@ from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
 from lightning_memfit.profile.kernels import Kernel, KernelMemory, laid_out
 from lightning_memfit.profile.replaced import replaced
-from lightning_memfit.profile.work import UNALIGNED, OperatorWork, dtype_of, is_aligned, moving_kind, multiplying_kind
+from lightning_memfit.profile.work import (
+    UNALIGNED,
+    OperatorWork,
+    PhaseWork,
+    dtype_of,
+    is_aligned,
+    moving_kind,
+    multiplying_kind,
+)
 
 _ZEROS = {id(getattr(torch.ops.aten, name).default) for name in ("zeros", "new_zeros", "zeros_like")}
 _IN_PLACE = {
@@ -120,7 +128,6 @@ class EventRecorder(Uncompiled, StorageLedger):
         self._cuda = cuda
         self._host: list[tuple[Tier, Category, int, int | None]] = []
         self._on_host: dict[int, int | None] = {}
-        self._flops: Counter[tuple[int, int]] = Counter()
         self._work: defaultdict[tuple[int, int], list[OperatorWork]] = defaultdict(list)
         self._in_host_memory = False
 
@@ -382,7 +389,6 @@ class EventRecorder(Uncompiled, StorageLedger):
         count = flop_formula(func._overloadpacket)
         if count is not None:
             flops = count(*args, **kwargs, out_val=result)
-            self._flops[key] += flops
             kind, num_bytes = f"{multiplying_kind(name)} {dtype_of(args)}", _bytes_of(args) + _bytes_of((result,))
             if kind.startswith("product") and not is_aligned(tensors_among((args, result))):
                 kind = f"{kind} {UNALIGNED}"
@@ -568,28 +574,17 @@ class EventRecorder(Uncompiled, StorageLedger):
 
         Recomputation under activation checkpointing happens in backward and counts there.
         """
-        return self._last_pass(self._flops)
+        whole, block = self.work()
+        return _flops_of(whole), _flops_of(block)
 
     def work(self) -> tuple[dict[str, tuple[OperatorWork, ...]], dict[str, tuple[OperatorWork, ...]]]:
         """Operators by phase of the last micro-batch, views left out: of the whole module and of its middle block."""
         whole, block = dict[str, tuple[OperatorWork, ...]](), dict[str, tuple[OperatorWork, ...]]()
-        for name, ordinal in self._last_phases().items():
+        last = {name: ordinal for ordinal, (_, name) in enumerate(self._phases, start=1)}
+        for name, ordinal in last.items():
             whole[name] = tuple(row for (at, _), found in self._work.items() if at == ordinal for row in found)
             block[name] = tuple(self._work.get((ordinal, len(self._blocks) // 2), ()))
         return whole, block
-
-    def _last_phases(self) -> dict[str, int]:
-        """The ordinal of the last phase of each name."""
-        return {name: ordinal for ordinal, (_, name) in enumerate(self._phases, start=1)}
-
-    def _last_pass(self, counts: Counter[tuple[int, int]]) -> tuple[dict[str, int], dict[str, int]]:
-        last = self._last_phases()
-        middle = len(self._blocks) // 2
-        total = {
-            name: sum(value for (at, _), value in counts.items() if at == ordinal) for name, ordinal in last.items()
-        }
-        block = {name: counts[ordinal, middle] for name, ordinal in last.items()}
-        return {k: v for k, v in total.items() if v}, {k: v for k, v in block.items() if v}
 
     def remarks(self) -> list[str]:
         """What the events don't cover, in clauses."""
@@ -636,6 +631,11 @@ def _as_made(result: Any, dtypes: Sequence[str], orders: Sequence[tuple[int, ...
                 with _disable_current_modes(), tensor.fake_mode:
                     made[place] = torch.empty_strided(tensor.size(), strides, dtype=dtype, device="cpu")
     return tuple(made) if isinstance(result, tuple) else made[0]
+
+
+def _flops_of(work: PhaseWork) -> dict[str, int]:
+    """FLOPs by phase, of those that have some."""
+    return {phase: found for phase, rows in work.items() if (found := sum(int(row.flops) for row in rows))}
 
 
 def _bytes_of(values: Any) -> int:
