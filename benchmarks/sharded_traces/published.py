@@ -1,8 +1,8 @@
 """Memory and speed that others publish, beside ours: `python -m benchmarks.sharded_traces.published`.
 
 Memory is that of `memfit estimate`, a command of its own for each run, without any cache; speed is that of the
-planner's time model for the same techniques, batch and devices, by data sheet. Nothing is run on these GPUs, and no
-figure of the model was fitted to these runs but what compiling saves. With `speed`, memory stays as it was recorded.
+planner's time model for the same techniques, batch and devices, by data sheet. Nothing is run on these GPUs. What
+compiling saves was chosen by the compiled runs, and nothing else fitted to them. With `speed`, memory stays as it was.
 """
 
 import json
@@ -165,7 +165,7 @@ _LORA: Mapping[str, Any] = _CHUNKED | {"lora": {"rank": 8, "target_modules": _AT
 _QLORA: Mapping[str, Any] = _CHUNKED | {"qlora": {"rank": 8, "target_modules": _ATTENTION + _MLP}}
 _ALL: Mapping[str, Any] = _COMPILED | _CHUNKED | _FULL | {"gradient_release": {}, "optimizer_8bit": {}}
 _GIANT = {"hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24, "intermediate_size": 6144}
-_ABOVE = "above what the card's data sheet gives to its products alone"
+_ABOVE = "recomputing as its config does takes more than the card's peak"
 
 
 def _tuned(method: str, device: str, gib: float, per_s: float, techniques: Mapping[str, Any], why_not: str = "") -> Run:

@@ -87,7 +87,7 @@ def unsupported(run: Run, options: Options) -> str | None:
 
 
 _FUSED_SHARE = 0.8
-"""Share of the elementwise traffic of a step that fusing saves; the products' own inputs and outputs remain."""
+"""Share of a step's elementwise traffic that fusing saves, by speeds of others (docs/benchmarks/sharded_traces.md)."""
 _SECONDS_TO_COMPILE = 30.0
 
 
