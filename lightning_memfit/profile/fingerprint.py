@@ -2,7 +2,7 @@
 
 What a module, a batch and settings hold is pickled, with tensors by what a trace takes over of them, and code by name.
 What the code is follows from source files: the user's, and those of packages that no version covers. What can't be
-pickled can't be described, so that nothing is kept.
+pickled, such as an object of a class that a function makes, can't be described, so that nothing is kept.
 
 Importing this module is cheap: a cached profile is found without torch and Lightning.
 """
@@ -150,7 +150,8 @@ class _Description(pickle.Pickler):
         if issubclass(kind, FunctionType):
             return self._first(value) or self._of_function(value)
         if issubclass(kind, type):
-            return self._first(value) or self._of_class(value)
+            self._modules.update(base.__module__ for base in value.__mro__)
+            return None
         if issubclass(kind, (ModuleType, BuiltinFunctionType)):
             return str(getattr(value, "__module__", "")), value.__name__
         if kind in (set, frozenset):
@@ -200,17 +201,6 @@ class _Description(pickle.Pickler):
         place = function.__qualname__, function.__code__.co_firstlineno
         return function.__module__, place, held, function.__defaults__, function.__kwdefaults__, vars(function)
 
-    def _of_class(self, kind: type) -> object:
-        self._modules.update(base.__module__ for base in kind.__mro__)
-        if not _is_users(sys.modules.get(kind.__module__)):
-            return kind.__module__, kind.__qualname__
-        made_with = [
-            (name, value)
-            for name, held in vars(kind).items()
-            if _is_setting(name, value := _function_of(held)) or isinstance(value, FunctionType)
-        ]
-        return kind.__module__, kind.__qualname__, kind.__bases__, made_with
-
 
 def _describe_text(text: str) -> object:
     """A text, together with the model's configuration if it names a model folder."""
@@ -219,15 +209,6 @@ def _describe_text(text: str) -> object:
         if os.path.isfile(config):  # which `Path.is_file` refuses to say of a name that is too long
             return text.encode(), _source_hash(config).encode()
     return text.encode(errors="surrogatepass")
-
-
-def _function_of(value: object) -> object:
-    """The function of a static or class method or of a property; any other value as it is."""
-    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-
-
-def _is_setting(name: str, value: object) -> bool:
-    return type(value) in _PLAIN and not name.startswith("__")
 
 
 def _is_trainer(value: object) -> bool:
