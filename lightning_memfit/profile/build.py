@@ -7,7 +7,7 @@ that can't be traced.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,9 +26,9 @@ from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.integers import AssumedValues
 from lightning_memfit.profile.process import RefusedError
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
-from lightning_memfit.profile.record import LargerSizes, ModelProfile
+from lightning_memfit.profile.record import LargerSizes, ModelProfile, RecordedStep
 from lightning_memfit.profile.recorder import EventRecorder
-from lightning_memfit.profile.step import OptimizerFactory, StartError, StepOptions, Workload, run_step
+from lightning_memfit.profile.step import OptimizerFactory, StepOptions, Workload, run_step
 from lightning_memfit.profile.trace import (
     Emulation,
     Trace,
@@ -37,6 +37,7 @@ from lightning_memfit.profile.trace import (
     begin_trace,
     isolated,
     make_trace,
+    recorded,
     somewhere,
 )
 from lightning_memfit.profile.work import PhaseWork, grouped, with_slopes
@@ -218,34 +219,27 @@ def _growth_slope(smaller: Trace, larger: Trace) -> float:
 
 def _profile(first: Trace, sizes: _Sizes, workload: Workload, device: DeviceType, seconds: float) -> ModelProfile:
     growth, options = first.growth, workload.options
-    return ModelProfile(
+    of_one_size = {one.name: getattr(first, one.name) for one in fields(RecordedStep)}
+    found = ModelProfile(
+        **of_one_size,
         name=workload.name,
-        events=sizes.events,
         micro_batch_size=batch_size(workload.batch),
-        parameters=first.parameters,
         slopes=sizes.slopes,
         larger=sizes.larger,
         precision=options.precision,
         accumulate_grad_batches=options.accumulate_grad_batches,
         device=device,
-        optimizer=first.optimizer,
         sequence_length=sequence_length(workload.batch),
-        num_blocks=first.num_blocks,
-        traced_blocks=first.traced_blocks,
-        block_class=first.block_class,
-        calls_itself=first.calls_itself,
-        flops=first.flops,
-        block_flops=first.block_flops,
-        work=sizes.work,
-        attention_kernels=first.attention_kernels,
-        traced_batches=first.batches,
-        growth=None if growth is None else replace(growth, bytes_per_sample=sizes.growth_slope),
-        remarks=first.remarks,
-        host=first.host.to_dict(),
-        assumptions=(*first.assumptions, *first.taken),
         only_this_size=sizes.reason,
         versions=package_versions(),
         seconds=seconds,
+    )
+    return replace(
+        found,
+        events=sizes.events,
+        work=sizes.work,
+        growth=None if growth is None else replace(growth, bytes_per_sample=sizes.growth_slope),
+        assumptions=(*first.assumptions, *first.taken),
     )
 
 
@@ -338,10 +332,7 @@ def measure_step(
     def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
         workload = Workload(module, batch, options, callbacks, make_optimizer, limits)
         with somewhere(workload.name, module, batch, *callbacks, with_values=True) as elsewhere:
-            try:
-                found = elsewhere.run(partial(_measured_elsewhere, workload))
-            except StartError:
-                found = elsewhere.run(partial(_measured_elsewhere, replace(workload, start_hooks=False)))
+            found = elsewhere.run(partial(_measured_elsewhere, workload))
         return found.after(workload.length.batches or 0)
 
     found = _with_others(callbacks, module, make_optimizer, profile)
@@ -365,18 +356,6 @@ def _measured(workload: Workload) -> ModelProfile:
     started = time.perf_counter()
     recorder = EventRecorder(python_kernels=True)
     course = run_step(recorder, workload)
-    flops, per_block = recorder.flops()
-    found = Trace(
-        events=course.essential(recorder.result()),
-        parameters=parameter_table(workload.module),
-        calls_itself=recorder.calls_itself,
-        optimizer=" + ".join(recorder.optimizers),
-        flops=flops,
-        block_flops=per_block,
-        host=recorder.host_memory(0),
-        batches=course.batches,
-        growth=course.growth,
-        remarks=(*course.remarks, *recorder.remarks()),
-    )
+    found = recorded(recorder, course, parameter_table(workload.module))
     sizes = _Sizes(found.events, reason="it was measured, not traced")
     return replace(_profile(found, sizes, workload, CPU, time.perf_counter() - started), measured=True)

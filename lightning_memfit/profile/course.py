@@ -191,11 +191,6 @@ class Course:
         """Steps of an optimizer so far."""
         return self._steps.get(id(optimizer), 0)
 
-    @property
-    def in_steps(self) -> bool:
-        """Whether the first batch has begun."""
-        return bool(self._marks)
-
     @contextmanager
     def in_callback(self) -> Iterator[None]:
         """Count what is made by a hook of one of the user's callbacks."""

@@ -112,21 +112,6 @@ def calling_line() -> str:
     return ""
 
 
-_ASK_THEMSELVES = ("torch.nn.", "torch.distributions.")
-"""Packages of torch whose own code has branches on values."""
-
-
-def _asks_itself(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return owner_of_frame(frame) != "machinery" or name.startswith(_ASK_THEMSELVES)
-
-
-def is_read_by_user() -> bool:
-    """Whether the value that is read at the moment is one that the user's own code asks for."""
-    frame = next(filter(_asks_itself, _frames_of_step()), None)
-    return frame is not None and owner_of_frame(frame) == "user"
-
-
 @dataclass(frozen=True)
 class Culprit:
     """Where an error comes from."""

@@ -48,25 +48,6 @@ class EventList:
     def __len__(self) -> int:
         return len(self.events)
 
-    def check(self) -> None:
-        """Check that all numbers refer to something, as those that a file holds may not.
-
-        Raises:
-            ValueError: If one doesn't.
-        """
-        count = len(self.sizes)
-        if not (len(self.events) == len(self.event_blocks) and count == len(self.categories) == len(self.sites)):
-            raise ValueError("The arrays of an event list differ in length.")
-        for name, values, end in (
-            ("events", self.storages, count),
-            ("categories", self.categories, len(CATEGORIES)),
-            ("sites", self.sites, len(self.site_names)),
-        ):
-            if len(values) and not (values.min() >= 0 and values.max() < end):
-                raise ValueError(f"`{name}` of an event list refers to what is not there.")
-        if count and self.sizes.min() < 0:
-            raise ValueError("`sizes` of an event list are negative.")
-
     @property
     def storages(self) -> Integers:
         """Storage number of every event, shape (events,)."""

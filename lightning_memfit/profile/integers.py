@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_memfit.memory.ledger import tensors_among
-from lightning_memfit.profile.culprit import calling_line, is_read_by_user, running_frames
+from lightning_memfit.profile.culprit import calling_line, running_frames
 from lightning_memfit.profile.fake import must_be_strided
 from lightning_memfit.profile.fake_mode import Uncompiled
 
@@ -58,16 +58,6 @@ _LARGEST = {aten.topk.default: 1, aten.max.dim: 1, aten.argmax.default: None}
 
 _WITHOUT_VALUES = {aten.empty, aten.randint, aten.empty_like, aten.empty_strided}
 
-Routing = Literal["even", "most", "first", "last"]
-
-ROUTINGS: dict[Routing, str] = {
-    "even": "spread evenly",
-    "most": "nearly all at the first ones, with some at each",
-    "first": "all at the first ones",
-    "last": "all at the last ones",
-}
-"""Where the largest of unknown values are taken to lie, in words."""
-
 _FINITE_FLOATS = "floating-point values were taken to be finite"
 _OF_BATCH = "the batch"
 _DRAWN_NUMBER = "a number that was drawn"
@@ -82,7 +72,6 @@ class AssumedValues:
     floating: float = 1.0
     boolean: bool = False
     integer: int = 1
-    routing: Routing = "even"
     all_distinct: bool = True
     """Whether elements that are counted by their values all differ; else they are all alike."""
     draw: float = 0.5
@@ -93,16 +82,6 @@ class AssumedValues:
         if dtype.is_floating_point:
             return self.floating
         return self.boolean if dtype is torch.bool else self.integer
-
-    def places(self, rows: int, count: int, choices: int) -> torch.Tensor:
-        """Assumed places of the `count` largest of `choices` values in each row, all different in a row."""
-        order = torch.arange(count).expand(rows, count)
-        spread = (torch.arange(rows)[:, None] * count + order) % choices
-        if self.routing == "even":
-            return spread
-        if self.routing == "most":
-            return torch.where(torch.arange(rows)[:, None] * count < choices, spread, order)
-        return order if self.routing == "first" else choices - 1 - order
 
 
 _MOST_READS = 1000
@@ -193,14 +172,10 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         """Assumptions to which there is no second choice."""
         self._reads: Counter[str] = Counter()
         """How often each line of the user's has got an assumed value or a drawn one."""
-        self.conditions: list[str] = []
-        """Branches of the user's on values of the batch, in words."""
         self.took_distinct = False
         """Whether unknown elements were taken to differ."""
         self.gave_addresses = False
         """Whether the step asked for the address of a fake tensor, which is no number."""
-        self.routings: list[str] = []
-        """Assumed places of largest values that decided something, in words."""
         self.draw_decided = False
         """Whether something depended on a single number that was drawn."""
         self._values: dict[int, _Known] = {}
@@ -285,7 +260,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         self.draw_decided |= not basis.isdisjoint({_DRAWN_NUMBER, _COMPARED_DRAW})
         if _FINITE_FLOATS in basis:
             self.assumptions.append(_FINITE_FLOATS)
-        self.routings += sorted(routings)
+        self.taken += sorted(routings)
         return True
 
     # --- what Python reads ------------------------------------------------------------------------------------------
@@ -306,10 +281,6 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
                 known = value.item()
             if not self._basis_of([tensor]).isdisjoint({_DRAWN_NUMBER, _COMPARED_DRAW}):
                 self._count_read(tensor.dtype, known)  # a loop may go on until another number is drawn
-            # Of values of the batch: other batches may go on otherwise.
-            if tensor.dtype is torch.bool and _OF_BATCH in self._basis_of([tensor]) and is_read_by_user():
-                figures = "figures are those of batches in which it is so"
-                self.conditions.append(f"a condition on the batch was {known}{calling_line()}: {figures}")
             return known
         try:
             return func(tensor)  # constants that the fake mode knows itself
@@ -486,7 +457,11 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         return False
 
     def _assume_places(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Give the places of the largest of unknown values assumed ones."""
+        """Give the places of the largest of unknown values assumed ones: spread evenly over the choices.
+
+        Sizes inside a mixture of experts depend on how many tokens each expert gets, while their sum does not. The
+        figure is thus that of an even routing, which training aims at.
+        """
         given = _by_name(func, args, kwargs)
         scores, dim = given["self"], given["dim"]
         which = _LARGEST[func]
@@ -497,11 +472,14 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         shape = list(scores.shape) if scores.dim() and dim is not None else [scores.numel()]
         choices = shape.pop(dim or 0)
         rows = scores.numel() // choices
-        words = f"the top {count} of {choices} unknown scores in {rows} rows (tokens to experts, say) were taken to be "
+        words = (
+            f"the top {count} of {choices} unknown scores in {rows} rows (tokens to experts, say) were taken to be "
+            "spread evenly"
+        )
         with _disable_current_modes():
-            found = self.assumed.places(rows, count, choices).reshape(*shape, count).movedim(-1, dim or 0)
+            found = (torch.arange(rows * count) % choices).reshape(*shape, count).movedim(-1, dim or 0)
             found = found.reshape(tuple(places.shape)).contiguous()
-        self.attach(places, found, frozenset({words + ROUTINGS[self.assumed.routing]}))
+        self.attach(places, found, frozenset({words}))
 
     def _value_sized(self, func: Any, args: Any, kwargs: Any, real: Any, basis: frozenset[str]) -> Any:
         if real is not None:

@@ -43,43 +43,28 @@ class LargerSizes:
     slopes: Floats
 
 
-@dataclass(frozen=True)
-class ModelProfile:
-    """One traced training step of a module, for any micro-batch size.
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """What optimizer steps allocated and computed, at the size of their batch."""
 
-    `events` holds the sizes at `micro_batch_size`; `slopes` what every storage grows by with more samples
-    (`events.at_size`), where traces at several sizes agreed in structure.
-    """
-
-    name: str
     events: EventList
-    micro_batch_size: int
-    parameters: tuple[ParameterInfo, ...]
-    slopes: Floats | None = None
-    larger: LargerSizes | None = None
-    """Only for a batch of one whose events say nothing about two samples."""
-    precision: str = "32-true"
-    accumulate_grad_batches: int = 1
-    device: str = CUDA
-    """Device type whose operators were traced."""
-    optimizer: str = ""
-    sequence_length: int | None = None
+    parameters: tuple[ParameterInfo, ...] = ()
     num_blocks: int = 0
     traced_blocks: int = 0
     block_class: str = ""
     calls_itself: bool = True
     """Whether the training step calls the root module, as `self(...)` does; True where that isn't known."""
+    optimizer: str = ""
+    """Class names of the optimizers."""
     flops: dict[str, int] = field(default_factory=dict)
-    """FLOPs of one micro-batch of `micro_batch_size` by phase."""
+    """FLOPs of one micro-batch by phase, of the whole module."""
     block_flops: dict[str, int] = field(default_factory=dict)
+    """FLOPs by phase of one repeated block."""
     work: PhaseWork = field(default_factory=dict)
     """Operators by phase of the same micro-batch that compute something, views left out."""
     attention_kernels: dict[str, int] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
-    only_this_size: str = ""
-    """Why the step is known at `micro_batch_size` only; empty where every size is known."""
-    measured: bool = False
-    """Whether the events come from real steps instead of a trace."""
+    """Values the trace had to assume, in words; empty if the figures rest on the real batch alone."""
     traced_batches: int = 0
     """Batches that were traced or measured."""
     growth: Growth | None = None
@@ -88,6 +73,30 @@ class ModelProfile:
     """What the figures don't cover, or are the largest of, one clause each."""
     host: dict[str, dict[str, int]] = field(default_factory=dict)
     """Host memory that the run keeps, by tier and category, as `MemoryBreakdown.to_dict` gives it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile(RecordedStep):
+    """One traced training step of a module, for any micro-batch size.
+
+    `events` holds the sizes at `micro_batch_size`, as `flops` and `work` do; `slopes` what every storage grows by with
+    more samples (`events.at_size`), where traces at several sizes agreed in structure.
+    """
+
+    name: str
+    micro_batch_size: int
+    slopes: Floats | None = None
+    larger: LargerSizes | None = None
+    """Only for a batch of one whose events say nothing about two samples."""
+    precision: str = "32-true"
+    accumulate_grad_batches: int = 1
+    device: str = CUDA
+    """Device type whose operators were traced."""
+    sequence_length: int | None = None
+    only_this_size: str = ""
+    """Why the step is known at `micro_batch_size` only; empty where every size is known."""
+    measured: bool = False
+    """Whether the events come from real steps instead of a trace."""
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -225,10 +234,7 @@ class ModelProfile:
         header["work"] = {phase: tuple(OperatorWork(**row) for row in own) for phase, own in header["work"].items()}
         header["assumptions"], header["remarks"] = tuple(header["assumptions"]), tuple(header["remarks"])
         header["growth"] = None if header["growth"] is None else Growth(**header["growth"])
-        found = cls(events=events, slopes=slopes, larger=larger, **header)
-        for each in (events, *(() if larger is None else (larger.events,))):
-            each.check()
-        return found
+        return cls(events=events, slopes=slopes, larger=larger, **header)
 
 
 def _checksum(header: str, arrays: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,8 +83,6 @@ class Workload:
     limits: TraceLimits = field(default_factory=TraceLimits)
     ranks: Ranks | None = None
     """Run the step as one of several ranks, whose process group must be there (`process_group_of`)."""
-    start_hooks: bool = True
-    """Whether to call the module's hooks at the start of training."""
 
     def __post_init__(self) -> None:
         if self.make_optimizer is None:
@@ -116,7 +114,6 @@ def run_step(recorder: EventRecorder, workload: Workload) -> Course:
     Raises:
         LimitReached: If a limit was reached before every optimizer's second step.
         CallbackError: If one of the user's callbacks can't run.
-        StartError: If the module's own hooks at the start of training raised.
     """
     options = workload.options
     course = Course(recorder, workload.limits, options.traced_micro_batches, workload.length)
@@ -187,16 +184,28 @@ _LEFT_OUT = (
 """Hooks around training that a step doesn't need."""
 
 
-def leave_out_hooks(module: Any, also: Iterable[str] = ()) -> None:
-    """Replace hooks around training by nothing, of a module that is thrown away.
-
-    Args:
-        module: A LightningModule.
-        also: Names of more hooks.
-    """
-    for name in (*_LEFT_OUT, *also):
+def leave_out_hooks(module: Any) -> None:
+    """Replace hooks around training by nothing, of a LightningModule that is thrown away."""
+    for name in _LEFT_OUT:
         if hasattr(type(module), name):
             object.__setattr__(module, name, do_nothing)
+
+
+def _go_without(failed: list[BaseException], inner: Any, *arguments: Any, **keywords: Any) -> None:
+    """Run a hook at the start of training, without which the steps may run as well.
+
+    It may write files, or ask for what only training has, and need not act in the steps.
+
+    Args:
+        failed: Its error is added to these.
+        inner: The hook.
+        arguments: What it is called with.
+        keywords: By name.
+    """
+    try:
+        inner(*arguments, **keywords)
+    except (Exception, RefusedError) as error:
+        failed.append(error)
 
 
 def _run_lightning(course: Course, workload: Workload) -> None:
@@ -213,9 +222,14 @@ def _run_lightning(course: Course, workload: Workload) -> None:
         if isinstance(child, pl.LightningModule):
             child._trainer = None
     del child  # which a callback may replace
-    leave_out_hooks(module, () if workload.start_hooks else START_HOOKS)
-    if type(module).setup is not pl.LightningModule.setup:
-        wrap_method(module, "setup", partial(_before_moving, recorder), innermost=True)
+    leave_out_hooks(module)
+    failed: list[BaseException] = []
+    for name in START_HOOKS:
+        if getattr(type(module), name) is not getattr(pl.LightningModule, name):
+            if name == "setup":
+                wrap_method(module, name, partial(_before_moving, recorder), innermost=True)
+            if not is_of_this_package(type(module)):  # whose hooks say what is wrong
+                wrap_method(module, name, partial(_go_without, failed))
     for callback in workload.callbacks:
         for name in ("log", "log_dict"):  # which a running Trainer binds
             vars(callback).pop(name, None)
@@ -258,23 +272,10 @@ def _run_lightning(course: Course, workload: Workload) -> None:
             try:
                 trainer.fit(module, _Repeated(workload.batch, course, trainer))
             except (Exception, RefusedError) as error:
-                if workload.start_hooks and not course.in_steps and _has_start_hooks(module):
-                    raise StartError(str(error)) from error
+                if failed:
+                    raise failed[0] from error
                 raise
     recorder.phase("end")
-
-
-class StartError(RuntimeError):
-    """A module with hooks at the start of training didn't come to its first batch."""
-
-
-def _has_start_hooks(module: Any) -> bool:
-    """Whether a module has hooks at the start that a step may do without; those of this package's say what is wrong."""
-    import lightning.pytorch as pl
-
-    if is_of_this_package(type(module)):
-        return False
-    return any(getattr(type(module), name) is not getattr(pl.LightningModule, name) for name in START_HOOKS)
 
 
 _MANY_EPOCHS = 1000

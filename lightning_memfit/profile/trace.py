@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
-from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
+from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.memory.conversion import default_dtype, parameter_table
 from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.memory.parameters import ParameterInfo
@@ -44,11 +44,9 @@ from lightning_memfit.profile.fake import (
 )
 from lightning_memfit.profile.fake_mode import TracingFakeMode
 from lightning_memfit.profile.integers import (
-    ROUTINGS,
     AssumedValues,
     EndlessError,
     RealIntegers,
-    Routing,
     UnknownSizeError,
 )
 from lightning_memfit.profile.patches import (
@@ -63,19 +61,18 @@ from lightning_memfit.profile.patches import (
 from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, begin, run
 from lightning_memfit.profile.quiet import loggers_at
 from lightning_memfit.profile.ranks import Ranks, process_group_of
-from lightning_memfit.profile.record import Growth
+from lightning_memfit.profile.record import RecordedStep
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.repeat import Fold, fold_blocks, fold_groups, unroll
 from lightning_memfit.profile.step import (
     AUTOCAST_DTYPES,
     TRUE_DTYPES,
     OptimizerFactory,
-    StartError,
     StepOptions,
     Workload,
     run_step,
 )
-from lightning_memfit.profile.work import PhaseWork, with_blocks
+from lightning_memfit.profile.work import with_blocks
 
 T = TypeVar("T")
 
@@ -104,7 +101,7 @@ _TOLERANCE = 0.005
 _WORKING = [CATEGORIES.index(Category.ACTIVATION), CATEGORIES.index(Category.TEMPORARY)]
 
 
-TraceErrorCause = Literal["", "unknown", "endless", "limit", "start", "process"]
+TraceErrorCause = Literal["", "unknown", "endless", "limit", "process"]
 
 
 class TraceError(RuntimeError):
@@ -115,8 +112,8 @@ class TraceError(RuntimeError):
         assumptions: Values that were assumed up to then.
         took_distinct: Whether unknown elements were taken to differ up to then.
         in_build: Whether the module's `configure_model` raised it by itself, as it would in training.
-        cause: What stopped it: a value that can't be assumed, a loop that goes on for ever, a limit of the trace, or
-            the module's own hooks at the start of training; or that no process can be had for it here.
+        cause: What stopped it: a value that can't be assumed, a loop that goes on for ever, a limit of the trace; or
+            that no process can be had for it here.
     """
 
     def __init__(
@@ -271,52 +268,6 @@ def over_draws(found: "Trace", trace: Callable[[AssumedValues], "Trace"]) -> "Tr
     return replace(worst, remarks=(*worst.remarks, "the step draws random numbers: the figures are those of the worst"))
 
 
-def over_routings(name: str, even: "Trace", trace: Callable[[AssumedValues], "Trace"]) -> "Trace":
-    """The trace itself; if tokens' even routing decided anything, with words on what other routings would take.
-
-    Sizes inside a mixture of experts depend on how many tokens each expert gets, while their sum does not. The figure
-    is thus that of an even routing, which training aims at. Its experts must be alike: what depends on which of them
-    is taken is a choice among values and no routing.
-
-    Args:
-        name: Name of the module, for messages.
-        even: The trace with an even routing.
-        trace: Traces the step with given values.
-
-    Raises:
-        TraceError: If it makes a difference to which experts all tokens go.
-    """
-    if not even.routings:
-        return even
-    uneven: dict[Routing, Trace] = {}
-    for routing in ROUTINGS:
-        if routing == even.assumed.routing:
-            continue
-        try:
-            uneven[routing] = trace(replace(even.assumed, routing=routing))
-        except TraceError as error:
-            if error.cause in ("unknown", "limit"):
-                raise
-    if {"first", "last"} <= uneven.keys() and not _take_alike(uneven["first"].events, uneven["last"].events):
-        raise TraceError(
-            f"What {name}'s training step allocates depends on values that only real data can tell: "
-            f"{'; '.join(even.routings)}. {WAY_OUT}"
-        )
-    usual = int(even.events.live_bytes().max())
-    more = {routing: int(one.events.live_bytes().max()) - usual for routing, one in uneven.items()}
-    worst = max(more, key=lambda routing: more[routing], default=even.assumed.routing)
-    words = "; of the routings that were tried none takes more"
-    if more.get(worst, 0) > 0:
-        words = f"; {ROUTINGS[worst]}, the peak would be {format_bytes(more[worst])} higher"
-    return replace(even, assumptions=(*even.assumptions, *even.routings[:-1], even.routings[-1] + words))
-
-
-def _take_alike(first: EventList, second: EventList) -> bool:
-    """Whether two traces allocate the same sizes, in any order."""
-    a, b = (canonical(without_small(events, _SCALAR_BYTES)) for events in (first, second))
-    return _only_in_one(a, b) <= _TOLERANCE * _working_bytes(first)
-
-
 def _allocate_alike(first: EventList, second: EventList) -> bool:
     a, b = (canonical(without_small(events, _SCALAR_BYTES)) for events in (first, second))
     if np.array_equal(a.events, b.events) and np.array_equal(a.sizes, b.sizes):
@@ -367,44 +318,16 @@ class Emulation:
     """Force an attention kernel."""
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What a traced run of optimizer steps allocated and computed."""
+@dataclass(frozen=True, kw_only=True)
+class Trace(RecordedStep):
+    """A traced run of optimizer steps, and what was assumed for it."""
 
-    events: EventList
-    num_blocks: int = 0
-    block_class: str = ""
-    traced_blocks: int = 0
-    assumptions: tuple[str, ...] = ()
-    """Values the trace had to assume, in words; empty if the figures rest on the real batch alone."""
     taken: tuple[str, ...] = ()
     """Assumptions to which there is no second choice, in words."""
-    routings: tuple[str, ...] = ()
-    """Assumed places of the largest of unknown values that decided something, in words."""
     assumed: AssumedValues = field(default_factory=AssumedValues)
     """The assumed values that this trace was made with."""
-    attention_kernels: dict[str, int] = field(default_factory=dict)
-    flops: dict[str, int] = field(default_factory=dict)
-    """FLOPs by phase of the steady step (one micro-batch), whole module."""
-    block_flops: dict[str, int] = field(default_factory=dict)
-    """FLOPs by phase of one repeated block."""
-    work: PhaseWork = field(default_factory=dict)
-    """Operators by phase of the same micro-batch that compute something, views left out."""
-    parameters: tuple[ParameterInfo, ...] = ()
-    calls_itself: bool = True
-    """Whether the training step calls the root module, as `self(...)` does."""
-    optimizer: str = ""
-    """Class names of the optimizers."""
-    host: MemoryBreakdown = field(default_factory=MemoryBreakdown)
-    """Host memory that the run keeps."""
     draws: bool = False
     """Whether the step depends on numbers that torch draws."""
-    batches: int = 0
-    """Batches that were traced."""
-    growth: Growth | None = None
-    """Memory that grew to the end."""
-    remarks: tuple[str, ...] = ()
-    """What the figures don't cover, or are the largest of."""
 
 
 @dataclass(frozen=True)
@@ -419,9 +342,6 @@ class TraceRequest:
     assumed: AssumedValues | None = None
     """Values to assume where one has to be, without trying others."""
 
-
-_MOST_CONDITIONS = 3
-"""Branches on values of the batch that are named."""
 
 _NEGLIGIBLE_BYTES = 4096
 """Gradient clipping joins the norms of all parameters, four bytes each."""
@@ -482,32 +402,18 @@ def make_trace(request: TraceRequest, begun: Callable[[], Trace] | None = None) 
 
         if request.assumed is not None:
             return once(request.assumed)
-        found = over_draws(over_assumptions(name, once, request.check_assumptions), once)
-        return over_routings(name, found, once) if request.check_assumptions else found
-
-    def over_hooks(request: TraceRequest) -> Trace:
-        try:
-            return trace(request)
-        except TraceError as error:
-            if error.cause != "start":
-                raise
-            # They may write files, or ask for what only training has, and need not act in the steps.
-            without = replace(request, workload=replace(request.workload, start_hooks=False))
-            try:
-                return trace(without)
-            except TraceError:
-                raise error from None
+        return over_draws(over_assumptions(name, once, request.check_assumptions), once)
 
     if _may_shorten(request):
         # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
         try:
-            return over_hooks(request)
+            return trace(request)
         except AlignmentError:
             pass
         except TraceError as error:
             if error.cause == "limit":
                 raise
-    return over_hooks(replace(request, shorten=False))
+    return trace(replace(request, shorten=False))
 
 
 def begin_trace(request: TraceRequest, change: Callable[[TraceRequest], TraceRequest]) -> Callable[[], Trace]:
@@ -563,7 +469,17 @@ def _trace(request: TraceRequest) -> Trace:
                 wrappers=_wrappers() if ranks else (),
             )
             course = run_step(recorder, workload)
-    ran = _what_ran(recorder, course, integers, dispatch, fold, table)
+    ran = replace(
+        recorded(recorder, course, table, fold.num_blocks),
+        block_class=fold.block_class,
+        traced_blocks=len(fold.blocks),
+        assumptions=tuple(dict.fromkeys(integers.assumptions)),
+        taken=tuple(dict.fromkeys(integers.taken)),
+        assumed=integers.assumed,
+        attention_kernels=dict(dispatch.used) if dispatch else {},
+        work=recorder.work()[0],
+        draws=integers.draw_decided,
+    )
     if ranks is not None:
         ran = _once_divided(ran, builds_itself)
     return _with_every_block(ran, fold, recorder, course)
@@ -575,37 +491,30 @@ def _folded(module: torch.nn.Module, request: TraceRequest) -> Fold:
     return fold_blocks(module, request.shorten)
 
 
-def _what_ran(
-    recorder: EventRecorder,
-    course: Course,
-    integers: RealIntegers,
-    dispatch: CudaDispatch | None,
-    fold: Fold,
-    table: tuple[ParameterInfo, ...],
+def recorded(
+    recorder: EventRecorder, course: Course, parameters: tuple[ParameterInfo, ...], num_blocks: int = 0
 ) -> Trace:
-    """Read the trace of the blocks that ran from what followed them."""
+    """Read what ran from what followed it.
+
+    Args:
+        recorder: Recorded the run.
+        course: Ended it.
+        parameters: Those of the module.
+        num_blocks: Repeated blocks that the module has.
+    """
     flops, per_block = recorder.flops()
     return Trace(
         events=course.essential(recorder.result()),
-        parameters=table,
+        parameters=parameters,
         calls_itself=recorder.calls_itself,
         optimizer=" + ".join(recorder.optimizers),
-        num_blocks=fold.num_blocks,
-        block_class=fold.block_class,
-        traced_blocks=len(fold.blocks),
-        assumptions=tuple(dict.fromkeys(integers.assumptions)),
-        taken=tuple(dict.fromkeys(integers.taken)),
-        routings=tuple(dict.fromkeys(integers.routings)),
-        assumed=integers.assumed,
-        attention_kernels=dict(dispatch.used) if dispatch else {},
+        num_blocks=num_blocks,
         flops=flops,
         block_flops=per_block,
-        work=recorder.work()[0],
-        host=recorder.host_memory(fold.num_blocks),
-        draws=integers.draw_decided,
-        batches=course.batches,
+        host=recorder.host_memory(num_blocks).to_dict(),
+        traced_batches=course.batches,
         growth=course.growth,
-        remarks=(*course.remarks, *recorder.remarks(), *list(dict.fromkeys(integers.conditions))[:_MOST_CONDITIONS]),
+        remarks=(*course.remarks, *recorder.remarks()),
     )
 
 
@@ -754,12 +663,7 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
         assumptions = tuple(dict.fromkeys(integers.assumptions))
         raise TraceError(message, assumptions, integers.took_distinct, cause="endless") from error
     except Exception as error:
-        cause: TraceErrorCause = ""
-        if isinstance(error, StartError):
-            cause, error = "start", error.__cause__ or error  # type: ignore[assignment]
-        if isinstance(error, RefusedError):
-            raise TraceError(f"The training step of {name} can't be traced: {error}.", cause=cause) from error
-        assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.routings)))
+        assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.taken)))
         culprit = Culprit.of(error)
         if integers.gave_addresses and isinstance(error, (TypeError, ctypes.ArgumentError)):
             words = f"{UnreadableError()}{_at(culprit)}"
@@ -771,7 +675,7 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
         else:
             after = f" (after {'; '.join(assumptions)})" if assumptions else ""
             message = f"The training step of {name} can't be traced: {told}{after}. {_PERHAPS}"
-        raise TraceError(message, assumptions, integers.took_distinct, cause=cause) from error
+        raise TraceError(message, assumptions, integers.took_distinct) from error
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ def _limit_of(
 
 def _total_bytes(runtime: RuntimeMemory | None, events: EventList) -> int:
     """Bytes that a device with a caching allocator must have: reserved memory and the context."""
-    return predict_total_bytes(ModelProfile("", events, 1, ()), 1, runtime)
+    return predict_total_bytes(ModelProfile(name="", events=events, micro_batch_size=1), 1, runtime)
 
 
 def _available_bytes(trainer: pl.Trainer, runtime: RuntimeMemory | None) -> tuple[int, bool]:

@@ -106,7 +106,7 @@ def test_plan_is_verified_by_a_trace_and_holds_with_the_caching_allocator(small)
     runtime = runtime_memory((8, 0))
 
     def measure(events):
-        return predict_total_bytes(ModelProfile("", events, 1, ()), 1, runtime)
+        return predict_total_bytes(ModelProfile(name="", events=events, micro_batch_size=1), 1, runtime)
 
     overhead = runtime.context_bytes + runtime.allocated_bytes
     budget = overhead + (small.minimum_bytes + small.plain_peak_bytes) // 2

@@ -35,7 +35,7 @@ def profile_of(course, device="cuda"):
         site_names=tuple(operators),
         phases=tuple(phases),
     )
-    return ModelProfile("", made, 1, (), device=device)
+    return ModelProfile(name="", events=made, micro_batch_size=1, device=device)
 
 
 STEP = [

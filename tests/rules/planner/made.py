@@ -67,7 +67,9 @@ class Recorder:
             site_names=("somewhere",),
             phases=tuple(self.phases),
         )
-        return ModelProfile("Made", events, 2, **facts, slopes=np.array(self.slopes), device="cuda")
+        return ModelProfile(
+            name="Made", events=events, micro_batch_size=2, **facts, slopes=np.array(self.slopes), device="cuda"
+        )
 
 
 def made_step(itemsize: int, kept: float, extra: float, states: float, scratch: float, recompute: float = 0.0,

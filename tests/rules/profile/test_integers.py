@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memfit.profile.integers import ROUTINGS, AssumedValues, RealIntegers, UnknownSizeError
+from lightning_memfit.profile.integers import AssumedValues, RealIntegers, UnknownSizeError
 from lightning_memfit.profile.patches import readable_fakes
 from tests.truth.profile.modules import faked
 
@@ -177,22 +177,15 @@ def test_counts_with_a_length_are_assumed_to_keep_to_it(integers):
     assert "minlength=4" in integers.assumptions[0]
 
 
-@pytest.mark.parametrize(
-    ("routing", "counts"),
-    [("even", [3, 3, 3, 3]), ("most", [5, 5, 1, 1]), ("first", [6, 6, 0, 0]), ("last", [0, 0, 6, 6])],
-)
-def test_tokens_are_routed_to_experts(routing, counts):
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    integers = RealIntegers(fake_mode, AssumedValues(routing=routing))
-    with fake_mode, integers:
-        experts = torch.randn(6, 4).softmax(-1).topk(2).indices
-        assert integers.routings == []  # nothing depends on them yet
-        assert torch.nn.functional.one_hot(experts, 4).sum((0, 1)).tolist() == counts
-        assert torch.zeros(6, 4).scatter(1, experts, 1).long().sum(0).tolist() == counts
-        assert [len((experts == number).nonzero()) for number in range(4)] == counts
-        assert all(len(set(row)) == 2 for row in experts.tolist())
-    assert set(integers.routings) == {
-        f"the top 2 of 4 unknown scores in 6 rows (tokens to experts, say) were taken to be {ROUTINGS[routing]}"
+def test_tokens_are_routed_to_experts_evenly(integers):
+    experts = torch.randn(6, 4).softmax(-1).topk(2).indices
+    assert integers.taken == []  # nothing depends on them yet
+    assert torch.nn.functional.one_hot(experts, 4).sum((0, 1)).tolist() == [3, 3, 3, 3]
+    assert torch.zeros(6, 4).scatter(1, experts, 1).long().sum(0).tolist() == [3, 3, 3, 3]
+    assert [len((experts == number).nonzero()) for number in range(4)] == [3, 3, 3, 3]
+    assert all(len(set(row)) == 2 for row in experts.tolist())
+    assert set(integers.taken) == {
+        "the top 2 of 4 unknown scores in 6 rows (tokens to experts, say) were taken to be spread evenly"
     }
     assert integers.assumptions == []
 
@@ -215,7 +208,7 @@ def test_predictions_compared_with_labels_stay_unknown(integers):
     assert right.all().item() is AssumedValues().boolean
     with pytest.raises(UnknownSizeError):
         labels[right]
-    assert integers.routings == []
+    assert integers.taken == []
 
 
 def test_indices_in_names_are_known(integers):

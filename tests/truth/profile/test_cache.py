@@ -5,7 +5,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_memfit.memory.cache_files import tell_once
-from lightning_memfit.profile import fingerprint, record
+from lightning_memfit.profile import fingerprint
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache, default_cache_folder
 from lightning_memfit.profile.trace import Emulation
@@ -65,13 +65,6 @@ def other_header(arrays):
     arrays["header"] = np.array(json.dumps(["a", "list"]))
 
 
-def out_of_range(arrays):
-    """As a defect of ours could write it: the checksum is right."""
-    arrays["events"] = arrays["events"] * 1_000_000
-    inside = {name: array for name, array in arrays.items() if name not in ("header", "checksum")}
-    arrays["checksum"] = np.array(record._checksum(str(arrays["header"]), inside))
-
-
 class Payload:
     """Runs when it is unpickled."""
 
@@ -95,14 +88,14 @@ def test_entries_that_were_changed_are_not_believed(tmp_path, monkeypatch):
 
     true = peak()
     (path,) = (tmp_path / "profiles").iterdir()
-    for number, change in enumerate((poison, other_header, out_of_range, hidden), 2):
+    for number, change in enumerate((poison, other_header, hidden), 2):
         rewrite(path, change)
         tell_once.cache_clear()
         with pytest.warns(UserWarning, match=r"npz is not used"):
             assert peak() == true
         assert len(calls) == number
     assert peak() == true
-    assert len(calls) == 5  # the last one was replaced
+    assert len(calls) == 4  # the last one was replaced
     assert not marker.exists()
 
 

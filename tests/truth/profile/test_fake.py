@@ -124,7 +124,7 @@ def test_copies_of_fakes_go_with_their_last_user():
         del made
         assert alive() is None
     trace = trace_cpu(Snapshots(), batch())
-    assert (trace.growth, trace.batches, trace.remarks) == (None, 2, ())
+    assert (trace.growth, trace.traced_batches, trace.remarks) == (None, 2, ())
 
 
 def test_fakes_can_be_copied_while_it_is_wanted():
