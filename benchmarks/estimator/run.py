@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  (imported before the fork: children start at once)
 import torch
 import transformers  # noqa: F401
+from torch.nn.attention import sdpa_kernel
 
 from benchmarks.estimator.cases import Batches, Case, build_batch, build_callbacks, build_module, cpu_cases, cuda_cases
+from benchmarks.estimator.measure import BACKENDS
 from benchmarks.processes import Job, in_a_process, rows_of
 from lightning_memfit.device.catalogue import find_device
 
@@ -45,17 +48,11 @@ def predict(case: Case, device: str, capability: tuple[int, int]) -> dict[str, A
     from lightning_memfit.profile.trace import Emulation
 
     options = StepOptions(case.precision, case.accumulate_grad_batches)  # type: ignore[arg-type]
-    emulation = Emulation(device, capability, case.kernel or None)  # type: ignore[arg-type]
+    emulation = Emulation(device, capability)  # type: ignore[arg-type]
     started = time.perf_counter()
-    module = build_module(case, "meta")
-    profile = profile_module(
-        module,
-        next(iter(Batches(build_batch(case), 1))),
-        options,
-        emulation,
-        build_callbacks(case),
-        any_micro_batch=False,
-    )
+    module, batch = build_module(case, "meta"), next(iter(Batches(build_batch(case), 1)))
+    with sdpa_kernel(BACKENDS[case.kernel]) if case.kernel else nullcontext():
+        profile = profile_module(module, batch, options, emulation, build_callbacks(case), any_micro_batch=False)
     runtime = runtime_memory(capability) if device == "cuda" else None
     result = estimate_step(profile, runtime=runtime)
     predicted = {

@@ -17,7 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.kind import CPU, DeviceType
 from lightning_memfit.profile.cache import ProfileCache, package_versions, profile_key
-from lightning_memfit.profile.callbacks import CallbackError, acting_callbacks, kind_of
+from lightning_memfit.profile.callbacks import acting_callbacks
 from lightning_memfit.profile.course import TraceLimits
 from lightning_memfit.profile.culprit import runs_steps
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_sizes
@@ -82,33 +82,17 @@ def profile_module(
     if ranks is None and make_optimizer is None:
         ranks = own_rank(module)
 
-    def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
-        workload = Workload(module, batch, options, callbacks, make_optimizer, limits, ranks)
-        request = TraceRequest(workload, emulation, shorten, check_assumptions)
-        with somewhere(workload.name, module, batch, *callbacks) as elsewhere:
-            return elsewhere.run(partial(_traced, request, any_micro_batch, cache))
-
-    return _with_others(callbacks, module, make_optimizer, profile)
+    callbacks = _with_acting(callbacks, module, make_optimizer)
+    workload = Workload(module, batch, options, callbacks, make_optimizer, limits, ranks)
+    request = TraceRequest(workload, emulation, shorten, check_assumptions)
+    with somewhere(workload.name, module, batch, *callbacks) as elsewhere:
+        return elsewhere.run(partial(_traced, request, any_micro_batch, cache))
 
 
-def _with_others(
-    given: tuple[Any, ...],
-    module: Any,
-    make_optimizer: OptimizerFactory | None,
-    profile: Callable[[tuple[Any, ...]], ModelProfile],
-) -> ModelProfile:
-    """Profile with callbacks and those of the module's Trainer that act in a step, as far as they can run in it."""
+def _with_acting(given: tuple[Any, ...], module: Any, make_optimizer: OptimizerFactory | None) -> tuple[Any, ...]:
+    """Callbacks, and those of the module's Trainer that act in a step."""
     others = () if make_optimizer else acting_callbacks(module)
-    callbacks = (*given, *(other for other in others if all(other is not one for one in given)))
-    remarks: list[str] = []
-    while True:
-        try:
-            found = profile(callbacks)
-        except CallbackError as error:
-            callbacks = tuple(callback for callback in callbacks if kind_of(callback) != error.kind)
-            remarks.append(str(error))
-            continue
-        return replace(found, remarks=(*found.remarks, *remarks)) if remarks else found
+    return (*given, *(other for other in others if all(other is not one for one in given)))
 
 
 def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | None) -> ModelProfile:
@@ -329,13 +313,10 @@ def measure_step(
     """
     options, limits = options or StepOptions(), limits or TraceLimits()
 
-    def profile(callbacks: tuple[Any, ...]) -> ModelProfile:
-        workload = Workload(module, batch, options, callbacks, make_optimizer, limits)
-        with somewhere(workload.name, module, batch, *callbacks, with_values=True) as elsewhere:
-            found = elsewhere.run(partial(_measured_elsewhere, workload))
-        return found.after(workload.length.batches or 0)
-
-    found = _with_others(callbacks, module, make_optimizer, profile)
+    callbacks = _with_acting(callbacks, module, make_optimizer)
+    workload = Workload(module, batch, options, callbacks, make_optimizer, limits)
+    with somewhere(workload.name, module, batch, *callbacks, with_values=True) as elsewhere:
+        found = elsewhere.run(partial(_measured_elsewhere, workload)).after(workload.length.batches or 0)
     if not is_alone_under_ddp(module):
         return found
     remark = "the buckets of DDP, as large as the gradients, are not in the figures: a step is measured without them"

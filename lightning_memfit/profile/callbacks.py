@@ -1,16 +1,14 @@
 """Which callbacks of a Trainer are part of its steps, so that a trace runs with them.
 
 A callback that averages weights, or keeps outputs, needs memory as the module does. One that shows progress, saves
-checkpoints or watches learning rates doesn't. One that can't run in a trace, as it would write a file, is left out and
-named (`CallbackError`).
+checkpoints or watches learning rates doesn't. One that can't run in a trace, as it would write a file, is left out from
+there on and named.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
-
-from typing_extensions import override
 
 from lightning_memfit.profile.culprit import is_of_this_package
 from lightning_memfit.profile.process import RefusedError, is_closed
@@ -28,30 +26,6 @@ _IDLE = (
     *("ThroughputMonitor", "Timer", "BatchSizeFinder", "LearningRateFinder", "OnExceptionCheckpoint"),
 )
 """Lightning's classes of callbacks that take no part in a step's memory."""
-
-
-class CallbackError(BaseException):
-    """A callback can't run in a trial step, which has to do without it.
-
-    Not an `Exception`, so that no attempt to run the step in another way is made with it.
-
-    Args:
-        message: Which callback, and why.
-        kind: Its class (`kind_of`), by which it is told from others.
-    """
-
-    def __init__(self, message: str, kind: str) -> None:
-        super().__init__(message, kind)
-        self.kind = kind
-
-    @override
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def kind_of(callback: Any) -> str:
-    """A callback's class in words that can be sent to another process."""
-    return f"{type(callback).__module__}.{type(callback).__qualname__}"
 
 
 def acting_callbacks(module: Any) -> tuple[Any, ...]:
@@ -81,12 +55,13 @@ def _defines(callback: Any, name: str) -> bool:
     return name in vars(callback) or any(name in vars(kind) for kind in kinds)
 
 
-def guard_hooks(callback: Any, watched: Callable[[], AbstractContextManager[object]]) -> None:
-    """Let a callback act at the start of training and in its steps only, and say which errors are its own.
+def guard_hooks(callback: Any, watched: Callable[[], AbstractContextManager[object]], remarks: list[str]) -> None:
+    """Let a callback act at the start of training and in its steps only, and leave it out from where it fails.
 
     Args:
         callback: One of the user's, in a process that is thrown away.
         watched: Makes a context for every call of its hooks.
+        remarks: Are given a clause if it fails.
     """
     from lightning.pytorch import Callback
 
@@ -97,8 +72,10 @@ def guard_hooks(callback: Any, watched: Callable[[], AbstractContextManager[obje
                 return hook(*args, **kwargs)
         except (Exception, RefusedError) as error:
             what = str(error) if isinstance(error, RefusedError) else f"it ends in {type(error).__name__}: {error}"
-            words = "acts in a step, but is not in the figures, as it can't run in a trial step"
-            raise CallbackError(f"{type(callback).__name__} {words}: {what}", kind_of(callback)) from error
+            words = "acts in a step, and is in the figures up to where it can't run in a trial step only"
+            remarks.append(f"{type(callback).__name__} {words}: {what}")
+            for name in _HOOKS:
+                object.__setattr__(callback, name, do_nothing)
         finally:
             is_closed.reset(before)
 

@@ -163,12 +163,10 @@ class CudaDispatch:
 
     Args:
         capability: Compute capability of the device to emulate.
-        attention: Force one attention kernel instead of choosing as CUDA does.
     """
 
-    def __init__(self, capability: tuple[int, int] = (8, 0), attention: AttentionBackend | None = None) -> None:
+    def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:
         self.capability = capability
-        self.attention = attention
         self.used: dict[str, int] = {}
         self._stack = ExitStack()
 
@@ -201,9 +199,7 @@ class CudaDispatch:
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(dtype)
-        chosen = self.attention or choose_attention(
-            query, key, value, attn_mask, dropout_p, self.capability, enable_gqa
-        )
+        chosen = choose_attention(query, key, value, attn_mask, dropout_p, self.capability, enable_gqa)
         self.used[chosen] = self.used.get(chosen, 0) + 1
         with torch.autocast("cpu", enabled=False):
             output: torch.Tensor

@@ -130,11 +130,6 @@ def canonical(trace: EventList) -> EventList:
     return replace(trace, events=trace.events[order], event_blocks=trace.event_blocks[order])
 
 
-def without_small(trace: EventList, up_to_bytes: int) -> EventList:
-    """The events of storages larger than `up_to_bytes`, renumbered; phases are left out."""
-    return replace(_without(trace, trace.sizes <= up_to_bytes), phases=())
-
-
 def leave_out(trace: EventList, spans: Sequence[tuple[int, int]]) -> EventList:
     """The trace without what comes and goes within some spans of events, and without the phases that begin there.
 

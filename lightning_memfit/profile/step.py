@@ -113,7 +113,6 @@ def run_step(recorder: EventRecorder, workload: Workload) -> Course:
 
     Raises:
         LimitReached: If a limit was reached before every optimizer's second step.
-        CallbackError: If one of the user's callbacks can't run.
     """
     options = workload.options
     course = Course(recorder, workload.limits, options.traced_micro_batches, workload.length)
@@ -235,7 +234,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
             vars(callback).pop(name, None)
         callback.in_trace = True
         if not is_own(callback):
-            guard_hooks(callback, course.in_callback)
+            guard_hooks(callback, course.in_callback, course.remarks)
     plugins = [one for one in workload.callbacks if isinstance(one, PrecisionPlugin)]
     given: dict[str, Any] = ranks.trainer_options() if ranks is not None else {"devices": 1}
     of_rank = given.pop("plugins", [])

@@ -8,7 +8,6 @@ depends on them.
 import contextlib
 import ctypes
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,15 +25,8 @@ from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.course import Course, LimitReached, TraceLimits
 from lightning_memfit.profile.culprit import Culprit, runs_steps
-from lightning_memfit.profile.dispatch import AttentionBackend, CudaDispatch, cuda_autocast_lists
-from lightning_memfit.profile.events import (
-    CATEGORIES,
-    AlignmentError,
-    EventList,
-    canonical,
-    without_setup,
-    without_small,
-)
+from lightning_memfit.profile.dispatch import CudaDispatch, cuda_autocast_lists
+from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, without_setup
 from lightning_memfit.profile.fake import (
     copyable_fakes,
     fake_pretrained_weights,
@@ -93,9 +85,6 @@ _CHOICES = (
     AssumedValues(floating=1e-6, boolean=False, integer=0),
 )
 """Values on either side of the thresholds that programs compare with."""
-
-_SCALAR_BYTES = 512
-"""A smaller tensor takes one block of the CUDA allocator, whatever its size."""
 
 _TOLERANCE = 0.005
 _WORKING = [CATEGORIES.index(Category.ACTIVATION), CATEGORIES.index(Category.TEMPORARY)]
@@ -222,7 +211,7 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
         several: False takes the first trace that succeeds.
 
     Raises:
-        TraceError: If the traces differ by more than scalars and 0.5 % of the working memory, or none succeeds.
+        TraceError: If peaks of the traces differ by more than 0.5 % of the working memory, or none succeeds.
     """
     found: list[Trace] = []
     failure: TraceError | None = None
@@ -269,15 +258,11 @@ def over_draws(found: "Trace", trace: Callable[[AssumedValues], "Trace"]) -> "Tr
 
 
 def _allocate_alike(first: EventList, second: EventList) -> bool:
-    a, b = (canonical(without_small(events, _SCALAR_BYTES)) for events in (first, second))
-    if np.array_equal(a.events, b.events) and np.array_equal(a.sizes, b.sizes):
-        return True
+    """Whether every phase of two traces has the same peak, but for 0.5 % of the working memory."""
     if [name for _, name in first.phases] != [name for _, name in second.phases]:
         return False
-    tolerated = _TOLERANCE * _working_bytes(first)
-    return _only_in_one(a, b) <= tolerated and bool(
-        np.all(np.abs(_phase_peaks(first) - _phase_peaks(second)) <= tolerated)
-    )
+    differences = np.abs(_phase_peaks(first) - _phase_peaks(second))
+    return bool(np.all(differences <= _TOLERANCE * _working_bytes(first)))
 
 
 def _working_bytes(events: EventList) -> int:
@@ -285,12 +270,6 @@ def _working_bytes(events: EventList) -> int:
     working = np.isin(events.categories, _WORKING)
     steps = np.sign(events.events) * (events.sizes * working)[events.storages]
     return int(np.cumsum(steps).max(initial=0))
-
-
-def _only_in_one(a: EventList, b: EventList) -> int:
-    """Bytes of storages that only one of two traces has."""
-    of_a, of_b = (Counter(zip(e.categories.tolist(), e.sizes.tolist(), strict=True)) for e in (a, b))
-    return sum(count * size for (_, size), count in ((of_a - of_b) + (of_b - of_a)).items())
 
 
 def _phase_peaks(events: EventList) -> np.ndarray:
@@ -314,8 +293,6 @@ class Emulation:
     """`cpu` leaves torch's CPU dispatch as it is."""
     capability: tuple[int, int] = (8, 0)
     """CUDA compute capability; decides the attention kernel."""
-    attention: AttentionBackend | None = None
-    """Force an attention kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +356,6 @@ def trace_step(
 
     Raises:
         TraceError: If the step can't be traced, or not within the limits.
-        CallbackError: If one of the callbacks that are no technique can't run.
     """
     workload = Workload(module, batch, options, callbacks, make_optimizer, limits or TraceLimits(), ranks)
     request = TraceRequest(workload, emulation or Emulation(), shorten, check_assumptions, find_groups)
@@ -616,7 +592,7 @@ def _enter_modes(
     stack.enter_context(fake_mode)
     dispatch = None
     if DeviceKind.of(emulation.device).emulated_dispatch:
-        dispatch = stack.enter_context(CudaDispatch(emulation.capability, emulation.attention))
+        dispatch = stack.enter_context(CudaDispatch(emulation.capability))
         if options.precision in AUTOCAST_DTYPES:
             stack.enter_context(cuda_autocast_lists())
         stack.enter_context(refuse_fused_recurrence())

@@ -15,7 +15,6 @@ from lightning_memfit.profile.events import (
     canonical,
     fit_sizes,
     fit_slopes,
-    without_small,
 )
 
 
@@ -168,13 +167,6 @@ def test_scratch_that_has_a_bound_does_not_grow_with_the_batch():
     names = {"site_names": ("layer | op", f"layer | {BOUNDED_SCRATCH_SITE}"), "sites": np.array([0, 1])}
     events, slopes = fit_slopes(replace(two, **names), replace(three, **names), 2, 3)
     assert at_size(events, slopes, 2, 32).sizes.tolist() == [320, 90]
-
-
-def test_small_storages_can_be_left_out():
-    kept = without_small(HAND_MADE, 10)
-    assert kept.sizes.tolist() == [100, 1000]
-    assert kept.events.tolist() == [1, 2, -2]
-    assert kept.live_bytes().tolist() == [100, 1100, 100]
 
 
 def test_what_a_phase_frees_stays_behind_its_start():

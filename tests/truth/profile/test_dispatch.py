@@ -130,7 +130,7 @@ def test_dropout_keeps_one_byte_per_element_on_cuda_and_a_float_on_the_cpu(fake)
 def test_dropout_inside_of_attention_keeps_one_byte_per_score(fake):
     q = torch.randn(2, 4, 128, 64, requires_grad=True)
     kept = {}
-    with CudaDispatch(attention="math"):
+    with CudaDispatch(), sdpa_kernel(MATH):
         for dropout in (0.0, 0.1):
             attention = functools.partial(F.scaled_dot_product_attention, q, q, q, dropout_p=dropout)
             kept[dropout] = saved_bytes(attention)
@@ -138,11 +138,11 @@ def test_dropout_inside_of_attention_keeps_one_byte_per_score(fake):
     assert kept[0.1] - kept[0.0] == scores + 4 * scores  # the mask, and what it leaves of the probabilities
 
 
-@pytest.mark.parametrize("kernel", ["flash", "efficient", "math"])
-def test_scores_are_kept_by_the_math_kernel_only(fake, kernel):
+@pytest.mark.parametrize(("kernel", "switched_on"), [("flash", FLASH), ("efficient", EFFICIENT), ("math", MATH)])
+def test_scores_are_kept_by_the_math_kernel_only(fake, kernel, switched_on):
     q, k, v = (torch.randn(2, 4, 128, 64, dtype=BF16, requires_grad=True) for _ in range(3))
-    dispatch = CudaDispatch(attention=kernel)
-    with dispatch:
+    dispatch = CudaDispatch()
+    with dispatch, sdpa_kernel(switched_on):
         kept = saved_bytes(lambda: F.scaled_dot_product_attention(q, k, v))
     scores = 2 * 4 * 128 * 128 * 2
     inputs_and_output = 4 * 2 * 4 * 128 * 64 * 2
@@ -174,7 +174,7 @@ def test_the_math_kernel_adds_masks_in_the_type_of_its_queries(fake):
             return result
 
     q, mask = torch.randn(2, 4, 16, 64, dtype=BF16), torch.ones(16, 16, dtype=torch.bool)
-    with CudaDispatch(attention="math"), Masks():
+    with CudaDispatch(), sdpa_kernel(MATH), Masks():
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     assert seen == [(BF16, (16, 16))]
 
