@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_memfit.memory.cache_files import default_cache_folder, is_own, tell_once, write_file
 from lightning_memfit.profile.fingerprint import describe, settings_of
-from lightning_memfit.profile.record import ModelProfile, OtherFormatError
+from lightning_memfit.profile.record import ModelProfile
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ class ProfileCache:
         path = self.folder / f"{key}.npz"
         try:
             return ModelProfile.load(path) if path.is_file() and is_own(self.folder) else None
-        except OtherFormatError:
-            return None  # written by another version: traced anew and replaced
         except OSError as error:
             tell_once(self.folder, f"{path.name} can't be read: {error}")
         except Exception as error:  # cut off, damaged, or made by something else; a file may hold anything

@@ -9,6 +9,7 @@ Written for torch 2.11-2.13 and Lightning 2.6.
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -58,13 +59,15 @@ class Ranks:
             )
 
     def trainer_options(self) -> dict[str, Any]:
-        """Arguments of a Trainer that runs the strategy as this rank."""
+        """Arguments of a Trainer that runs the strategy as this rank, in its process group (`process_group_of`)."""
+        from lightning.fabric.plugins.environments import LightningEnvironment
+
         per_machine = self.ranks_per_machine or self.world_size
         return {
             "devices": per_machine,
             "num_nodes": self.world_size // per_machine,
             "strategy": self.make_strategy(),
-            "plugins": [_environment(self, per_machine)],
+            "plugins": [LightningEnvironment()],
         }
 
     def settings(self) -> tuple[object, ...]:
@@ -97,39 +100,6 @@ def is_alone_under_ddp(module: Any) -> bool:
     return is_ddp and strategy.num_processes * strategy.num_nodes == 1
 
 
-def _environment(ranks: Ranks, per_machine: int) -> Any:
-    """The cluster environment of a run that exists only in a trace."""
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    class TracedEnvironment(LightningEnvironment):
-        @property
-        @override
-        def creates_processes_externally(self) -> bool:
-            return True  # so that Lightning starts none
-
-        @override
-        def world_size(self) -> int:
-            return ranks.world_size
-
-        @override
-        def global_rank(self) -> int:
-            return ranks.rank
-
-        @override
-        def local_rank(self) -> int:
-            return ranks.rank % per_machine
-
-        @override
-        def node_rank(self) -> int:
-            return ranks.rank // per_machine
-
-        @override
-        def teardown(self) -> None:
-            pass  # the process's own variables stay
-
-    return TracedEnvironment()
-
-
 @contextmanager
 def process_group_of(ranks: Ranks | None) -> Iterator[None]:
     """Be a rank of a run: its process group exists here, and is gone afterwards. None is for a run of one process."""
@@ -140,9 +110,12 @@ def process_group_of(ranks: Ranks | None) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before: int = rank_zero_only.rank  # type: ignore[attr-defined]
+    node, local = divmod(ranks.rank, ranks.ranks_per_machine or ranks.world_size)
     _forget_meshes()
     try:
         torch.distributed.init_process_group("fake", rank=ranks.rank, world_size=ranks.world_size, store=FakeStore())
+        # Lightning takes processes in which it finds these for launched, and starts none.
+        os.environ.update(NODE_RANK=str(node), LOCAL_RANK=str(local))
         with _as_on_a_rank():
             yield
     finally:

@@ -14,12 +14,6 @@ from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.profile.events import EventList, Floats, at_size, is_scratch, with_kept
 from lightning_memfit.profile.work import OperatorWork, PhaseWork
 
-FORMAT = 7
-
-
-class OtherFormatError(ValueError):
-    """A file was written by another version of the package."""
-
 
 @dataclass(frozen=True)
 class Growth:
@@ -196,7 +190,6 @@ class ModelProfile(RecordedStep):
         header = asdict(replace(self, slopes=None, larger=None))
         for name in ("events", "slopes", "larger"):
             del header[name]
-        header["format"] = FORMAT
         header["described"], arrays = _packed("", self.events, self.slopes)
         if self.larger is not None:
             header["larger_size"] = self.larger.micro_batch_size
@@ -211,15 +204,13 @@ class ModelProfile(RecordedStep):
         """Read what `save` wrote.
 
         Raises:
-            ValueError: If the file was written by another format version, or isn't what was written.
+            ValueError: If the file isn't what was written.
         """
         with np.load(path, allow_pickle=False) as data:
             text = str(data["header"])
             header: dict[str, Any] = json.loads(text)
-            if not isinstance(header, dict) or "format" not in header:
+            if not isinstance(header, dict):
                 raise ValueError(f"{path} is no profile. Delete it.")
-            if header.pop("format") != FORMAT:
-                raise OtherFormatError(f"{path} has another format than {FORMAT}. Delete it.")
             arrays = {name: data[name] for name in data.files if name not in ("header", "checksum")}
             if str(data["checksum"]) != _checksum(text, arrays):
                 raise ValueError(f"{path} was changed after it was written, or is damaged. Delete it.")

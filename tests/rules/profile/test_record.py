@@ -58,14 +58,6 @@ def test_a_profile_without_slopes_and_an_overwritten_one(profile, tmp_path):
     assert loaded.events_at(4) is loaded.events_at(None)
 
 
-def test_another_format_is_refused(profile, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_memfit.profile.record.FORMAT", 999)
-    write_file(tmp_path / "profile.npz", profile.write)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="another format"):
-        ModelProfile.load(tmp_path / "profile.npz")
-
-
 def test_tied_parameters_count_once(profile):
     assert profile.num_parameters == 57
     assert profile.num_trainable == 50
