@@ -30,8 +30,8 @@ def examine(name: str) -> dict[str, Any]:
     """
     from benchmarks.memory_zoo.modules import ZOO
     from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
-    from lightning_memfit.profile.step import StepOptions
-    from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
+    from lightning_memfit.profile.step import StepOptions, Workload
+    from lightning_memfit.profile.trace import Emulation, TraceError, TraceRequest, trace_step
 
     entry = ZOO[name]
     with loggers_at(40, *LIGHTNING, "transformers"), warnings.catch_warnings():
@@ -42,7 +42,8 @@ def examine(name: str) -> dict[str, Any]:
         before = _state(module, batch)
         started, found = time.process_time(), {"true_bytes": true}
         try:
-            trace = trace_step(module, batch, StepOptions(entry.precision), Emulation("cpu"))
+            workload = Workload(module, batch, StepOptions(entry.precision))
+            trace = trace_step(TraceRequest(workload, Emulation("cpu")))
             found["predicted_bytes"] = int(trace.events.live_bytes().max())
             found["remarks"] = list(trace.remarks)
             found["assumptions"] = list(trace.assumptions)

@@ -41,8 +41,8 @@ def _in_closed_form(case: Case) -> dict[str, Any]:
 def _by_trace(case: Case) -> dict[str, Any]:
     from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
     from lightning_memfit.profile.ranks import Ranks
-    from lightning_memfit.profile.step import StepOptions
-    from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
+    from lightning_memfit.profile.step import StepOptions, Workload
+    from lightning_memfit.profile.trace import Emulation, TraceError, TraceRequest, trace_step
 
     with loggers_at(40, *LIGHTNING, "transformers"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,9 +51,8 @@ def _by_trace(case: Case) -> dict[str, Any]:
         options = StepOptions(case.precision, case.accumulate)
         started = time.process_time()
         try:
-            trace = trace_step(
-                module, batch, options, Emulation("cpu"), case.make_callbacks(), check_assumptions=False, ranks=ranks
-            )
+            workload = Workload(module, batch, options, case.make_callbacks(), ranks=ranks)
+            trace = trace_step(TraceRequest(workload, Emulation("cpu"), check_assumptions=False))
         except TraceError as error:
             return {"refused": str(error)}
     live = trace.events.live_bytes()

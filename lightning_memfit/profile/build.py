@@ -36,9 +36,9 @@ from lightning_memfit.profile.trace import (
     TraceRequest,
     begin_trace,
     isolated,
-    make_trace,
     recorded,
     somewhere,
+    trace_step,
 )
 from lightning_memfit.profile.work import PhaseWork, grouped, with_slopes
 
@@ -69,7 +69,7 @@ def profile_module(
         make_optimizer: Builds the optimizer for a module that is not a LightningModule.
         any_micro_batch: Trace one or two more sizes, so that every other follows by arithmetic.
         shorten: Trace five repeated blocks and unroll where they are proved alike.
-        check_assumptions: See `trace_step`.
+        check_assumptions: See `TraceRequest`.
         cache: Where profiles are kept between runs; none by default.
         limits: Where each trace ends at the latest: after 120 seconds by default.
         ranks: Profile one rank of a run on several devices, under the run's own strategy. By default that of the
@@ -119,7 +119,7 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
         # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
         samples = (1, 2) if batch_size(batch) == 1 else (1,)
         ahead = [begin_trace(request, partial(_grown, more, AssumedValues())) for more in samples]
-    first = make_trace(request)
+    first = trace_step(request)
     sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events, work=grouped(first.work))
     profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)
     profile = profile.after(workload.length.batches or 0)
@@ -160,7 +160,7 @@ def _every_size(first: Trace, request: TraceRequest, ahead: Sequence[Callable[[]
         if first.assumed == AssumedValues() and len(ahead) >= samples:
             return ahead[samples - 1]()
         # A trace that assumed something else would be of another step.
-        return make_trace(_grown(samples, first.assumed, request))
+        return trace_step(_grown(samples, first.assumed, request))
 
     further = cache(with_more)
     try:

@@ -171,15 +171,10 @@ class _Description(pickle.Pickler):
 
     def _of_tensor(self, tensor: Any) -> object:
         """All that a trace takes over of a tensor (`turn_fake`, `RealIntegers`), and whose storage it has."""
-        from lightning_memfit.memory.host import SPARSE, sparse_parts  # needs torch, which is there with a tensor
-
         torch, kind = sys.modules["torch"], type(tensor)
         named = "" if kind.__module__.partition(".")[0] == "torch" else repr(kind)  # fakes stand for others
         hooks = [list((one or {}).values()) for one in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
         learned = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad, tensor.is_leaf, hooks
-        if tensor.layout in SPARSE:
-            is_unsorted = tensor.layout is torch.sparse_coo and not tensor.is_coalesced()
-            return named, str(tensor.layout), is_unsorted, tuple(tensor.shape), sparse_parts(tensor), learned
         storage = self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
         layout = tuple(tensor.shape), tensor.stride(), str(tensor.dtype), storage
         return named, layout, learned, self._contents_of(tensor)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.memory.conversion import default_dtype, parameter_table
 from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.memory.parameters import ParameterInfo
-from lightning_memfit.profile.course import Course, LimitReached, TraceLimits
+from lightning_memfit.profile.course import Course, LimitReached
 from lightning_memfit.profile.culprit import Culprit, runs_steps
 from lightning_memfit.profile.dispatch import CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, without_setup
@@ -52,14 +52,13 @@ from lightning_memfit.profile.patches import (
 )
 from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, begin, run
 from lightning_memfit.profile.quiet import loggers_at
-from lightning_memfit.profile.ranks import Ranks, process_group_of
+from lightning_memfit.profile.ranks import process_group_of
 from lightning_memfit.profile.record import RecordedStep
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.repeat import Fold, fold_blocks, fold_groups, unroll
 from lightning_memfit.profile.step import (
     AUTOCAST_DTYPES,
     TRUE_DTYPES,
-    OptimizerFactory,
     StepOptions,
     Workload,
     run_step,
@@ -309,13 +308,19 @@ class Trace(RecordedStep):
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A trace to make; `trace_step` describes its parts."""
+    """A trace to make."""
 
     workload: Workload
+    """What is trained. Its module's tensors may be real or meta; the integers of its batch steer control flow."""
     emulation: Emulation = Emulation()
+    """Device whose operators are traced."""
     shorten: bool = True
+    """Whether to trace five repeated blocks, and to unroll where they are proved alike, instead of every block."""
     check_assumptions: bool = True
+    """Whether to trace with several values where one has to be assumed. False is for variants of a step that has been
+    traced with them."""
     find_groups: GroupFinder | None = None
+    """Finds the groups of blocks to tell apart; by default the largest one that is found by structure."""
     assumed: AssumedValues | None = None
     """Values to assume where one has to be, without trying others."""
 
@@ -324,46 +329,16 @@ _NEGLIGIBLE_BYTES = 4096
 """Gradient clipping joins the norms of all parameters, four bytes each."""
 
 
-def trace_step(
-    module: torch.nn.Module,
-    batch: Any,
-    options: StepOptions,
-    emulation: Emulation | None = None,
-    callbacks: tuple[Any, ...] = (),
-    make_optimizer: OptimizerFactory | None = None,
-    shorten: bool = True,
-    check_assumptions: bool = True,
-    find_groups: GroupFinder | None = None,
-    limits: TraceLimits | None = None,
-    ranks: Ranks | None = None,
-) -> Trace:
-    """Trace optimizer steps of a LightningModule or a Hugging Face model until two in a row are alike.
+def trace_step(request: TraceRequest, begun: Callable[[], Trace] | None = None) -> Trace:
+    """Trace optimizer steps of a module, which stays as it was, until two in a row are alike.
 
     Args:
-        module: LightningModule (run by the real `Trainer.fit`), or with `make_optimizer` a Hugging Face model.
-            Its tensors may be real or meta. It is copied, never changed.
-        batch: A real batch as the loader gives it; its integers steer control flow.
-        options: Precision, accumulation, clipping.
-        emulation: Device whose operators are traced; CUDA compute capability 8.0 by default.
-        callbacks: Technique callbacks, and others that act in a step, to copy and apply to the clone.
-        make_optimizer: Builds the optimizer for a module that is not a LightningModule.
-        shorten: Trace five repeated blocks and unroll where they are proved alike; False traces every block.
-        check_assumptions: Trace with several values where one has to be assumed. False is for variants of a step that
-            has been traced with them.
-        find_groups: Finds the groups of blocks to tell apart; by default the largest one that is found by structure.
-        limits: Where the trace ends at the latest.
-        ranks: Trace what one rank of a run on several devices does, under the run's own strategy.
+        request: What to trace.
+        begun: Waits for its first attempt where that has begun already.
 
     Raises:
         TraceError: If the step can't be traced, or not within the limits.
     """
-    workload = Workload(module, batch, options, callbacks, make_optimizer, limits or TraceLimits(), ranks)
-    request = TraceRequest(workload, emulation or Emulation(), shorten, check_assumptions, find_groups)
-    return make_trace(request)
-
-
-def make_trace(request: TraceRequest, begun: Callable[[], Trace] | None = None) -> Trace:
-    """Make a trace; see `trace_step`. `begun` waits for its first attempt where that has begun already."""
     name, started = request.workload.name, [begun]
 
     def trace(request: TraceRequest) -> Trace:
@@ -401,7 +376,7 @@ def begin_trace(request: TraceRequest, change: Callable[[TraceRequest], TraceReq
     """
     shortest = replace(request, shorten=_may_shorten(request))
     begun = begin(lambda: _with_gradients(lambda: _trace(change(shortest))), request.workload.limits.seconds)
-    return lambda: make_trace(change(request), begun)
+    return lambda: trace_step(change(request), begun)
 
 
 def _may_shorten(request: TraceRequest) -> bool:

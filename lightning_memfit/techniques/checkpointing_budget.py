@@ -24,8 +24,8 @@ from lightning_memfit.memory import parse_bytes
 from lightning_memfit.memory.kind import CPU, CUDA, compute_capability, index_of
 from lightning_memfit.profile.events import EventList
 from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.profile.step import AUTOCAST_DTYPES, TRUE_DTYPES, StepOptions
-from lightning_memfit.profile.trace import Emulation, Trace, TraceError, somewhere, trace_step
+from lightning_memfit.profile.step import AUTOCAST_DTYPES, TRUE_DTYPES, StepOptions, Workload
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError, TraceRequest, somewhere, trace_step
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.first_batch import first_batch
 
@@ -79,17 +79,8 @@ def make_planner(
     """
 
     def trace(shorten: bool, check: bool, **arguments: Any) -> Trace:
-        traced = (*techniques, checkpointing(**arguments, blocks=blocks))
-        return trace_step(
-            module,
-            batch,
-            options,
-            emulation,
-            traced,
-            shorten=shorten,
-            check_assumptions=check,
-            find_groups=find_groups,
-        )
+        workload = Workload(module, batch, options, (*techniques, checkpointing(**arguments, blocks=blocks)))
+        return trace_step(TraceRequest(workload, emulation, shorten, check, find_groups))
 
     def find_groups(clone: torch.nn.Module) -> list[BlockGroup]:
         return find_blocks(clone) if blocks is None else select_blocks(clone, blocks)

@@ -5,11 +5,13 @@ import torch
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.block_figures import BudgetError
+from lightning_memfit.profile import trace
 from lightning_memfit.profile.build import measure_step
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
+from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.contract.runs import LanguageModel, assert_same_weights, fit, loader, trainer
+from tests.truth.profile.modules import trace_step
 
 
 def build():
@@ -21,13 +23,13 @@ def traces_are_shared():
     """Every plan here is for the same step: what a choice does to it is traced once, and not anew for each budget."""
     known = {}
 
-    def traced(module, batch, options, emulation, techniques, **settings):
-        *others, callback = techniques
-        assert not others
+    def traced(request):
+        (callback,) = request.workload.callbacks
         assert callback.blocks is None
-        key = (callback.mode, callback.keep, callback.choices, options, emulation, settings["shorten"])
+        settings = (request.workload.options, request.emulation, request.shorten)
+        key = (callback.mode, callback.keep, callback.choices, *settings)
         if key not in known:
-            known[key] = trace_step(module, batch, options, emulation, techniques, **settings)
+            known[key] = trace.trace_step(request)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

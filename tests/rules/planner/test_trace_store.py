@@ -57,5 +57,5 @@ def test_a_checked_profile_answers_who_asks_for_none(tmp_path: Any, monkeypatch:
     settings: dict[str, Any] = {"any_micro_batch": False, "cache": ProfileCache(tmp_path)}
     module = Steady()
     profile_module(module, torch.zeros(16, 8), **settings)
-    monkeypatch.setattr("lightning_memfit.profile.build.make_trace", None)
+    monkeypatch.setattr("lightning_memfit.profile.build.trace_step", None)
     profile_module(module, torch.zeros(16, 8), check_assumptions=False, **settings)

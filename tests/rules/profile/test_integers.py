@@ -163,15 +163,6 @@ def test_finiteness_that_nothing_reads_is_no_assumption(integers):
     assert integers.assumptions == []
 
 
-@pytest.mark.parametrize(
-    "select",
-    [lambda x: x[x > 0], lambda x: (x > 0).nonzero(), lambda x: x.masked_select(x > 0), lambda x: x.long().bincount()],
-)
-def test_sizes_that_depend_on_floats_are_refused(integers, select):
-    with pytest.raises(UnknownSizeError, match=r"float|unknown"):
-        select(torch.randn(5))
-
-
 def test_counts_with_a_length_are_assumed_to_keep_to_it(integers):
     assert torch.bincount(torch.randint(4, (5,)), minlength=4).shape == (4,)
     assert "minlength=4" in integers.assumptions[0]

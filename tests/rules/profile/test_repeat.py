@@ -10,13 +10,13 @@ from lightning_memfit.models.causal_lm import CausalLM
 from lightning_memfit.profile.events import OUTSIDE, AlignmentError, EventList
 from lightning_memfit.profile.repeat import TRACED_BLOCKS, fold_blocks, unroll
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation, trace_step
+from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.profile.work import grouped
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from tests.helpers.modules import LanguageModel
-from tests.truth.profile.modules import Stack, ids, peak, really_run, same_events, tiny_gpt2, trace_cpu
+from tests.truth.profile.modules import Stack, ids, peak, really_run, same_events, tiny_gpt2, trace_cpu, trace_step
 
 BATCH = torch.randn(24, 16)
 

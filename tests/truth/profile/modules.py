@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memfit.profile import trace
 from lightning_memfit.profile.events import EventList, canonical
 from lightning_memfit.profile.fake import turn_fake
+from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.step import StepOptions, Workload, run_step
-from lightning_memfit.profile.trace import Emulation, Trace, trace_step
+from lightning_memfit.profile.trace import Emulation, Trace, TraceRequest
 from tests.zoo.classifier import CLASSES as CLASSES
 from tests.zoo.classifier import SAMPLES as SAMPLES
 from tests.zoo.classifier import WIDTH as WIDTH
@@ -72,6 +74,19 @@ def ids(samples: int = 4, length: int = 16) -> torch.Tensor:
 
 def peak(events: EventList) -> int:
     return int(events.live_bytes().max())
+
+
+def trace_step(
+    module: nn.Module,
+    batch: Any,
+    options: StepOptions | None = None,
+    emulation: Emulation | None = None,
+    callbacks: Any = (),
+    ranks: Ranks | None = None,
+    **settings: Any,
+) -> Trace:
+    workload = Workload(module, batch, options or StepOptions(), callbacks, ranks=ranks)
+    return trace.trace_step(TraceRequest(workload, emulation or Emulation(), **settings))
 
 
 def trace_cpu(module: nn.Module, batch: Any, options: StepOptions | None = None, **rest: Any) -> Trace:

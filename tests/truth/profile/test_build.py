@@ -1,4 +1,3 @@
-import random
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -244,20 +243,6 @@ def test_measurement_and_trace_agree(module, data, options):
     for category in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.BUFFER):
         of_trace = traced.events.breakdown_at(len(traced.events) - 1).get(category)
         assert measured.events.breakdown_at(last).get(category) == of_trace
-
-
-def test_module_batch_and_random_state_are_left_alone():
-    module, data = Regularized(), batch()
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
-    before, labels, state = torch.get_rng_state(), data["y"].clone(), random.getstate()
-    measure_step(module, data)
-    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
-    assert all(p.grad is None for p in module.parameters())
-    assert torch.equal(torch.get_rng_state(), before)
-    assert random.getstate() == state
-    assert torch.equal(data["y"], labels)
-    assert module._trainer is None
-    assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
 
 
 @pytest.mark.nightly

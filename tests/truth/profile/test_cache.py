@@ -22,8 +22,8 @@ def count_traces(monkeypatch):
         calls.append(1)
         return original(*args, **kwargs)
 
-    original = build.make_trace
-    monkeypatch.setattr(build, "make_trace", counted)
+    original = build.trace_step
+    monkeypatch.setattr(build, "trace_step", counted)
     return calls
 
 

@@ -1,6 +1,5 @@
 """Callbacks that act in a step are part of a trace, and the others are not."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +157,6 @@ def test_what_a_callback_needs_is_in_the_figures(kind: Any) -> None:
     assert peak(traced.events) == pytest.approx(true_peak(Classifier, batch, 5, callbacks=[kind()]), rel=0.02)
 
 
-@pytest.mark.parametrize("kind", MADE)
-def test_the_callback_is_left_alone(kind: Any) -> None:
-    callback = kind()
-    before = copy.deepcopy(vars(callback))
-    module = attached([callback])
-    profile_module(module, batch())
-    measure_step(module, batch())
-    assert vars(callback).keys() == before.keys()
-    assert all(value is None or vars(callback)[name] == value for name, value in before.items())
-
-
 @pytest.mark.nightly
 def test_what_is_made_for_every_block_is_not_taken_for_one() -> None:
     data = torch.zeros(4, 16)
@@ -219,20 +207,3 @@ def test_an_average_made_before_training_counts_as_buffers():
     assert averaged[Category.BUFFER] - plain.get(Category.BUFFER, 0) == pytest.approx(
         weights, abs=64
     )  # and a count of updates
-
-
-@pytest.mark.parametrize("profile", [profile_module, measure_step])
-def test_what_a_callback_of_a_local_class_reaches_is_put_back(profile: Any) -> None:
-    seen: list[int] = []
-
-    class Counts(pl.Callback):
-        num_batches = 0
-
-        @override
-        def on_train_batch_end(self, *args: Any) -> None:
-            seen.append(len(seen))
-            Counts.num_batches += 1
-
-    assert not profile(attached([Counts()]), batch()).remarks
-    assert not seen
-    assert Counts.num_batches == 0

