@@ -55,7 +55,6 @@ class RunLength:
 
     batches: int | None = None
     """Batches of an epoch."""
-    steps: int | None = None
     epochs: int | None = None
 
     @classmethod
@@ -64,11 +63,13 @@ class RunLength:
         trainer = getattr(module, "_trainer", None)
         if trainer is None:
             return cls()
-        known = {name: getattr(trainer, name, None) for name in ("limit_train_batches", "max_steps", "max_epochs")}
-        batches, limit = _count(getattr(trainer, "num_training_batches", None)), known["limit_train_batches"]
+        batches, limit = (
+            _count(getattr(trainer, "num_training_batches", None)),
+            getattr(trainer, "limit_train_batches", None),
+        )
         if batches is None and isinstance(limit, int):
             batches = _count(limit)
-        return cls(batches, _count(known["max_steps"]), _count(known["max_epochs"]))
+        return cls(batches, _count(getattr(trainer, "max_epochs", None)))
 
 
 def _count(value: Any) -> int | None:

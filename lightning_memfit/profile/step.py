@@ -246,7 +246,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
             precision=None if plugins else options.precision,
             plugins=[*of_rank, *plugins],
             max_epochs=course.length.epochs or _MANY_EPOCHS,
-            max_steps=max(course.length.steps or 0, _MANY_EPOCHS * course.limits.batches),
+            max_steps=_MANY_EPOCHS * course.limits.batches,
             accumulate_grad_batches=options.traced_micro_batches,
             gradient_clip_val=options.gradient_clip_val,
             gradient_clip_algorithm=options.gradient_clip_algorithm,
