@@ -24,7 +24,6 @@ from lightning_memfit.profile.events import AlignmentError, EventList, Floats, f
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.integers import AssumedValues
-from lightning_memfit.profile.process import RefusedError
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile, RecordedStep
 from lightning_memfit.profile.recorder import EventRecorder
@@ -316,19 +315,13 @@ def measure_step(
     callbacks = _with_acting(callbacks, module, make_optimizer)
     workload = Workload(module, batch, options, callbacks, make_optimizer, limits)
     with somewhere(workload.name, module, batch, *callbacks, with_values=True) as elsewhere:
-        found = elsewhere.run(partial(_measured_elsewhere, workload)).after(workload.length.batches or 0)
+        way_out = ", or measure a smaller configuration."
+        task = partial(isolated, workload, partial(_measured, workload), "measured", way_out, with_values=True)
+        found = elsewhere.run(task).after(workload.length.batches or 0)
     if not is_alone_under_ddp(module):
         return found
     remark = "the buckets of DDP, as large as the gradients, are not in the figures: a step is measured without them"
     return replace(found, remarks=(*found.remarks, remark))
-
-
-def _measured_elsewhere(workload: Workload) -> ModelProfile:
-    try:
-        way_out = ", or measure a smaller configuration."
-        return isolated(workload, partial(_measured, workload), "measured", way_out, with_values=True)
-    except RefusedError as error:
-        raise TraceError(f"The training step of {workload.name} can't be measured: {error}.") from error
 
 
 @runs_steps

@@ -31,8 +31,6 @@ class ProfileCache:
         path = self.folder / f"{key}.npz"
         try:
             return ModelProfile.load(path) if path.is_file() and is_own(self.folder) else None
-        except OSError as error:
-            tell_once(self.folder, f"{path.name} can't be read: {error}")
         except Exception as error:  # cut off, damaged, or made by something else; a file may hold anything
             tell_once(self.folder, f"{path.name} is not used: {error}")
         return None

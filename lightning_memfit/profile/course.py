@@ -63,10 +63,8 @@ class RunLength:
         trainer = getattr(module, "_trainer", None)
         if trainer is None:
             return cls()
-        batches, limit = (
-            _count(getattr(trainer, "num_training_batches", None)),
-            getattr(trainer, "limit_train_batches", None),
-        )
+        batches = _count(getattr(trainer, "num_training_batches", None))
+        limit = getattr(trainer, "limit_train_batches", None)
         if batches is None and isinstance(limit, int):
             batches = _count(limit)
         return cls(batches, _count(getattr(trainer, "max_epochs", None)))

@@ -848,12 +848,16 @@ def _run_here(function: Callable[[], T], with_values: bool) -> T:
         copy: Callable[[], T] = pickle.loads(buffer.getvalue())  # nosec B301
     except Exception as error:  # objects raise what they like when they are asked for their state
         raise NoProcessError(f"this system has no forks, and what is traced can't be copied: {error}") from error
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return copy()
         except SystemExit as error:
             raise LostError(f"it ended the program ({error.code!r})") from error
+        finally:
+            logging.disable(before)
 
 
 class _SharingPickler(pickle.Pickler):

@@ -5,9 +5,7 @@ Module and callbacks are trained themselves: this is for a process that is throw
 
 import contextlib
 import copy
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from lightning_memfit.profile.course import Course, RunLength, TraceLimits
 from lightning_memfit.profile.culprit import is_of_this_package
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.process import RefusedError
-from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
+from lightning_memfit.profile.quiet import SILENT_TRAINER
 from lightning_memfit.profile.ranks import Ranks, without_barriers
 from lightning_memfit.profile.recorder import EventRecorder
 from lightning_memfit.profile.replaced import replaced
@@ -239,7 +237,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
     given: dict[str, Any] = ranks.trainer_options() if ranks is not None else {"devices": 1}
     of_rank = given.pop("plugins", [])
     # A Trainer asks every installed package for callbacks, whose files take longer to read than a small step to trace.
-    with _quiet(), replaced(registry, "entry_points", lambda *_, **__: ()):
+    with replaced(registry, "entry_points", lambda *_, **__: ()):
         trainer: Any = pl.Trainer(
             accelerator="cpu",
             **given,
@@ -399,14 +397,6 @@ def _phase_callback(course: Course, options: StepOptions) -> Any:
             recorder.track_divided()
 
     return Phases()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the traced trainer's banners and advice out of the user's terminal."""
-    with loggers_at(logging.ERROR, *LIGHTNING), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 # --- random state -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ depends on them.
 
 import contextlib
 import ctypes
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memfit.checkpointing.blocks import BlockGroup
@@ -51,7 +50,6 @@ from lightning_memfit.profile.patches import (
     refuse_fused_recurrence,
 )
 from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, begin, run
-from lightning_memfit.profile.quiet import loggers_at
 from lightning_memfit.profile.ranks import process_group_of
 from lightning_memfit.profile.record import RecordedStep
 from lightning_memfit.profile.recorder import EventRecorder
@@ -138,7 +136,7 @@ def isolated(
         begun: Waits for it where it has begun already.
 
     Raises:
-        TraceError: If its process ended without an answer, or came to its limits.
+        TraceError: If its process ended without an answer, would do something outside of it, or came to its limits.
         Exception: What the function raised.
     """
     try:
@@ -147,8 +145,8 @@ def isolated(
         return run(partial(_with_gradients, function), workload.limits.seconds, with_values=with_values)
     except LimitReached as limit:
         raise not_known(workload.name, limit, way_out) from None
-    except LostError as error:
-        if "after" in str(error):
+    except (LostError, RefusedError) as error:
+        if isinstance(error, LostError) and "after" in str(error):
             raise not_known(workload.name, error, way_out) from error
         raise TraceError(f"The training step of {workload.name} can't be {doing}: {error}.") from error
 
@@ -592,12 +590,9 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
         integers: What was assumed.
     """
     try:
-        with loggers_at(logging.CRITICAL, FakeTensorMode.__module__):  # it logs what it then raises
-            yield
+        yield
     except (AlignmentError, TraceError):
         raise
-    except RefusedError as error:
-        raise TraceError(f"The training step of {name} can't be traced: {error}.") from error
     except UNKNOWN_VALUES as error:
         raise TraceError(
             f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}"
