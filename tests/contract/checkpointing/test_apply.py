@@ -319,7 +319,7 @@ def run_on_graphs(blocks, x):
 
 def test_devices_of_weights_and_of_what_objects_hold_are_found():
     """On a CUDA device `checkpoint` must be given a tensor there, or it keeps no random state of it."""
-    known = Knowledge((OfGraphs(),))
+    known = Knowledge(OfGraphs())
     known.look_at_devices([torch.zeros(2)], [])
     assert known.devices == (torch.device("cpu"),)
     assert {value.device.type for value in check._tensors_inside((Graph(torch.zeros(2, device="meta")),))} == {"meta"}
