@@ -32,7 +32,8 @@ from benchmarks.record import write
 from benchmarks.techniques_sweep import modules
 from benchmarks.techniques_sweep.adapters import Adapters, ByHand
 from benchmarks.techniques_sweep.runs import Trained, of_losses, train, was_refused
-from lightning_memfit.techniques.core.facts import Facts, read_facts
+from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.model_facts import read_facts
 from lightning_memfit.techniques.core.precision import trainer_options
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 from lightning_memfit.techniques.core.setting import Setting

@@ -7,7 +7,7 @@ which must not run again when the block is recomputed) stay as they are.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,9 +16,11 @@ from typing_extensions import override
 
 from lightning_memfit.checkpointing.check import FirstCall
 from lightning_memfit.checkpointing.forward import ReplacedForward
-from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
 from lightning_memfit.checkpointing.policies import CHOICES, Choice, compiled_contexts, kept_operators
 from lightning_memfit.checkpointing.recompute import Knowledge
+
+if TYPE_CHECKING:
+    from lightning_memfit.checkpointing.offload import OffloadPool
 
 
 class CheckpointedForward(ReplacedForward):
@@ -29,7 +31,7 @@ class CheckpointedForward(ReplacedForward):
         inputs_on_host: Pool that keeps the block's inputs in host memory; None keeps them on the device.
     """
 
-    def __init__(self, block: nn.Module, choice: Choice, inputs_on_host: OffloadPool | None = None) -> None:
+    def __init__(self, block: nn.Module, choice: Choice, inputs_on_host: "OffloadPool | None" = None) -> None:
         super().__init__(block)
         self.choice = choice
         self.inputs_on_host = inputs_on_host
@@ -106,17 +108,26 @@ def apply_checkpointing(blocks: Sequence[nn.Module], choices: Sequence[Choice]) 
         raise ValueError("`blocks` lists a module twice; list it once (each of its calls is checkpointed).")
     for block in blocks:
         refuse_checkpointed(block)
+    forwards = _forwards(blocks, choices)
+    for wrapper in forwards:
+        wrapper.block.forward = wrapper
+    return AppliedCheckpointing(forwards)
+
+
+def _forwards(blocks: Sequence[nn.Module], choices: Sequence[Choice]) -> list[ReplacedForward]:
+    if {"offload", "offload_inputs"}.isdisjoint(choices):
+        return [CheckpointedForward(block, one) for block, one in zip(blocks, choices, strict=True) if one != "none"]
+    # What follows memory on the host, which recomputation alone has no use for.
+    from lightning_memfit.checkpointing.offload import OffloadedForward, OffloadPool
+
     pool = OffloadPool()
-    forwards: list[ReplacedForward] = [
+    return [
         OffloadedForward(block, pool)
         if choice == "offload"
         else CheckpointedForward(block, choice, pool if choice == "offload_inputs" else None)
         for block, choice in zip(blocks, choices, strict=True)
         if choice != "none"
     ]
-    for wrapper in forwards:
-        wrapper.block.forward = wrapper
-    return AppliedCheckpointing(forwards)
 
 
 def refuse_checkpointed(module: nn.Module) -> None:

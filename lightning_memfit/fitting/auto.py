@@ -46,8 +46,8 @@ from lightning_memfit.profile.process import Elsewhere
 from lightning_memfit.profile.trace import TraceError, somewhere
 from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
 from lightning_memfit.techniques.core import precision as of_techniques
-from lightning_memfit.techniques.core.facts import read_facts
 from lightning_memfit.techniques.core.first_batch import first_batch
+from lightning_memfit.techniques.core.model_facts import read_facts
 from lightning_memfit.techniques.core.registry import strategy_of
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING

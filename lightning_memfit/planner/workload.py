@@ -23,7 +23,8 @@ from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import of_built
-from lightning_memfit.techniques.core.facts import Facts, read_facts
+from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.model_facts import read_facts
 from lightning_memfit.techniques.core.setting import Setting, TechniqueChoice
 from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Numerics

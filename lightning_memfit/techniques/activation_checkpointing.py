@@ -193,8 +193,6 @@ _NO_BLOCKS = "the module has no repeated blocks. Name what to checkpoint with `b
 
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if blocks can be checkpointed."""
-    if run.facts.num_blocks == 0 and not options.get("blocks"):
-        return _NO_BLOCKS
     if options.get("mode") in ("offload", "offload_inputs") and run.facts.device == "cpu":
         return "on the CPU activations lie in host memory already. Use another mode."
     budget = options.get("budget")
@@ -207,6 +205,8 @@ def unsupported(run: Run, options: Options) -> str | None:
         )
     if budget is not None and run.strategy != "SingleDeviceStrategy" and not str(budget).endswith("%"):
         return f"`budget={budget!r}`: a trace does not see what {run.strategy} shards. Give a percentage, such as 40%."
+    if run.facts.num_blocks == 0 and not options.get("blocks"):
+        return _NO_BLOCKS
     return None
 
 

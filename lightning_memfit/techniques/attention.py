@@ -8,7 +8,8 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.facts import Run, attention_configs, outermost_pretrained
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.model_facts import attention_configs, outermost_pretrained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
@@ -64,10 +65,10 @@ _NO_MODEL = (
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if attention can be set."""
     facts, wanted = run.facts, str(options.get("implementation", "sdpa"))
-    if facts.hugging_face is False:
-        return f"the module {_NO_MODEL}"
     if facts.device == "cpu" and (wanted.startswith("flash_attention") or "/" in wanted):
         return f"`implementation={wanted!r}`: its kernels are for CUDA, and this is the CPU. Use sdpa."
+    if facts.hugging_face is False:
+        return f"the module {_NO_MODEL}"
     if wanted in ("sdpa", "eager") and facts.attention is not None and wanted not in facts.attention:
         return f"the module's model cannot switch its attention to {wanted!r}. Leave it out for this model."
     return None

@@ -22,7 +22,8 @@ from typing_extensions import override
 from lightning_memfit.memory.wrapping import own_attribute, wrap_method
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run, is_causal_lm
+from lightning_memfit.techniques.core.facts import Run
+from lightning_memfit.techniques.core.model_facts import is_causal_lm
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
 
@@ -95,7 +96,7 @@ def find_causal_models(module: nn.Module) -> list[Any]:
     """
     models = [child for child in module.modules() if is_causal_lm(child)]
     if not models:
-        raise ValueError(f"{type(module).__name__} {_NO_MODEL}")
+        raise ValueError(f"ChunkedLoss: the module {_NO_MODEL}")
     return models
 
 
@@ -409,10 +410,10 @@ def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if the loss can be computed in chunks."""
     if run.zero_3:
         return _ZERO_3
-    if run.facts.causal_lm is False:
-        return f"the module {_NO_MODEL}"
     if run.callbacks.count("ChunkedLoss") > 1:
         return "it is listed twice in the trainer's callbacks. Leave one out."
+    if run.facts.causal_lm is False:
+        return f"the module {_NO_MODEL}"
     return None
 
 

@@ -19,8 +19,8 @@ from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD, who_overrides
+from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD
 from lightning_memfit.techniques.core.precision import TechniquePrecision
 from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, HOST_STEP_BYTES, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
@@ -143,11 +143,11 @@ class HostMasterWeights(TechniquePrecision):
 
     def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        facts = run_of(trainer, pl_module).facts
         clears = is_overridden("optimizer_zero_grad", pl_module)
-        writes_when_cleared = clears or who_overrides(pl_module, callbacks, *BEFORE_ZERO_GRAD) is not None
+        writes_when_cleared = clears or facts.who_looks(*BEFORE_ZERO_GRAD) is not None
         steps = is_overridden("optimizer_step", pl_module)
-        looks_after_backward = who_overrides(pl_module, callbacks, "on_after_backward") is not None
+        looks_after_backward = facts.who_looks("on_after_backward") is not None
 
         def training_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._host is None:

@@ -77,12 +77,12 @@ def unsupported(run: Run, options: Options) -> str | None:
     if facts.compiler is False:
         needed = "Triton" if facts.device_kind.compiles_with_triton else "a C++ compiler"
         return f"torch.compile finds no {needed}. Install one (pip install triton; apt install g++), or leave it out."
-    if facts.num_blocks == 0 and not options.get("blocks"):
-        return f"the module {_NO_BLOCKS}"
     if run.has("MemoryLimit") and facts.device == "cpu":
         return "compiled code allocates past the simulated device, whose MemoryLimit would not hold. Leave one out."
     if run.strategy.startswith("DeepSpeed"):
         return f"{run.strategy} hooks modules, which stops compilation at every one. Leave it out."
+    if facts.num_blocks == 0 and not options.get("blocks"):
+        return f"the module {_NO_BLOCKS}"
     return None
 
 

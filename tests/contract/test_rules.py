@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.core.callback import Refusal, ReversibleCallback, TechniqueCallback
-from lightning_memfit.techniques.core.facts import Facts, read_facts
+from lightning_memfit.techniques.core.facts import Facts
+from lightning_memfit.techniques.core.model_facts import read_facts
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import CallbackSpec, Technique

@@ -111,15 +111,8 @@ class Reversible:
             Refusal: If the run can't have it.
         """
         if self.rules_traces or not self.in_trace:
-            self._check(trainer, pl_module)
+            self.refuse_unsupported(run_of(trainer, pl_module))
         self.apply(trainer, pl_module)
-
-    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the rule now, and once more when the module has built what isn't there yet."""
-        self.refuse_unsupported(run_of(trainer, pl_module))
-
-        if not any(True for _ in pl_module.parameters()):
-            self.when_complete(pl_module, lambda: self.refuse_unsupported(run_of(trainer, pl_module)))
 
     def refuse_unsupported(self, run: Run) -> None:
         """Check the rule.

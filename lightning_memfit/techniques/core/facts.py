@@ -1,7 +1,8 @@
 """`Facts` about a module and its device, and `Run`: facts and choices together, which the rules of techniques read.
 
 Both are plain data, so that a rule gives the same answer for a plan that has not run and for a Trainer about to begin.
-`read_facts` reads facts off a module, `run_of` a run off a Trainer.
+`run_facts` reads facts off a module, `run_of` a run off a Trainer. What only the layers of a module show, plans read
+beforehand (`core.model_facts`), and a run finds when a technique is applied.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.extras import is_installed
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
 from lightning_memfit.techniques.core.hooks import BEFORE_STEP, does_nothing, gradient_hooks, is_ours
@@ -52,7 +51,10 @@ class LoaderFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What no choice of technique changes. None means that it is not known before the model is built."""
+    """What no choice of technique changes. None means that it is not known.
+
+    That is so before the model is built, and in a run for what only the layers show.
+    """
 
     device: str = CUDA
     """Device type."""
@@ -144,10 +146,9 @@ _HOOKS = (
     "optimizer_zero_grad",
 )
 """Hooks that may find no gradients, or not what they expect, under some techniques."""
-_OWN_ATTENTION = ("eager", "sdpa")
 
 
-def read_facts(
+def run_facts(
     module: nn.Module,
     device: str = CUDA,
     capability: tuple[int, int] | None = None,
@@ -157,10 +158,10 @@ def read_facts(
     loader: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> Facts:
-    """Facts of a module; what needs the model stays unknown if `configure_model` has yet to build it.
+    """Facts of a module, whether `configure_model` has built its layers yet or not.
 
     Args:
-        module: The user's module, or the Hugging Face model itself. Not changed.
+        module: The user's module, or the Hugging Face model itself.
         device: Device type to train on.
         capability: CUDA compute capability.
         optimizer: The module's own optimizer, or class names joined by " + " as `ModelProfile.optimizer` has them.
@@ -169,27 +170,21 @@ def read_facts(
         loader: The training loader.
         callbacks: The Trainer's callbacks.
     """
-    built = any(True for _ in module.parameters())
     names = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else optimizer
-    groups = find_blocks(module) if built else []
     algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm")
     return Facts(
         device=device,
         capability=capability,
         automatic_optimization=getattr(module, "automatic_optimization", True),
         overridden=_overridden(module),
-        gradient_hooks=gradient_hooks(module, callbacks),
+        gradient_hooks=tuple(gradient_hooks(module, callbacks)),
         optimizers=tuple(names.split(" + ")) if names else (),
         groups=_groups(optimizer) if isinstance(optimizer, Optimizer) else (),
-        num_blocks=sum(len(group.modules) for group in groups) if built else None,
-        causal_lm=any(is_causal_lm(child) for child in module.modules()) if built else None,
-        hugging_face=any(is_pretrained(child) for child in module.modules()) if built else None,
         gradient_clip_val=gradient_clip_val,
         gradient_clip_algorithm=algorithm,
         loaders=tuple(LoaderFacts.of(one) for one in flat_loaders(loader)),
         compiler=has_compiler(device),
         callbacks=tuple(type(callback).__name__ for callback in callbacks if not hasattr(callback, "refusal")),
-        attention=_attention(module) if built else None,
         batch_statistics=tuple(batch_statistics(module)),
     )
 
@@ -208,7 +203,7 @@ def run_of(trainer: Any, module: Any) -> Run:
     device = trainer.strategy.root_device
     given = [*trainer.callbacks, *(one for one in (trainer.precision_plugin,) if hasattr(one, "refusal"))]
     techniques = [one for one in given if hasattr(one, "refusal")]
-    facts = read_facts(
+    facts = run_facts(
         module,
         device.type,
         compute_capability(device),
@@ -288,55 +283,3 @@ def _overridden(module: nn.Module) -> frozenset[str]:
         return frozenset()
     overridden = {name for name in _HOOKS if is_overridden(name, module) and not is_ours(name, module)}
     return frozenset(name for name in overridden if name not in BEFORE_STEP or not does_nothing(module, name))
-
-
-def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is a `transformers.PreTrainedModel`, without importing transformers."""
-    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
-
-
-def is_causal_lm(module: Any) -> bool:
-    """Whether a module is a Hugging Face model with one output head, as causal and encoder-decoder LMs have.
-
-    How it computes its loss is not asked here: that shows when it runs.
-    """
-    if not is_pretrained(module):
-        return False
-    try:
-        head = module.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return False
-    return isinstance(head, Linear) and any(child is head for child in module.modules())
-
-
-def outermost_pretrained(module: nn.Module) -> list[Any]:
-    """Hugging Face models that are not part of another one."""
-    if is_pretrained(module):
-        return [module]
-    return [model for child in module.children() for model in outermost_pretrained(child)]
-
-
-def attention_configs(model: Any) -> list[Any]:
-    """Configurations of a model and its parts, each once."""
-    found = {id(child.config): child.config for child in model.modules() if is_pretrained(child)}
-    return list(found.values())
-
-
-def _attention(module: nn.Module) -> frozenset[str] | None:
-    """What all models can switch to, found by switching and switching back; None if there is no model."""
-    models = outermost_pretrained(module)
-    if not models:
-        return None
-    return frozenset(name for name in _OWN_ATTENTION if all(_can_switch(model, name) for model in models))
-
-
-def _can_switch(model: Any, name: str) -> bool:
-    before = [(config, config._attn_implementation) for config in attention_configs(model)]
-    try:
-        model.set_attn_implementation(name)
-        return bool(model.config._attn_implementation == name)
-    except (ValueError, ImportError):
-        return False
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation

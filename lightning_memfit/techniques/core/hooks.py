@@ -17,27 +17,15 @@ BEFORE_ZERO_GRAD = ("on_before_zero_grad",)
 _PACKAGE = __name__.partition(".")[0]
 
 
-def who_overrides(module: Any, callbacks: Iterable[Any], *hooks: str) -> str | None:
-    """Name the first of the hooks that the module or a callback overrides; None if none does.
-
-    The package's own callbacks don't count, as they look at no gradient in these hooks, and neither do hooks that do
-    nothing (`does_nothing`).
-    """
-    return next((who for _, who in _overrides(module, callbacks, hooks)), None)
-
-
-def gradient_hooks(module: Any, callbacks: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+def gradient_hooks(module: Any, callbacks: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """Hooks before the step and before gradients are cleared, by name, with words that say whose they are.
 
     They are there for gradients alone. Hooks after the step may find none, which they must expect in plain runs, too:
-    of parameters that had none in this batch.
+    of parameters that had none in this batch. The package's own callbacks don't count, as they look at no gradient
+    there, and neither do hooks that do nothing (`does_nothing`).
     """
-    return tuple(_overrides(module, callbacks, (*BEFORE_STEP, *BEFORE_ZERO_GRAD)))
-
-
-def _overrides(module: Any, callbacks: Iterable[Any], hooks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     callbacks = list(callbacks)
-    for hook in hooks:
+    for hook in (*BEFORE_STEP, *BEFORE_ZERO_GRAD):
         is_lightning = isinstance(module, pl.LightningModule)
         if is_lightning and is_overridden(hook, module) and not (is_ours(hook, module) or does_nothing(module, hook)):
             yield hook, f"the module's `{hook}`"

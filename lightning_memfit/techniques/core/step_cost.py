@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_memfit.memory import Category
 from lightning_memfit.memory.parameters import trained
 from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.techniques.core.cost import Work
@@ -58,6 +57,8 @@ def num_trained(profile: ModelProfile) -> int:
 
 def state_bytes(profile: ModelProfile) -> int:
     """Bytes of the plain run's optimizer states, whatever the optimizer."""
+    from lightning_memfit.memory import Category  # which plans alone need, and runs of optimizers load this file, too
+
     return profile.events.breakdown_at(len(profile.events) - 1).get(Category.OPTIMIZER_STATE)
 
 

@@ -2,9 +2,9 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_memfit.techniques.core.facts import read_facts
-from lightning_memfit.techniques.core.hooks import gradient_hooks, who_overrides
-from lightning_memfit.techniques.host_master_weights import HostMasterWeights
+from lightning_memfit.techniques.core.hooks import gradient_hooks
+from lightning_memfit.techniques.core.model_facts import read_facts
+from lightning_memfit.techniques.gradient_release import GradientRelease
 
 
 def norm(module):
@@ -12,7 +12,7 @@ def norm(module):
 
 
 def test_overridden_hooks():
-    class Own(HostMasterWeights):
+    class Own(GradientRelease):
         def on_before_zero_grad(self, trainer, pl_module, optimizer):
             norm(pl_module)
 
@@ -24,11 +24,11 @@ def test_overridden_hooks():
         def on_after_backward(self):
             return super().on_after_backward()
 
-    hooks = ("on_after_backward", "on_before_zero_grad")
-    assert who_overrides(pl.LightningModule(), [HostMasterWeights()], *hooks) is None
+    assert list(gradient_hooks(pl.LightningModule(), [GradientRelease()])) == []
     for module in (Looks(), Inherits()):
-        assert who_overrides(module, [], *hooks) == "the module's `on_after_backward`"
-    assert who_overrides(pl.LightningModule(), [Own()], *hooks) == "`on_before_zero_grad` of the callback Own"
+        assert list(gradient_hooks(module, [])) == [("on_after_backward", "the module's `on_after_backward`")]
+    theirs = ("on_before_zero_grad", "`on_before_zero_grad` of the callback Own")
+    assert list(gradient_hooks(pl.LightningModule(), [Own()])) == [theirs]
 
 
 class LogsGradientFlow(pl.LightningModule):
@@ -58,9 +58,9 @@ class OnlyCallsBase(pl.Callback):
 
 @pytest.mark.parametrize("module", [Quiet(), CallsQuiet()])
 def test_hooks_that_do_nothing_are_none(module):
-    assert gradient_hooks(LogsGradientFlow(), []) == (("on_after_backward", "the module's `on_after_backward`"),)
+    assert list(gradient_hooks(LogsGradientFlow(), [])) == [("on_after_backward", "the module's `on_after_backward`")]
     empty = LambdaCallback(on_before_zero_grad=lambda trainer, module, optimizer: None)
-    assert gradient_hooks(module, [OnlyCallsBase(), empty]) == ()
+    assert list(gradient_hooks(module, [OnlyCallsBase(), empty])) == []
     assert read_facts(module).overridden == frozenset()
     look = norm  # what a hook calls by a name of the function around it
 
