@@ -21,9 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
-from lightning_memfit.techniques.gradient_release import GradientRelease
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
-from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from tests.contract.runs import LanguageModel, StepsOn, assert_same_weights, fit, loader, trainer
 from tests.helpers.trainers import quiet_trainer
 
@@ -76,13 +74,6 @@ def test_numbers_of_float32_adamw_over_a_bfloat16_forward(kwargs):
     assert_same_weights(ours, plain)
 
 
-def test_tied_weights():
-    """The gradient of a weight that is used twice is added up in bfloat16, as in any bf16-true run."""
-    plain = fit(module=lambda: Bf16Forward(scheduled, **NO_DROPOUT))
-    ours = fit([HostMasterWeights()], module, precision="bf16-true")
-    torch.testing.assert_close(torch.stack(ours.losses), torch.stack(plain.losses), rtol=5e-3, atol=0)
-
-
 def test_the_run_leaves_a_float32_module_as_it_was():
     plain, ours = (
         fit(module=module),
@@ -119,13 +110,6 @@ def test_resume_is_bitwise(tmp_path, late, during):
     assert_same_weights(resumed, straight)
 
 
-def test_checkpoints_load_without_the_callback(tmp_path):
-    ours = fit([HostMasterWeights()], module, precision="bf16-true", max_steps=2)
-    ours.seen["trainer"].save_checkpoint(tmp_path / "ours.ckpt")
-    plain = fit(module=module, ckpt_path=tmp_path / "ours.ckpt", max_steps=3)
-    assert len(plain.losses) == 1
-
-
 class Manual(LanguageModel):
     def __init__(self):
         super().__init__()
@@ -142,10 +126,6 @@ class ClipsInBackward(LanguageModel):
     ("module", "others", "kwargs", "message"),
     [
         (ClipsInBackward, [], {}, "the module's `backward` may .* leave HostMasterWeights out"),
-        (LanguageModel, [], {"strategy": "ddp", "devices": 1}, "DDPStrategy"),
-        (LanguageModel, [GradientRelease()], {}, "Leave GradientRelease out"),
-        (LanguageModel, [Optimizer8bit()], {}, "Leave Optimizer8bit out"),
-        (Manual, [], {}, "manual optimization"),
     ],
 )
 def test_conflicts_are_refused_with_the_reason(module, others, kwargs, message):
@@ -530,18 +510,6 @@ def test_parameters_that_no_optimizer_has():
     assert_same_run(*both(clips, configure=configure))
 
 
-def test_gradients_of_a_backward_pass_in_training_step_are_cleared():
-    def twice(cls):
-        class Twice(cls):
-            def training_step(self, batch, batch_idx):
-                self.output(batch).float().sum().backward()
-                return super().training_step(batch, batch_idx)
-
-        return Twice
-
-    assert_same_run(*both(twice))
-
-
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_other_stages_give_the_float32_values_back(stage, tmp_path):
     class Evaluated(Small):
@@ -668,22 +636,6 @@ def test_own_optimizer_step_between_closure_and_step(how):
     assert_same_run(plain, ours)
 
 
-def with_own_step(module):
-    optimizer = sgd(module)
-    step = optimizer.step
-    optimizer.step = lambda closure=None: step(closure)
-    return optimizer
-
-
-def test_a_step_on_the_object_is_refused_before_a_weight_changes():
-    module = Small(with_own_step)
-    before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ValueError, match="SGD has a `step` that was put on the object"):
-        quiet_trainer(HostMasterWeights(), precision="bf16-true").fit(module, data())
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, before[name])
-
-
 class CallsSuper(StepsOn, torch.optim.SGD):
     pass
 
@@ -698,21 +650,3 @@ def test_optimizers_that_call_the_step_of_their_base_class():
 def test_searches_that_would_round_the_weights_are_refused(finder):
     with pytest.raises(ValueError, match=rf"with {type(finder).__name__}: .*float32 values are lost"):
         quiet_trainer(HostMasterWeights(), finder, precision="bf16-true").fit(Small(sgd), data())
-
-
-def test_states_of_parameters_in_another_order_are_refused(tmp_path):
-    def adam(module):
-        return torch.optim.AdamW([*module.parameters()][::-1], 1e-2)
-
-    saved = quiet_trainer(max_epochs=1)
-    saved.fit(Small(adam), data())
-    saved.save_checkpoint(tmp_path / "reversed.ckpt")
-    ours = quiet_trainer(HostMasterWeights(), precision="bf16-true", max_epochs=2)
-    with pytest.raises(
-        ValueError, match=r"`exp_avg` for `net.0.weight`.* has shape \(4,\), but that parameter has shape \(16, 8\)"
-    ):
-        ours.fit(
-            Small(lambda module: torch.optim.AdamW(module.parameters(), 1e-2)),
-            data(),
-            ckpt_path=tmp_path / "reversed.ckpt",
-        )

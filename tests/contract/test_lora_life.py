@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    EarlyStopping,
     EMAWeightAveraging,
     ModelCheckpoint,
     ModelPruning,
@@ -320,19 +319,6 @@ def test_there_is_nothing_to_round_beside_adapters(monkeypatch):
     assert seen.dtypes == {torch.float32}
 
 
-def test_adapters_of_a_checkpoint_in_bfloat16_go_on_in_float32(tmp_path):
-    _, run = fitted(fresh(), precision="bf16-true")
-    run.save_checkpoint(tmp_path / "now.ckpt")
-    checkpoint = torch.load(tmp_path / "now.ckpt")
-    entries = checkpoint["state_dict"]
-    entries.update({name: value.bfloat16() for name, value in entries.items() if "lora_" in name})
-    torch.save(checkpoint, tmp_path / "earlier.ckpt")
-    seen = AdapterState()
-    fitted([*fresh(), seen], ckpt_path=tmp_path / "earlier.ckpt", precision="bf16-true", max_epochs=2)
-    assert seen.dtypes == {torch.float32}
-    assert all(torch.equal(value, entries[name].float()) for name, value in seen.before.items())
-
-
 def test_a_trace_of_a_module_with_adapters_keeps_them_in_float32():
     module = net().bfloat16()
     lora.inject(module, ["head"], rank=4, alpha=8.0, dropout=0.0, stay_float32=True)
@@ -400,58 +386,6 @@ def test_evaluates_its_checkpoints(tmp_path, name, weights_only):
     )
 
 
-class WithExtraState(Net):
-    """Has an entry in its state dictionary that is no tensor."""
-
-    told = None
-
-    def get_extra_state(self):
-        return {"told": self.told}
-
-    def set_extra_state(self, state):
-        self.told = state["told"]
-
-
-def test_entries_that_are_no_tensors_are_taken_over(tmp_path):
-    pl.seed_everything(0, verbose=False)
-    module = WithExtraState()
-    module.told = 3
-    _, run = fitted(fresh(), module)
-    run.save_checkpoint(tmp_path / "after.ckpt")
-    pl.seed_everything(0, verbose=False)
-    again = WithExtraState()
-    trainer(fresh()).validate(again, loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
-    assert again.told == 3
-    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), module.parameters(), strict=True))
-
-
-class Renewed(nn.Linear):
-    """A layer that no adapter is for, whose weights were a hundredth of what they are now in its first version."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-        if local_metadata.get("version", 1) < 2:
-            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 100
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-
-@pytest.mark.parametrize("trained", [(), ("renewed",)])
-def test_the_versions_of_modules_stay(tmp_path, trained):
-    def made():
-        return net(build=lambda self: setattr(self, "renewed", Renewed(64, 64)))
-
-    module, run = fitted([Lora(4, train=trained)], made())
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    expected = module.renewed.weight
-    plain = made()
-    plain.load_state_dict(merged_state_dict(plain, torch.load(tmp_path / "a.ckpt")))
-    assert torch.equal(plain.renewed.weight, expected)
-    evaluated = made()
-    trainer([Lora(4, train=trained)]).validate(evaluated, loader(1), ckpt_path=tmp_path / "a.ckpt", verbose=False)
-    assert torch.equal(evaluated.renewed.weight, expected)
-
-
 @pytest.mark.parametrize("difference", ["shape", "name"])
 def test_loads_as_strictly_as_a_plain_module(tmp_path, difference):
     def build(trained):
@@ -480,33 +414,12 @@ def test_loads_as_strictly_as_a_plain_module(tmp_path, difference):
         trainer([Lora(4, train=["head"])]).validate(lax, loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
 
 
-@pytest.mark.parametrize("name", LORA)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_fit_goes_on_from_a_checkpoint(tmp_path, name, precision):
-    _, run = fitted(fresh(name), precision=precision)
-    run.save_checkpoint(tmp_path / "half.ckpt")
-    straight, _ = fitted(fresh(name), precision=precision, max_epochs=2)
-    new, _ = fitted(fresh(name), ckpt_path=tmp_path / "half.ckpt", precision=precision, max_epochs=2)
-    assert_same_weights(new, straight)
-
-
 def test_resumes_in_the_module_that_has_its_adapters(tmp_path):
     best = ModelCheckpoint(tmp_path, save_last=True)
     module, _ = fitted([*fresh(), best], enable_checkpointing=True)
     straight, _ = fitted(fresh(), max_epochs=2)
     fitted(fresh(), module, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
     assert_same_weights(module, straight)
-
-
-def test_early_stop_then_fit_again_with_the_same_trainer():
-    stop = EarlyStopping("val_loss", patience=0, stopping_threshold=100.0)
-    module, run = fitted([Lora(4), stop], max_epochs=5)
-    stopped = len(module.losses)
-    assert stopped < 30
-    run.fit_loop.max_epochs = 3
-    run.should_stop = False
-    run.fit(module, loader(), loader(1))
-    assert len(module.losses) > stopped
 
 
 class Interrupt(pl.Callback):
@@ -584,22 +497,6 @@ def test_weights_that_a_callback_unfreezes_are_trained_saved_and_loaded(tmp_path
     loaded, _ = run(max_epochs=2, ckpt_path=tmp_path / "two.ckpt")  # has nothing left to train
     assert all(value.isfinite().all() for value in module.state_dict().values())
     assert_same_weights(loaded, module)
-
-
-class FreezesAgain(pl.Callback):
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 0:
-            pl_module.backbone[0].weight.requires_grad_(True)
-            trainer.optimizers[0].add_param_group({"params": [pl_module.backbone[0].weight]})
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        pl_module.backbone[0].weight.requires_grad_(False)
-
-
-def test_weights_frozen_again_are_saved_if_they_changed(tmp_path):
-    _, run = fitted([*fresh(), FreezesAgain()])
-    run.save_checkpoint(tmp_path / "changed.ckpt")
-    assert "backbone.0.weight" in torch.load(tmp_path / "changed.ckpt")["state_dict"]
 
 
 # --- checkpoints of other runs --------------------------------------------------------------------------------------
@@ -689,22 +586,6 @@ def test_what_was_trained_is_saved_though_it_is_frozen_by_then(tmp_path, name, t
     assert torch.equal(run.predict(module, BATCHES, ckpt_path=tmp_path / "last.ckpt")[0], predicted)
 
 
-def adam_of_all(self):
-    return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.LBFGS])
-def test_optimizers_that_know_all_parameters_before_they_step_are_saved(tmp_path, optimizer):
-    def run(**options):
-        module = net()
-        module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.1)
-        return fitted(fresh(), module, **options)
-
-    _, half = run()
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    assert_same_weights(run(max_epochs=2, ckpt_path=tmp_path / "half.ckpt")[0], run(max_epochs=2)[0])
-
-
 def test_weights_unfrozen_before_the_optimizers_are_made_are_trained():
     def configure(self):
         self.backbone.requires_grad_(True)
@@ -785,19 +666,6 @@ def test_a_layer_whose_weight_wraps_other_tensors_is_left_out(others):
         fitted([Lora(4, target_modules=["backbone.1"])], net(build=build))
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-@pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_an_empty_layer_is_left_out(shape):
-    def build(self):
-        self.empty = nn.Linear(*shape)
-
-    for callbacks in ([QuantizedWeights(8), Lora(4)], [Lora(4)]):
-        module, _ = fitted(callbacks, net(build=build))
-        assert "empty" not in adapted_layers(module)
-        with pytest.raises(ValueError, match="is empty"):
-            fitted([*callbacks[:-1], Lora(4, target_modules=["empty"])], net(build=build))
-
-
 def test_a_name_in_train_that_is_no_module_is_refused_with_the_closest():
     module = net()
     with pytest.raises(ValueError, match=r"`train` names 'haed'.*Closest: head"):
@@ -863,24 +731,3 @@ def test_layers_of_several_names_are_loaded(tmp_path):
     plain.load_state_dict(merged_state_dict(plain, torch.load(tmp_path / "after.ckpt")))
     Lora.merge(module)
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))
-
-
-class SavesBelow(Net):
-    """Saves a checkpoint of Lightning's in a method of the name of transformers', from code without a name."""
-
-    def save_pretrained(self, path):
-        exec("save(path)", {"save": self.trainer.save_checkpoint, "path": path})
-
-    def on_train_end(self):
-        self.save_pretrained(self.path)
-
-
-def test_a_checkpoint_below_save_pretrained_is_one_like_others(tmp_path):
-    pl.seed_everything(0, verbose=False)
-    module = SavesBelow()
-    module.path = tmp_path / "during.ckpt"
-    _, run = fitted(fresh(), module)
-    run.save_checkpoint(tmp_path / "after.ckpt")
-    during, after = (torch.load(tmp_path / f"{name}.ckpt")["state_dict"] for name in ("during", "after"))
-    assert during.keys() == after.keys()
-    assert all(torch.equal(value, after[name]) for name, value in during.items())

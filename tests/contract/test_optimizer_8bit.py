@@ -1,4 +1,3 @@
-import copy
 import subprocess
 import sys
 
@@ -8,7 +7,7 @@ from torch.optim import lr_scheduler
 
 from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
-from tests.contract.runs import LanguageModel, assert_same_weights, fit, loader, trainer
+from tests.contract.runs import LanguageModel, fit
 
 
 def scheduled(module):
@@ -22,20 +21,6 @@ def module():
     return LanguageModel(scheduled)
 
 
-def test_trains_with_groups_and_schedule_kept_and_leaves_the_module_as_it_was():
-    plain, ours = fit(module=module), fit([Optimizer8bit()], module=module)
-    (optimizer,) = ours.seen["trainer"].optimizers
-    (reference,) = plain.seen["trainer"].optimizers
-    assert type(optimizer).__name__ == "AdamW8bit"
-    for group, expected in zip(optimizer.param_groups, reference.param_groups, strict=True):
-        assert (group["lr"], group["weight_decay"]) == (expected["lr"], expected["weight_decay"])
-    assert "configure_optimizers" not in vars(ours)
-    assert vars(ours).keys() == vars(plain).keys()
-    assert torch.equal(ours.losses[0], plain.losses[0])
-    torch.testing.assert_close(torch.stack(ours.losses), torch.stack(plain.losses), rtol=1e-2, atol=0)
-    assert not torch.equal(ours.losses[-1], plain.losses[-1])
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_embeddings_and_small_tensors(keep):
     ours = fit([Optimizer8bit(keep_32bit_embeddings=keep, min_8bit_size=2048)])
@@ -45,21 +30,6 @@ def test_embeddings_and_small_tensors(keep):
     assert optimizer.state[model.lm_head.weight]["state1"].dtype is expected  # tied to the embedding
     assert optimizer.state[model.transformer.h[0].mlp.c_fc.weight]["state1"].dtype is torch.uint8
     assert optimizer.state[model.transformer.ln_f.weight]["state1"].dtype is torch.float32
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_resume_is_bitwise(tmp_path, precision):
-    def plain():
-        return LanguageModel(scheduled, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-
-    path = tmp_path / "half.ckpt"
-    epochs = {"max_steps": -1, "limit_train_batches": 2, "precision": precision}
-    straight = fit([Optimizer8bit()], plain, max_epochs=3, **epochs)
-    first = fit([Optimizer8bit()], plain, max_epochs=1, **epochs)
-    first.seen["trainer"].save_checkpoint(path)
-    resumed = fit([Optimizer8bit()], plain, ckpt_path=path, max_epochs=3, **epochs)
-    assert torch.equal(torch.stack(resumed.losses), torch.stack(straight.losses[2:]))
-    assert_same_weights(resumed, straight)
 
 
 def test_manual_optimization_with_two_optimizers():
@@ -88,32 +58,11 @@ def test_manual_optimization_with_two_optimizers():
     assert all(len(o.state) > 0 for o in ours.seen["trainer"].optimizers)
 
 
-def test_an_unused_callback_can_be_copied_and_used_again():
-    callback = Optimizer8bit()
-    first = fit([copy.deepcopy(callback)])
-    second = fit([callback])
-    third = fit([callback])
-    assert_same_weights(first, second)
-    assert_same_weights(first, third)
-
-
-def test_evaluation_is_left_alone():
-    model = LanguageModel()
-    (metrics,) = trainer([Optimizer8bit()]).validate(model, loader(), verbose=False)
-    assert metrics["val_loss"] > 0
-
-
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="bits=32"):
         Optimizer8bit(bits=32)
     with pytest.raises(ValueError, match="min_8bit_size=-1"):
         Optimizer8bit(min_8bit_size=-1)
-
-
-def test_bitsandbytes_is_asked_for_when_it_is_needed(monkeypatch):
-    monkeypatch.setattr("lightning_memfit.extras.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install"):
-        Optimizer8bit()
 
 
 @pytest.mark.nightly

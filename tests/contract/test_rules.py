@@ -89,10 +89,6 @@ class Situation:
         return read_facts(module, "cpu", loader=self.data(), callbacks=self.others(), **self.trainer)
 
 
-def by_norm() -> dict[str, Any]:
-    return {"gradient_clip_val": 1.0}
-
-
 SITUATIONS = {
     "language model": Situation(),
     "built late": Situation(Late),

@@ -4,7 +4,7 @@ import torch
 
 from lightning_memfit.fitting.step.callback import MicroBatching
 from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep
-from tests.contract.runs import LanguageModel, StepsOn, assert_same_weights, fit
+from tests.contract.runs import LanguageModel, assert_same_weights, fit
 
 
 class Seen(pl.Callback):
@@ -32,12 +32,6 @@ def test_gradients_are_there_for_the_step_and_gone_after_it(callbacks):
     if not callbacks:
         assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
         assert_same_weights(ours, plain)
-
-
-def test_plain_lightning_keeps_them():
-    seen = Seen()
-    fit([seen], LanguageModel)
-    assert all(seen.after)
 
 
 def test_accumulated_gradients_stay_until_the_step(capsys):
@@ -79,42 +73,3 @@ def test_optimizers_that_are_rebuilt_are_followed():
     ours = fit([ZeroGradAfterStep(), Rebuild(), seen], LanguageModel, max_steps=-1, max_epochs=2)
     assert not any(seen.after)
     assert_same_weights(ours, fit([Rebuild()], LanguageModel, max_steps=-1, max_epochs=2))
-
-
-class OwnZeroGrad(LanguageModel):
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        optimizer.zero_grad()
-
-
-def test_refuses_a_module_that_decides_itself():
-    with pytest.raises(ValueError, match="ZeroGradAfterStep: the module's own `optimizer_zero_grad`"):
-        fit([ZeroGradAfterStep()], OwnZeroGrad)
-
-
-class ReadsLate(StepsOn, torch.optim.AdamW):
-    pass
-
-
-@pytest.mark.parametrize("on_object", [False, True])
-def test_gradients_stay_until_the_outermost_step_has_ended(on_object):
-    class Module(LanguageModel):
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)  # its class runs hooks from now on
-            if not on_object:
-                return ReadsLate(self.parameters(), lr=1e-2)
-            step = optimizer.step
-
-            def own(closure=None):
-                loss = step(closure)
-                with torch.no_grad():
-                    for p in self.parameters():
-                        p.add_(p.grad, alpha=-0.05)
-                return loss
-
-            optimizer.step = own
-            return optimizer
-
-    seen = Seen()
-    ours = fit([ZeroGradAfterStep(), seen], Module)
-    assert not any(seen.after)
-    assert_same_weights(ours, fit([], Module))

@@ -1,5 +1,4 @@
 import random
-import threading
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -101,14 +100,6 @@ class OneShot(IterableDataset):
             yield torch.tensor([float(self.numbers.pop(0))])
 
 
-class OwnIterator(IterableDataset):
-    def __init__(self):
-        self.numbers = iter(range(64))
-
-    def __iter__(self):
-        return (torch.tensor([float(number)]) for number in self.numbers)
-
-
 class Counting(Dataset):
     """Gives other samples every time."""
 
@@ -132,43 +123,6 @@ class Counting(Dataset):
         return torch.tensor([self.calls + Counting.total + len(CALLS) + drawn])
 
 
-class Lines(IterableDataset):
-    """Reads an open file."""
-
-    def __init__(self):
-        self.file = open(__file__)  # noqa: SIM115
-
-    def __iter__(self):
-        while line := self.file.readline():
-            yield torch.tensor([float(len(line))])
-
-
-class InPlace(Dataset):
-    """Changes its samples."""
-
-    def __init__(self, count=64):
-        self.samples = [{"x": torch.zeros(1)} for _ in range(count)]
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, place):
-        self.samples[place]["x"] += 1 + place
-        return self.samples[place]["x"].clone()
-
-
-class Shuffling(torch.utils.data.Sampler):
-    def __init__(self):
-        self.epoch = 0
-
-    def __iter__(self):
-        self.epoch += 1
-        return iter(np.random.default_rng(self.epoch).permutation(64).tolist())
-
-    def __len__(self):
-        return 64
-
-
 class Batches:
     """No DataLoader; gives other batches in every epoch."""
 
@@ -183,12 +137,7 @@ class Batches:
 
 LOADERS = {
     "stream": lambda: DataLoader(OneShot(), batch_size=2),
-    "iterator": lambda: DataLoader(OwnIterator(), batch_size=2),
     "counters": lambda: DataLoader(Counting(), batch_size=2, shuffle=True),
-    "open file": lambda: DataLoader(Lines(), batch_size=2),
-    "in place": lambda: DataLoader(InPlace(), batch_size=2),
-    "many samples in place": lambda: DataLoader(InPlace(20_000), batch_size=2),
-    "sampler": lambda: DataLoader(TensorDataset(torch.rand(64, 1)), batch_size=2, sampler=Shuffling()),
     "no loader": lambda: Batches(),
 }
 
@@ -232,14 +181,7 @@ def trained(loader, *callbacks):
     return module
 
 
-@pytest.mark.nightly_cases(
-    "<lambda>-iterator",
-    "<lambda>-counters",
-    "<lambda>-open",
-    "<lambda>-in place",
-    "<lambda>-many",
-    "<lambda>-no loader",
-)
+@pytest.mark.nightly_cases("<lambda>-counters", "<lambda>-no loader")
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("make", [MemoryPrediction, MicroBatching, lambda: MemFit(allow=["exact"])])
 def test_training_sees_the_same_data(make, name):
@@ -257,28 +199,6 @@ def test_there_is_a_prediction(name):
     assert callback.estimate is not None
 
 
-class Generated(IterableDataset):
-    def __init__(self):
-        self.numbers = (torch.tensor([float(number)]) for number in range(64))
-
-    def __iter__(self):
-        return self.numbers
-
-
-class Fed(IterableDataset):
-    """Reads a queue that a thread fills."""
-
-    def __init__(self):
-        import queue
-
-        self.waiting = queue.Queue()
-        threading.Thread(target=lambda: [self.waiting.put(float(number)) for number in range(64)]).start()
-
-    def __iter__(self):
-        while True:
-            yield torch.tensor([self.waiting.get()])
-
-
 class Writing(Dataset):
     def __len__(self):
         return 64
@@ -288,57 +208,13 @@ class Writing(Dataset):
         return torch.tensor([float(place)])
 
 
-class Native:
-    """As `h5py.File`: neither pickled nor copied."""
-
-    def __reduce_ex__(self, protocol):
-        raise TypeError("Native objects cannot be pickled")
-
-    def __getitem__(self, place):
-        return torch.tensor([float(place)])
-
-
-class Opened(Dataset):
-    def __init__(self):
-        self.file = Native()
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, place):
-        return self.file[place]
-
-
-class Shared(Dataset):
-    """Writes to a large tensor."""
-
-    def __init__(self):
-        self.values = torch.zeros(64, 10_000)
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, place):
-        self.values[place] += 1 + place
-        return self.values[place, :1].clone()
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Fed, "Queue"),
-        (Writing, "it would write to '0.txt'"),
-    ],
-)
-def test_what_can_not_be_read_unchanged_is_refused_trained_and_predicted_from_its_first_batch(
-    kind, words, tmp_path, monkeypatch
-):
+def test_what_can_not_be_read_unchanged_is_refused_trained_and_predicted_from_its_first_batch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plain, callback = trained(DataLoader(kind(), batch_size=2)), MemoryPrediction()
+    plain, callback = trained(DataLoader(Writing(), batch_size=2)), MemoryPrediction()
     for path in tmp_path.iterdir():
         path.unlink()
-    with pytest.warns(UserWarning, match=f"comes with the first batch of training.*{words}"):
-        ours = trained(DataLoader(kind(), batch_size=2), callback)
+    with pytest.warns(UserWarning, match="comes with the first batch of training.*it would write to '0.txt'"):
+        ours = trained(DataLoader(Writing(), batch_size=2), callback)
     readable = MemoryPrediction()
     trained(DataLoader([torch.tensor([float(number)]) for number in range(64)], batch_size=2), readable)
     kept = 64 * 8  # batches of an epoch that the module keeps, where its length is known
@@ -346,42 +222,3 @@ def test_what_can_not_be_read_unchanged_is_refused_trained_and_predicted_from_it
     assert vars(callback)["on_train_batch_start"] is None
     for one, other in zip(plain.batches, ours.batches, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("kind", [Generated, Opened, Shared])
-def test_what_reading_changes_is_not_changed_for_training(kind):
-    plain, callback = trained(DataLoader(kind(), batch_size=2)), MemoryPrediction()
-    ours = trained(DataLoader(kind(), batch_size=2), callback)
-    assert callback.estimate is not None
-    for one, other in zip(plain.batches, ours.batches, strict=True):
-        assert torch.equal(one, other)
-
-
-class Replay(IterableDataset):
-    """Knows the module that learns from it, and what trains it."""
-
-    def __init__(self):
-        self.module = None
-        self.step = 0
-
-    def __iter__(self):
-        while True:
-            self.step += 1
-            yield torch.tensor([self.step + self.module.net.weight.item()])
-
-
-class Attaching(pl.Callback):
-    def __init__(self, data):
-        self.data = data
-
-    def setup(self, trainer, pl_module, stage):
-        self.data.module, self.data.trainer = pl_module, trainer
-
-
-def test_data_that_know_the_module_are_read():
-    data, callback = Replay(), MemoryPrediction()
-    module = trained(DataLoader(data, batch_size=2), Attaching(data), callback)
-    assert callback.estimate is not None
-    assert data.module is module
-    plain = Replay()
-    assert torch.equal(trained(DataLoader(plain, batch_size=2), Attaching(plain)).batches[-1], module.batches[-1])

@@ -229,14 +229,6 @@ def test_optimizers_die_with_their_last_reference():
         assert reference() is None
 
 
-def test_a_users_own_override_by_parameter_counts():
-    module = Tied()
-    bnb.optim.GlobalOptimManager.get_instance().override_config(module.body.weight, "optim_bits", 32)
-    optimizer = stepped(module)
-    check_states(optimizer)
-    assert optimizer.state[module.body.weight]["state1"].dtype is torch.float32
-
-
 def test_nothing_is_paged_on_the_cpu():
     module = Tied()
     with pytest.warns(UserWarning, match="Paged optimizers are not supported on CPU"):

@@ -72,16 +72,6 @@ def test_groups_are_kept_and_it_steps(name, options, drop, cls):
     assert not torch.equal(second, before[1])
 
 
-def test_same_family_computes_the_same():
-    optimizers = [adamw(betas=(0.7, 0.8), amsgrad=True), exchange(adamw(betas=(0.7, 0.8), amsgrad=True), "torch.AdamW")]
-    for optimizer in optimizers:
-        for p in optimizer.param_groups[0]["params"]:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    for a, b in zip(*(optimizer.param_groups[0]["params"] for optimizer in optimizers), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_loaded_states_of_another_memory_format_keep_their_elements():
     results, saved = [], None
     for memory_format in (torch.channels_last, torch.channels_last, torch.contiguous_format):
@@ -113,12 +103,6 @@ def test_views_with_gaps_are_no_parameters_of_fused_kernels():
     exchange(optimizer, "torch.AdamW")
     for whole_or_dense in (whole, whole.t(), whole[1:], whole[:1, ::2][:, :1], torch.ones(()), torch.ones(2, 0)):
         exchange(torch.optim.AdamW([nn.Parameter(whole_or_dense)]), "torch.AdamW", {"fused": True})
-
-
-def test_8_bit_form_of_the_new_optimizer():
-    converted = to_bitsandbytes(exchange(adamw(weight_decay=0.2), "bitsandbytes.Lion", LION))
-    assert type(converted).__name__ == "Lion8bit"
-    assert converted.param_groups[0]["weight_decay"] == 0.2
 
 
 @pytest.mark.parametrize(

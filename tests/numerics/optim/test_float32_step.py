@@ -13,7 +13,6 @@ from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.float32_step import Float32Step, default_chunk, pieces_of
-from lightning_memfit.optim.gradient_release import GradientRelease
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.rounding import Kahan, Stochastic
 from tests.numerics.optim.cases import CASES, check_states
@@ -231,14 +230,6 @@ def test_it_is_an_optimizer_without_being_asked():
     assert optimizer.wrapped.defaults == {"lr": 1.0}
 
 
-def test_a_kept_parameter_may_be_the_first_in_a_chunk():
-    ours = [nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16)) for _ in range(2)]
-    converted = to_bitsandbytes(torch.optim.AdamW(ours), keep_32bit=ours[:1])
-    optimizer = Float32Step(converted, Stochastic(), 4096)
-    train(optimizer, ours, range(2))
-    assert [optimizer.state[p]["state1"].dtype for p in ours] == [torch.float32, torch.uint8]
-
-
 def test_kept_embeddings_and_small_tensors_have_32_bit_states():
     ours = weights()
     converted = to_bitsandbytes(torch.optim.AdamW(ours), keep_32bit=[ours[2]])
@@ -247,17 +238,6 @@ def test_kept_embeddings_and_small_tensors_have_32_bit_states():
     check_states(converted)
     check_states(optimizer)
     assert [optimizer.state[p]["state1"].dtype for p in ours] == [torch.uint8, torch.float32, torch.float32]
-
-
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, bnb.optim.AdamW8bit])
-def test_gradients_can_be_released(cls):
-    ours = weights()
-    released = GradientRelease(Float32Step(cls(ours, lr=1e-2), Stochastic(), 4096))
-    before = [p.detach().clone() for p in ours]
-    sum((p.float() ** 2).sum() for p in ours).backward()
-    assert all(p.grad is None for p in ours)
-    assert not any(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
-    released.remove()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from torch import nn
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.ledger import StorageLedger
-from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.gradient_release import GradientRelease
 from lightning_memfit.optim.rounding import Stochastic
@@ -62,26 +61,12 @@ def test_same_numbers_as_stepping_afterwards(name):
     assert_same(train(make, True), train(make, False))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD"])
-def test_same_numbers_with_8_bit_states(name):
-    cls, kwargs = CASES[name]
-
-    def make(groups):
-        return to_bitsandbytes(cls(groups, **kwargs))
-
-    assert_same(train(make, True), train(make, False))
-
-
 @pytest.mark.parametrize("kwargs", [{"foreach": True}, {"fused": True}, {"foreach": False}, {"amsgrad": True}])
 def test_forms_of_adamw(kwargs):
     def make(groups):
         return torch.optim.AdamW(groups, **kwargs)
 
     assert_same(train(make, True), train(make, False))
-
-
-def test_clipping_by_value():
-    assert_same(train(torch.optim.AdamW, True, clip_value=1e-4), train(torch.optim.AdamW, False, clip_value=1e-4))
 
 
 def test_gradients_are_never_all_alive():
@@ -125,16 +110,6 @@ def test_hooks_that_are_registered_later_see_one_step_and_are_refused():
         release.refresh()
     handle.remove()
     release.refresh()
-
-
-def test_a_refused_optimizer_keeps_nothing():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="hook around its step"):
-        GradientRelease(optimizer)
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not model.weight._post_accumulate_grad_hooks
 
 
 class Overridden(nn.Module):

@@ -1,5 +1,4 @@
 import copy
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +6,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.optim import host_master
 from lightning_memfit.optim.host_master import HostMaster
 
@@ -110,21 +108,6 @@ def test_removing_gives_the_optimizer_its_weights_and_states_back(keep_masters):
     assert all(p.grad is not None for p in weights)
 
 
-def test_weights_without_gradients_and_of_other_dtypes():
-    net = model()
-    wide, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
-    optimizer = torch.optim.AdamW([*net[0].parameters(), *net[2].parameters(), wide, frozen])
-    host = HostMaster(optimizer)
-    assert host.num_parameters == 5
-    assert host.master_of(wide) is None
-    untouched = net[2].weight.detach().clone()
-    net[0](inputs(0)).sum().backward()
-    wide.sum().backward()
-    optimizer.step()
-    assert torch.equal(net[2].weight, untouched)
-    assert not torch.equal(wide, torch.ones(3))
-
-
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"lr": torch.tensor(0.1)}, None)],
@@ -142,56 +125,6 @@ def test_refusals():
     optimizer.step()
     with pytest.raises(ValueError, match="states already"):
         HostMaster(optimizer)
-
-
-def test_closures_are_evaluated_with_the_weights_of_the_device():
-    """LBFGS moves the masters between evaluations, each of which must see them rounded."""
-
-    def train(net, parameters, rounded, host=None):
-        optimizer = torch.optim.LBFGS(parameters, lr=0.1, max_iter=4)
-        masters = HostMaster(optimizer) if host else None
-
-        def closure():
-            if masters:
-                masters.run_model()
-            optimizer.zero_grad()
-            loss = (rounded(net, inputs(0)).float() ** 2).mean()
-            loss.backward()
-            if masters:
-                masters.show()
-            return loss
-
-        return [float(optimizer.step(closure)) for _ in range(3)]
-
-    def rounding(net, x):
-        return torch.func.functional_call(net, {n: p.bfloat16() for n, p in net.named_parameters()}, (x,))
-
-    plain, ours = model().float(), model()
-    expected = train(plain, plain.parameters(), rounding)
-    assert train(ours, ours.parameters(), lambda net, x: net(x), host=True) == expected
-    assert expected[-1] < expected[0]
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
-
-
-def test_weights_that_are_unfrozen_or_added_are_followed():
-    net = model().requires_grad_(False)
-    net[2].requires_grad_(True)
-    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
-    host = HostMaster(optimizer)
-    backward(net, 0)
-    optimizer.step()
-    net.requires_grad_(True)
-    backward(net, 1)  # before anyone tells the host, and accumulated afterwards
-    optimizer.add_param_group({"params": list(net[0].parameters())})
-    host.refresh()
-    assert all(p.grad is None for p in net.parameters())
-    backward(net, 2)
-    with host.shown():
-        assert all(p.grad.dtype is torch.float32 for p in net.parameters())
-    before = net[0].weight.detach().clone()
-    optimizer.step()
-    assert not torch.equal(net[0].weight, before)
-    assert host.num_parameters == 4
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (8, 16), (0,)])
@@ -272,59 +205,6 @@ def test_states_and_gradients_of_another_memory_format_keep_their_elements(in_cl
         masters.append(host.master_of(net.weight))
     for master in masters[2:]:
         torch.testing.assert_close(master, masters[1], rtol=1e-4, atol=1e-5)
-
-
-class Queue:
-    """A stand-in for a CUDA stream that is far behind: copies are made when an event behind them is waited for."""
-
-    def __init__(self, device=None):
-        self.device = device
-        self.waiting = []
-
-    def wait_stream(self, stream):
-        pass
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        while self.waiting:
-            self.waiting.pop(0)()
-
-
-class OnDevice:
-    """A weight of a device whose copies are put on a queue."""
-
-    def __init__(self, queue):
-        self.queue = queue
-        self.values = []
-
-    @classmethod
-    def copy(cls, targets, sources, non_blocking=False):
-        """In place of `torch._foreach_copy_`."""
-        for target, source in zip(targets, sources, strict=True):
-            if isinstance(target, cls):
-                assert non_blocking
-                target.queue.waiting.append(lambda target=target, source=source: target.values.append(source.item()))
-            else:
-                target.copy_(source)
-
-
-def test_values_that_are_still_being_sent_are_not_overwritten(monkeypatch):
-    monkeypatch.setattr(host_master, "DeviceKind", SimpleNamespace(of=lambda device: DeviceKind.of("cuda")))
-    monkeypatch.setattr(torch.cuda, "Stream", Queue)
-    monkeypatch.setattr(torch, "_foreach_copy_", OnDevice.copy)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue())
-    transfer = host_master._Transfer(torch.device("cpu"))
-    half = OnDevice(transfer._stream)
-    slot = SimpleNamespace(exact=torch.zeros(1), staging=torch.zeros(1, dtype=torch.bfloat16), half=half)
-    for value in (1.0, 2.0, 3.0):
-        slot.exact.fill_(value)
-        transfer.to_device([slot])
-    transfer._stream.synchronize()
-    transfer.close()
-    assert half.values == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.gpu
