@@ -98,8 +98,6 @@ def _unfit(module: nn.Module, places: list[str]) -> str | None:
     if "forward" in vars(layer):
         return "its `forward` was replaced before (if by a technique, list that one later)"
     shape = getattr(weight, "ds_shape", weight.shape)  # of all ranks together under ZeRO-3
-    if not shape.numel():
-        return f"its weight of shape {tuple(shape)} is empty"
     if quantized_bits(layer):
         return None
     if len(shape) != 2 or not weight.is_floating_point():

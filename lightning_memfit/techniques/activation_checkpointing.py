@@ -212,7 +212,9 @@ def unsupported(run: Run, options: Options) -> str | None:
 
 def cost(profile: "ModelProfile", options: Options) -> Cost:
     """Recomputed products and traffic, or bytes that are moved to the host and back during computation."""
-    shares = recomputed_shares(options, profile.num_blocks)
+    # A budget without a plan yet counts as the most that it may cost.
+    mode, every, keep = options.get("mode", "full"), options.get("every"), tuple(options.get("keep", ()))
+    shares = options.get("choices") or choices_for(mode, profile.num_blocks, every, keep)
     blocks = max(1, len(shares))
     kept = profile.events.bytes_kept_by_blocks()
     flops = profile.block_flops.get("forward", 0) * profile.num_blocks
@@ -234,18 +236,6 @@ def options_for(choices: Sequence[Choice]) -> Options | None:
     if kinds == {"keep_matmul_attention"}:
         return {"mode": "selective", "keep": ["matmul", "attention"]}
     return {"choices": list(choices)}
-
-
-def recomputed_shares(options: Options, num_blocks: int) -> list[str]:
-    """One choice per block. A budget without a plan yet counts as the most that it may cost."""
-    if options.get("choices"):
-        return list(options["choices"])
-    mode = options.get("mode", "full")
-    if mode == "every":
-        return ["full" if index % options["every"] == 0 else "none" for index in range(num_blocks)]
-    if mode == "selective":
-        return ["_".join(["keep", *(name for name in ("matmul", "attention") if name in options["keep"])])] * num_blocks
-    return [mode] * num_blocks
 
 
 TECHNIQUE = Technique(

@@ -8,8 +8,6 @@ This reads `trainer.fit_loop._data_source` (Lightning 2.6), which has no public 
 `tests/contract/techniques/test_first_batch.py` fails if it moves.
 """
 
-import queue
-import threading
 from functools import partial
 from typing import Any
 
@@ -69,10 +67,8 @@ def _length(trainer: Trainer) -> int:
 def _read(trainer: Trainer) -> list[Any]:
     """A batch of a loader without workers, prefetching or pinned memory; empty without any."""
     source = _source(trainer)
-    _refuse_streams(source)
     if isinstance(source, DataLoader):
         is_iterable = isinstance(source.dataset, torch.utils.data.IterableDataset)
-        _refuse_streams(source.dataset)
         if is_iterable or source.batch_sampler is None:
             source = DataLoader(
                 source.dataset,
@@ -94,17 +90,3 @@ def _source(trainer: Trainer) -> Any:
             f"the training data can't be had before the run: {type(error).__name__}: {error}. Give a DataLoader to "
             "`fit`, or a LightningDataModule."
         ) from error
-
-
-def _refuse_streams(source: Any) -> None:
-    """Refuse data that come from a thread, of which another process has none.
-
-    Raises:
-        ValueError: If an attribute is a thread or a queue.
-    """
-    for name, value in getattr(source, "__dict__", {}).items():
-        if isinstance(value, (threading.Thread, queue.Queue, queue.SimpleQueue)):
-            raise ValueError(
-                f"a batch can't be read before the run: `{name}` of the data is a {type(value).__name__}, which "
-                "another thread fills."
-            )
