@@ -9,7 +9,6 @@ time, as in the recomputation that follows.
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -65,12 +64,7 @@ class FirstCall:
         """
         known = self._known
         _refuse_caches(known.name, (*args, *kwargs.values()))
-        if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
-            self._refuse(
-                "it is called inside a transform of `torch.func` (`vmap`, `grad`, `jvp`, ...) or forward-mode "
-                "differentiation, whose tensors don't exist any more when it is recomputed."
-            )
-        known.look_at_devices(_tensors_inside((args, kwargs)), _tensors_in(args))
+        known.look_at_devices(_tensors_in(args))
         self._state = State(known.groups(), copies_tensors=self._has_values)
         self._inputs = _Inputs(args, kwargs)
         self._random = random_states(known.devices) if self._has_values else {}
@@ -201,13 +195,6 @@ def _refuse_caches(block: str, values: tuple[Any, ...]) -> None:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-
-
-def _tensors_inside(value: Any) -> list[Tensor]:
-    """Tensors in a structure, and in the attributes of objects in it."""
-    leaves = tree_flatten(value)[0]
-    objects = [leaf for leaf in leaves if is_dataclass(leaf) or not isinstance(leaf, (Tensor, nn.Module, type))]
-    return [*_tensors_in(leaves), *_tensors_in([getattr(one, "__dict__", {}) for one in objects])]
 
 
 def _returned(result: Any) -> Reading:

@@ -37,7 +37,7 @@ class Knowledge:
         traced: The same of calls in a trace, whose tensors have no values.
         written: Groups of its state that a call writes, which are put back around a recomputation.
         moves_generators: Whether a call draws from Python's or NumPy's global generator.
-        devices: The CPU, and the accelerators that the block and its arguments lie on.
+        devices: The CPU, and the accelerators that the block and its positional arguments lie on.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -99,14 +99,13 @@ class Knowledge:
         is_gathered = any(hasattr(parameter, "ds_id") for parameter in self.block.parameters())
         return tuple(one for one in groups_of((self.block,)) if not (is_gathered and one.kind == "parameters"))
 
-    def look_at_devices(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def look_at_devices(self, inputs: Sequence[Tensor]) -> None:
         """Note the devices whose random states matter.
 
         Args:
-            tensors: Those among the arguments, and in objects among these.
             inputs: Those among positional arguments, of whose devices `checkpoint` keeps the random states by itself.
         """
-        held = (*self.block.parameters(), *self.block.buffers(), *tensors)
+        held = (*self.block.parameters(), *self.block.buffers(), *inputs)
         devices = {tensor.device for tensor in held if tensor.device.type not in ("cpu", "meta")}
         self.devices = (_CPU, *sorted(devices, key=str))
         further = sorted(devices - {tensor.device for tensor in inputs}, key=str)

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memfit.checkpointing import check, policies
+from lightning_memfit.checkpointing import policies
 from lightning_memfit.checkpointing.apply import apply_checkpointing, disable_caches
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import CHOICES
-from lightning_memfit.checkpointing.recompute import Knowledge
 from lightning_memfit.memory.ledger import StorageLedger
 from tests.contract.checkpointing.models import EVERY_MODEL, ResNet, gpt2, loss_of, make
 
@@ -315,14 +314,6 @@ def run_on_graphs(blocks, x):
         graph = block(graph)
     graph.x.square().mean().backward()
     return [p.grad.clone() for p in blocks.parameters()]
-
-
-def test_devices_of_weights_and_of_what_objects_hold_are_found():
-    """On a CUDA device `checkpoint` must be given a tensor there, or it keeps no random state of it."""
-    known = Knowledge(OfGraphs())
-    known.look_at_devices([torch.zeros(2)], [])
-    assert known.devices == (torch.device("cpu"),)
-    assert {value.device.type for value in check._tensors_inside((Graph(torch.zeros(2, device="meta")),))} == {"meta"}
 
 
 def test_blocks_whose_arguments_are_objects_are_exact():
