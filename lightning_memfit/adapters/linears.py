@@ -1,8 +1,7 @@
 """Find the linear layers of a module that can get adapters or be quantized, and say why others can't."""
 
 import difflib
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -130,18 +129,3 @@ def output_heads(module: nn.Module) -> set[int]:
         if any(kind.__name__ == "PreTrainedModel" for kind in type(child).__mro__):  # others may mean something else
             heads.add(id(child.get_output_embeddings()))  # type: ignore[operator]
     return heads
-
-
-def places_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each layer of a module stands, by `id`: the module that has it, and its name there."""
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for owner in module.modules():
-        for name, child in owner.named_children():
-            places[id(child)].append((owner, name))
-    return places
-
-
-def put(layer: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:
-    """Put a layer into places of `places_of`."""
-    for owner, name in places:
-        owner.register_module(name, layer)

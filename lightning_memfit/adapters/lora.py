@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_memfit.adapters.checkpoint import merged_entries
-from lightning_memfit.adapters.linears import places_of, put, quantized_bits
+from lightning_memfit.adapters.linears import quantized_bits
 from lightning_memfit.memory.conversion import StaysFloat32, default_dtype
 
 NAME = "default"
@@ -101,9 +101,8 @@ def merge(module: nn.Module) -> None:
     """
     layers = adapted_layers(module)
     weights = merged_entries(module, module.state_dict(), next(iter(layers.values())).scaling[NAME]) if layers else {}
-    places = places_of(module)
     for name, layer in layers.items():
-        put(layer.get_base_layer(), places[id(layer)])
+        module.set_submodule(name, layer.get_base_layer())
         layer.get_base_layer().weight.data = weights[f"{name}.weight"]
     for child in _saved_by_library(module):
         vars(child).pop("save_pretrained", None)

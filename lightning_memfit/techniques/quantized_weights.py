@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
-from lightning_memfit.adapters.linears import AUTO, linear_layers, places_of, put, quantized_bits
+from lightning_memfit.adapters.linears import AUTO, linear_layers, quantized_bits
 from lightning_memfit.extras import require
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
@@ -74,7 +74,6 @@ class QuantizedWeights(TechniqueCallback):
             left_out[name] = unfit[id(layers.pop(name))]
             if self.target_modules != AUTO:
                 raise ValueError(f"QuantizedWeights: {name}: {left_out[name]}. Leave it out of `target_modules`.")
-        places = places_of(module)
         before = after = count = 0
         for name in list(layers):  # one by one: a layer goes when the one that stands for it has come
             layer: Any = layers.pop(name)
@@ -82,7 +81,7 @@ class QuantizedWeights(TechniqueCallback):
                 continue
             made = quantized(layer, self.bits)
             before, after = before + layer.weight.nbytes, after + made.weight.nbytes + layer.weight.numel() // 64
-            put(made, places[id(layer)])
+            module.set_submodule(name, made)
             del layer
             count += 1
         if count:

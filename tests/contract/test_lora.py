@@ -11,7 +11,6 @@ from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss
 from lightning_memfit.techniques.gradient_release import GradientRelease
-from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.lora import Lora
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from lightning_memfit.techniques.quantized_weights import QuantizedWeights
@@ -180,19 +179,10 @@ class Plain(LanguageModel):
         return torch.optim.SGD(part.parameters(), lr=0.1)
 
 
-@pytest.mark.nightly_cases("4bit")
-def test_plain_modules(callbacks):
-    module = fit(callbacks, Plain, overfit_batches=1, max_epochs=-1)  # losses of one batch can be compared
-    assert len(module.losses) == 4
-    assert module.losses[-1] < module.losses[0]
-
-
 @pytest.mark.parametrize(
     ("callbacks", "options", "message"),
     [
         ([QuantizedWeights(4)], {}, "List Lora beside it"),
-        ([Lora(4), Lora(8)], {}, "two of it"),
-        ([Lora(), HostMasterWeights()], {"precision": "bf16-true"}, "Leave HostMasterWeights out"),
     ],
 )
 def test_conflicts_are_refused_with_the_reason(callbacks, options, message):
@@ -213,14 +203,6 @@ def test_wrong_arguments_name_the_argument():
         fit([QuantizedWeights(target_modules=["lm_head"]), Lora()], model)
     with pytest.raises(ValueError, match="lack adapters"):
         fit([Lora()], lambda: Plain("model.3"))
-
-
-def test_checkpoints_of_other_runs_are_refused(tmp_path):
-    fit([Lora(4)], model, max_steps=1).seen["trainer"].save_checkpoint(tmp_path / "4.ckpt")
-    with pytest.raises(ValueError, match=r"other rank \(4, not 8\)"):
-        fit([Lora(8)], model, ckpt_path=tmp_path / "4.ckpt")
-    with pytest.raises(ValueError, match=r"other bits \(None, not 8\)"):
-        fit([QuantizedWeights(8), Lora(4)], model, ckpt_path=tmp_path / "4.ckpt")
 
 
 def test_setup_without_fit_changes_nothing():

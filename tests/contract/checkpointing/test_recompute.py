@@ -3,7 +3,6 @@
 import contextvars
 import copy
 import gc
-import importlib
 import itertools
 import os
 import queue
@@ -22,20 +21,12 @@ from tests.zoo.blocks import (
     WIDTH,
     Batched,
     Block,
-    ComplexDoubles,
     Counter,
-    EndsInTorchScript,
-    ForwardMode,
     GatedRecurrent,
-    HoldsSystemRandom,
-    HooksInput,
-    HooksWeight,
-    Jacobian,
     Net,
     Rare,
     Recurrent,
     RunningBuffer,
-    Scripted,
     plainly,
     reset,
     state_of,
@@ -69,27 +60,8 @@ def checkpointed(choice):
     return lambda net: apply_checkpointing(list(net.blocks), [choice] * 3)
 
 
-class Hidden(Block):
-    """Multiplies by a number that no attribute, hook or global of its code shows."""
-
-    def forward(self, x):
-        hidden = getattr(importlib.import_module(__name__), "SEC" + "RET")
-        hidden["number"] += 0.5
-        return self.inner(x * hidden["number"]).sin()
-
-
-SECRET = {"number": 1.0}
 QUEUE: queue.Queue = queue.Queue()
 STEPS = itertools.cycle(range(2))
-
-
-def test_what_is_not_found_is_refused_before_a_weight_changes():
-    before = Net(Hidden)
-    net = copy.deepcopy(before)
-    apply_checkpointing(list(net.blocks), ["full"] * 3)
-    with pytest.raises(InexactRecomputationError, match=r"Hidden would not be exact.*`choices`"):
-        net(torch.randn(8, WIDTH)).sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
 
 
 def from_the_environment():
@@ -165,18 +137,6 @@ def test_calls_of_a_trace_are_not_taken_for_those_of_a_run(monkeypatch):
     net.zero_grad(set_to_none=True)
     with pytest.raises(InexactRecomputationError, match="HiddenScalar would not be exact"):
         net(torch.randn(8, WIDTH)).sum().backward()
-
-
-@pytest.mark.parametrize("choice", ["full", "keep_matmul"])
-@pytest.mark.parametrize("kind", [HooksInput, HooksWeight])
-def test_hooks_that_forward_registers_anew_are_refused(kind, choice):
-    with pytest.raises(InexactRecomputationError, match=f"{kind.__name__} would not be exact"):
-        train(kind, checkpointed(choice))
-
-
-def test_a_source_without_a_state_may_be_held():
-    plain = gradients_of(HoldsSystemRandom, plainly_called, lambda net: None)
-    assert gradients_of(HoldsSystemRandom, plainly_called, checkpointed("full")) == plain
 
 
 def test_weights_that_change_between_forward_and_backward_are_refused():
@@ -317,13 +277,6 @@ def test_what_changes_between_forward_and_backward_is_refused_at_once(change, ch
         gradients_of(Surroundings, change, checkpointed(choice), num_calls=1)
 
 
-def test_transforms_of_torch_func():
-    plain = gradients_of(ForwardMode, plainly_called, lambda net: None)
-    assert gradients_of(ForwardMode, plainly_called, checkpointed("full")) == plain
-    with pytest.raises(RuntimeError, match="jacrev"):
-        gradients_of(Jacobian, plainly_called, checkpointed("full"))
-
-
 @pytest.mark.parametrize("kind", [GatedRecurrent, Batched])
 def test_kept_products_that_are_changed_in_place_are_refused(kind):
     """As `nn.GRU` does on the CPU; torch doesn't see it, and gives other gradients."""
@@ -331,21 +284,3 @@ def test_kept_products_that_are_changed_in_place_are_refused(kind):
         gradients_of(kind, plainly_called, checkpointed("keep_matmul"))
     plain = gradients_of(kind, plainly_called, lambda net: None)
     assert gradients_of(kind, plainly_called, checkpointed("full")) == plain
-
-
-# --- what is exact is not refused -------------------------------------------------------------------------------------
-
-
-SCRIPT = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-
-
-@SCRIPT
-@pytest.mark.parametrize("kind", [ComplexDoubles, Scripted])
-def test_what_is_exact_is_not_refused(kind):
-    assert train(kind, checkpointed("full")) == train(kind)
-
-
-@SCRIPT
-def test_a_block_that_ends_in_torchscript_is_refused_in_words():
-    with pytest.raises(InexactRecomputationError, match="EndsInTorchScript would not be exact"):
-        train(EndsInTorchScript, checkpointed("full"))
