@@ -8,7 +8,7 @@ import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,8 +36,6 @@ class Reversible:
     def __init__(self) -> None:
         super().__init__()
         self._undo: list[Callable[[], object]] = []
-        self.has_failed = False
-        """Whether an error has ended the run: what restores it then needs no memory of the device."""
 
     @classmethod
     def refusal(cls, run: Run, options: Options) -> str | None:
@@ -90,19 +88,11 @@ class Reversible:
         self.on_restore(wrap_method(pl_module, "setup", complete))
 
     def restore(self) -> None:
-        """Undo every change. Safe to call twice.
-
-        Raises:
-            Exception: The first error of what undoes one change, when all others are undone.
-        """
-        first: Exception | None = None
-        while self._undo:
-            try:
-                self._undo.pop()()
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
+        """Undo every change, also where undoing another one fails. Safe to call twice."""
+        with ExitStack() as stack:
+            for undo in self._undo:
+                stack.callback(undo)
+            self._undo = []
 
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply the technique to a run that trains.
@@ -155,7 +145,6 @@ class ReversibleCallback(Reversible, pl.Callback):
         If that fails, it is told as a warning: an error here would hide the one that ended the run, and nobody behind
         this callback would hear of it.
         """
-        self.has_failed = True
         try:
             self.restore()
         except Exception as error:
@@ -164,8 +153,6 @@ class ReversibleCallback(Reversible, pl.Callback):
                 f"in between: {error}",
                 stacklevel=2,
             )
-        finally:
-            self.has_failed = False
 
 
 class TechniqueCallback(ReversibleCallback):
