@@ -11,7 +11,6 @@ from lightning_memfit.optim import gradient_release
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
-from lightning_memfit.techniques.core.hooks import BEFORE_STEP, BEFORE_ZERO_GRAD
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
@@ -125,10 +124,9 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     own_backward = facts.why_not_own_backward("GradientRelease")
     if own_backward is not None:
         return own_backward
-    own = next((f"the module's `{hook}`" for hook in sorted(facts.overridden)), None)
-    who = own or facts.who_looks(*BEFORE_STEP, *BEFORE_ZERO_GRAD)
-    if who is not None:
-        others = "" if own else ", or leave out the callback that has it if it is not yours"
+    if facts.gradient_hooks:
+        who = facts.gradient_hooks[0][1]
+        others = "" if who.startswith("the module's") else ", or leave out the callback that has it if it is not yours"
         return (
             f"{who} runs when gradients are gone already. Remove it, override it by one that does nothing{others}, or "
             "leave GradientRelease out."

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -144,9 +143,8 @@ class HostMasterWeights(TechniquePrecision):
     def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""
         facts = run_of(trainer, pl_module).facts
-        clears = is_overridden("optimizer_zero_grad", pl_module)
-        writes_when_cleared = clears or facts.who_looks(*BEFORE_ZERO_GRAD) is not None
-        steps = is_overridden("optimizer_step", pl_module)
+        writes_when_cleared = facts.who_looks("optimizer_zero_grad", *BEFORE_ZERO_GRAD) is not None
+        steps = facts.who_looks("optimizer_step") is not None
         looks_after_backward = facts.who_looks("on_after_backward") is not None
 
         def training_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -51,7 +51,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return "with manual optimization gradients are the module's own business. Call `zero_grad` after `step` there."
     if run.strategy.startswith("DeepSpeed"):
         return "DeepSpeed keeps gradients in buffers of its own. Leave it out."
-    if "optimizer_zero_grad" in run.facts.overridden:
+    if run.facts.who_looks("optimizer_zero_grad") is not None:
         return "the module's own `optimizer_zero_grad` decides when gradients go. Remove it, or leave this out."
     who = run.facts.who_looks(*BEFORE_ZERO_GRAD)
     if who is not None:

@@ -14,17 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit.extras import is_installed
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
-from lightning_memfit.techniques.core.hooks import BEFORE_STEP, does_nothing, gradient_hooks, is_ours
+from lightning_memfit.techniques.core.hooks import gradient_hooks
 
 Options = Mapping[str, Any]
 """Arguments by name."""
@@ -61,10 +59,8 @@ class Facts:
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
     automatic_optimization: bool = True
-    overridden: frozenset[str] = frozenset()
-    """Hooks of LightningModule that the module defines itself; empty ones in place of empty ones don't count."""
     gradient_hooks: tuple[tuple[str, str], ...] = ()
-    """Hooks of the module and of callbacks that look at gradients, by name, and whose they are."""
+    """Hooks of the module, and after these of callbacks, that look at gradients: by name, and whose they are."""
     optimizers: tuple[str, ...] = ()
     """Class names of the module's own optimizers; empty if they are not known."""
     groups: tuple[tuple[str, Options], ...] = field(default=(), hash=False)
@@ -94,7 +90,7 @@ class Facts:
 
     def why_not_own_backward(self, technique: str) -> str | None:
         """Reason and fix if the module has its own `backward`, for a technique that takes gradients away in a pass."""
-        if "backward" not in self.overridden:
+        if self.who_looks("backward") is None:
             return None
         return (
             "the module's `backward` may run several backward passes, or read and change gradients, which "
@@ -137,17 +133,6 @@ class Run:
         )
 
 
-_HOOKS = (
-    "backward",
-    "configure_gradient_clipping",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "optimizer_zero_grad",
-)
-"""Hooks that may find no gradients, or not what they expect, under some techniques."""
-
-
 def run_facts(
     module: nn.Module,
     device: str = CUDA,
@@ -176,7 +161,6 @@ def run_facts(
         device=device,
         capability=capability,
         automatic_optimization=getattr(module, "automatic_optimization", True),
-        overridden=_overridden(module),
         gradient_hooks=tuple(gradient_hooks(module, callbacks)),
         optimizers=tuple(names.split(" + ")) if names else (),
         groups=_groups(optimizer) if isinstance(optimizer, Optimizer) else (),
@@ -255,14 +239,9 @@ def defaults_of(cls: Any) -> Options:
     return {one.name: None if one.default is one.empty else one.default for one in parameters}
 
 
-def _defaults(callback: Any) -> Options:
-    kind: Any = type(callback)
-    return defaults_of(kind)
-
-
 def arguments_of(callback: Any) -> Options:
     """A callback's arguments, which it keeps under their own names."""
-    return {name: getattr(callback, name) for name in _defaults(callback) if hasattr(callback, name)}
+    return {name: getattr(callback, name) for name in defaults_of(type(callback)) if hasattr(callback, name)}
 
 
 def _strategy(strategy: Any) -> str:
@@ -276,10 +255,3 @@ def has_compiler(device: str) -> bool:
     if DeviceKind.of(device).compiles_with_triton:
         return is_installed("triton")
     return any(shutil.which(name) is not None for name in ("g++", "clang++", "c++"))
-
-
-def _overridden(module: nn.Module) -> frozenset[str]:
-    if not isinstance(module, LightningModule):
-        return frozenset()
-    overridden = {name for name in _HOOKS if is_overridden(name, module) and not is_ours(name, module)}
-    return frozenset(name for name in overridden if name not in BEFORE_STEP or not does_nothing(module, name))

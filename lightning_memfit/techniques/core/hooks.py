@@ -14,22 +14,26 @@ from lightning_memfit.memory.wrapping import Layered
 
 BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 BEFORE_ZERO_GRAD = ("on_before_zero_grad",)
+_LOOKING = (*BEFORE_STEP, *BEFORE_ZERO_GRAD)
+_DOING = ("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+"""Methods of a module in place of what Lightning does with gradients. One that does nothing counts, too."""
+
 _PACKAGE = __name__.partition(".")[0]
 
 
 def gradient_hooks(module: Any, callbacks: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Hooks before the step and before gradients are cleared, by name, with words that say whose they are.
+    """Hooks of a module and of callbacks that look at gradients, by name, with words that say whose they are.
 
-    They are there for gradients alone. Hooks after the step may find none, which they must expect in plain runs, too:
-    of parameters that had none in this batch. The package's own callbacks don't count, as they look at no gradient
-    there, and neither do hooks that do nothing (`does_nothing`).
+    Hooks after the step may find none, which they must expect in plain runs, too: of parameters that had none in this
+    batch. The package's own callbacks don't count, as they look at no gradient there, and neither do hooks that do
+    nothing (`does_nothing`).
     """
-    callbacks = list(callbacks)
-    for hook in (*BEFORE_STEP, *BEFORE_ZERO_GRAD):
-        is_lightning = isinstance(module, pl.LightningModule)
-        if is_lightning and is_overridden(hook, module) and not (is_ours(hook, module) or does_nothing(module, hook)):
+    for hook in (*_DOING, *_LOOKING) if isinstance(module, pl.LightningModule) else ():
+        is_theirs = is_overridden(hook, module) and not is_ours(hook, module)
+        if is_theirs and (hook in _DOING or not does_nothing(module, hook)):
             yield hook, f"the module's `{hook}`"
-        for callback in callbacks:
+    for callback in callbacks:
+        for hook in _LOOKING:
             is_theirs = is_overridden(hook, callback, parent=pl.Callback) and not _is_own(callback, hook)
             if is_theirs and not does_nothing(callback, hook):
                 yield hook, f"`{hook}` of the callback {type(callback).__name__}"
