@@ -19,7 +19,6 @@ from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
-from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD
 from lightning_memfit.techniques.core.precision import TechniquePrecision
 from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, HOST_STEP_BYTES, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
@@ -143,7 +142,7 @@ class HostMasterWeights(TechniquePrecision):
     def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""
         facts = run_of(trainer, pl_module).facts
-        writes_when_cleared = facts.who_looks("optimizer_zero_grad", *BEFORE_ZERO_GRAD) is not None
+        writes_when_cleared = facts.who_looks("optimizer_zero_grad", "on_before_zero_grad") is not None
         steps = facts.who_looks("optimizer_step") is not None
         looks_after_backward = facts.who_looks("on_after_backward") is not None
 

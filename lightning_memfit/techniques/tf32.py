@@ -8,12 +8,12 @@ from typing_extensions import override
 
 from lightning_memfit.memory.float32_products import products_kept
 from lightning_memfit.techniques.core.callback import ReversibleCallback
-from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
+    from lightning_memfit.techniques.core.cost import Cost
 
 
 class TF32(ReversibleCallback):
@@ -59,7 +59,9 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
     return None
 
 
-def _cost(profile: "ModelProfile", options: Options) -> Cost:
+def _cost(profile: "ModelProfile", options: Options) -> "Cost":
+    from lightning_memfit.techniques.core.cost import Cost  # which plans alone need
+
     return Cost(matmul_rate="bfloat16" if options.get("precision") == "medium" else "tf32")
 
 

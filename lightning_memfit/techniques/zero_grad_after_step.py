@@ -10,7 +10,6 @@ from typing_extensions import override
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.hooks import BEFORE_ZERO_GRAD
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
@@ -53,7 +52,7 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return "DeepSpeed keeps gradients in buffers of its own. Leave it out."
     if run.facts.who_looks("optimizer_zero_grad") is not None:
         return "the module's own `optimizer_zero_grad` decides when gradients go. Remove it, or leave this out."
-    who = run.facts.who_looks(*BEFORE_ZERO_GRAD)
+    who = run.facts.who_looks("on_before_zero_grad")
     if who is not None:
         return f"{who} runs when gradients are gone already. Remove it, or leave this out."
     return run.beside(dict.fromkeys(("GradientRelease", "HostMasterWeights"), "it frees gradients earlier."))

@@ -241,7 +241,8 @@ def defaults_of(cls: Any) -> Options:
 
 def arguments_of(callback: Any) -> Options:
     """A callback's arguments, which it keeps under their own names."""
-    return {name: getattr(callback, name) for name in defaults_of(type(callback)) if hasattr(callback, name)}
+    cls: Any = type(callback)
+    return {name: getattr(callback, name) for name in defaults_of(cls) if hasattr(callback, name)}
 
 
 def _strategy(strategy: Any) -> str:

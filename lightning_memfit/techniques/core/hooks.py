@@ -12,9 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_memfit.memory.wrapping import Layered
 
-BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
-BEFORE_ZERO_GRAD = ("on_before_zero_grad",)
-_LOOKING = (*BEFORE_STEP, *BEFORE_ZERO_GRAD)
+_LOOKING = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _DOING = ("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
 """Methods of a module in place of what Lightning does with gradients. One that does nothing counts, too."""
 
@@ -29,7 +27,7 @@ def gradient_hooks(module: Any, callbacks: Iterable[Any]) -> Iterator[tuple[str,
     nothing (`does_nothing`).
     """
     for hook in (*_DOING, *_LOOKING) if isinstance(module, pl.LightningModule) else ():
-        is_theirs = is_overridden(hook, module) and not is_ours(hook, module)
+        is_theirs = is_overridden(hook, module) and not _is_layer(hook, module)
         if is_theirs and (hook in _DOING or not does_nothing(module, hook)):
             yield hook, f"the module's `{hook}`"
     for callback in callbacks:
@@ -58,7 +56,7 @@ def does_nothing(owner: Any, hook: str) -> bool:
     return True
 
 
-def is_ours(hook: str, module: Any) -> bool:
+def _is_layer(hook: str, module: Any) -> bool:
     """Whether a module's hook is only a technique's layer around Lightning's own (`memory.wrapping`)."""
     is_layered = isinstance(vars(module).get(hook), Layered)
     return is_layered and getattr(type(module), hook) is getattr(pl.LightningModule, hook)

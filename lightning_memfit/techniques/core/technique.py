@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_memfit.extras import how_to_install, is_installed
-from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Options as Options
 from lightning_memfit.techniques.core.facts import Run, defaults_of
 
 if TYPE_CHECKING:
     from lightning_memfit.optim.optimizers import StateLayout
     from lightning_memfit.profile.record import ModelProfile
+    from lightning_memfit.techniques.core.cost import Cost
     from lightning_memfit.techniques.core.sharding import Sharding
 
 Kind = Literal[
@@ -109,6 +109,8 @@ def supported(run: Run, options: Options) -> str | None:
 
 def free(profile: ModelProfile, options: Options) -> Cost:
     """The cost of a technique that takes no time."""
+    from lightning_memfit.techniques.core.cost import Cost  # which plans alone need, and this file is in every run
+
     return Cost()
 
 
