@@ -275,7 +275,7 @@ def make_strategy(spec: Any) -> Any:
         folder, _, class_name = spec["class_path"].rpartition(".")
         made, arguments = getattr(import_module(folder), class_name), dict(spec.get("init_args") or {})
         arguments |= spec.get("dict_kwargs") or {}
-    if "nvme_path" in inspect.signature(made).parameters and not arguments.get("nvme_path"):
+    if "nvme_path" in {**arguments, **inspect.signature(made).parameters} and not arguments.get("nvme_path"):
         arguments["nvme_path"] = "."  # nothing is written there by making the strategy
     try:
         return made(**arguments)

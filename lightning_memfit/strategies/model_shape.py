@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule
 
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.parameters import ParameterInfo
-from lightning_memfit.profile.fake import fake_pretrained_weights
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,8 @@ class ModelShape:
         Raises:
             MisconfigurationException: If the module can't be built this way.
         """
+        from lightning_memfit.profile.fake import fake_pretrained_weights
+
         random_state, trainer = torch.get_rng_state(), getattr(module, "_trainer", None)
         try:
             clone = copy.deepcopy(module, {} if trainer is None else {id(trainer): None})

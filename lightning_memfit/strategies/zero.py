@@ -31,7 +31,6 @@ from lightning_memfit.profile.replaced import keep_constructors
 from lightning_memfit.reliability.rank_watch import watch_ranks
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import consolidated
-from lightning_memfit.strategies.host_check import require_host_memory
 from lightning_memfit.strategies.integrity import ZERO_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     AVERAGES,
@@ -301,8 +300,9 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         if optimizer is not None and (offloaded or self._on_cpu) and prefer_fused(optimizer):
             rank_zero_info(f"{type(self).__name__}: {type(optimizer).__name__} steps on the CPU with fused=True.")
         zero, precision = self.config["zero_optimization"], self.precision_plugin.precision
-        assert self.lightning_module is not None
         accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
+        from lightning_memfit.strategies.host_check import require_host_memory  # it loads the model of estimates
+
         require_host_memory(
             model, optimizer, zero, precision, self.world_size, self.num_processes, self._on_cpu, accumulates
         )

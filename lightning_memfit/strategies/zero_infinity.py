@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
@@ -13,8 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.device.probe import probe_device
-from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
     InfinitySizes,
@@ -26,7 +24,6 @@ from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.nvme.folder import RunFolder, folder_bytes, new_run_id
-from lightning_memfit.nvme.preflight import preflight, require
 from lightning_memfit.nvme.watermark import check_reserve
 from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.upstream.deepspeed import (
@@ -37,6 +34,9 @@ from lightning_memfit.strategies.upstream.deepspeed import (
 )
 from lightning_memfit.strategies.zero import ZeroStrategy
 from lightning_memfit.strategies.zero_config import with_raw_options
+
+if TYPE_CHECKING:
+    from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget
 
 _PATH_VARIABLE = "MEMFIT_NVME_PATH"
 _STEPS_WELL = ("torch.optim.", "deepspeed.ops.")
@@ -141,6 +141,10 @@ class ZeroInfinityStrategy(ZeroStrategy):
         self._configure(self._sizes(shape))
 
     def _preflight(self, shape: ModelShape) -> None:
+        from lightning_memfit.device.probe import probe_device  # by those who train from disk alone, once they do
+        from lightning_memfit.estimate.deepspeed import deepspeed_memory
+        from lightning_memfit.nvme.preflight import preflight, require
+
         assert self.lightning_module is not None
         accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
         memory = deepspeed_memory(self._described(shape, self._sizes(shape), accumulates))
@@ -151,7 +155,9 @@ class ZeroInfinityStrategy(ZeroStrategy):
         peak = format_bytes(memory.host_peak_bytes)
         rank_zero_info(f"{type(self).__name__}: each rank needs {on_tiers}, {peak} of host memory at most.")
 
-    def _described(self, shape: ModelShape, sizes: InfinitySizes, accumulates: bool) -> DeepSpeedRun:
+    def _described(self, shape: ModelShape, sizes: InfinitySizes, accumulates: bool) -> "DeepSpeedRun":
+        from lightning_memfit.estimate.deepspeed import DeepSpeedRun
+
         numels = [p.numel for p in shape.parameters if not p.shared_with]
         zero = zero_sizes(self.config["zero_optimization"], ModelSizes(sum(numels), max(numels)), self.world_size)
         places: list[OffloadTarget] = ["nvme" if on_disk else "none" for on_disk in self._offloads]

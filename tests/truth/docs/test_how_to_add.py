@@ -23,6 +23,7 @@ from lightning_memfit.planner.memory import standing_bytes, stored_as
 from lightning_memfit.planner.workload import DEFAULT_ALLOW, Devices
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.trace import Emulation
+from lightning_memfit.strategies.registry import NAMES
 from lightning_memfit.techniques.core.facts import Facts
 from lightning_memfit.techniques.core.registry import find_technique, register, register_optimizer
 from lightning_memfit.techniques.core.setting import Setting
@@ -133,6 +134,7 @@ def test_a_strategy(monkeypatch):
         profile = MadeTraceStore(made_workload(1000)).plain()
         assert setting.cost(profile) == Setting(world_size=2).choose("ddp").cost(profile)
         assert "half_exchange" in planned(set(), devices=Devices(2), strategies=True)
+        monkeypatch.setitem(NAMES, "half_exchange", ("half_exchange.HalfExchangeStrategy", {}))
         strategies.register()
         made = StrategyRegistry.get("memfit_half_exchange")
         assert type(made) is module.HalfExchangeStrategy
