@@ -91,11 +91,9 @@ def _spans(events: EventList, phases: tuple[int, int, int], num_blocks: int) -> 
 
 def _phase_pairs(events: EventList) -> list[tuple[int, int, int]]:
     """Where each forward pass begins, its backward pass begins, and that ends."""
-    bounds = [*(at for at, _ in events.phases), len(events)]
-    spans = [(name, at, stop) for (at, name), stop in zip(events.phases, bounds[1:], strict=True)]
     return [
         (first, middle, last)
-        for (name, first, middle), (following, _, last) in pairwise(spans)
+        for (name, first, middle), (following, _, last) in pairwise(events.phase_spans)
         if name == "forward" and following == "backward"
     ]
 
@@ -156,8 +154,7 @@ def block_figures(
 def _in_passes(events: EventList) -> np.ndarray:
     """Mark the events of forward and backward phases."""
     found = np.zeros(len(events), dtype=bool)
-    bounds = [*(at for at, _ in events.phases), len(events)]
-    for (first, name), stop in zip(events.phases, bounds[1:], strict=True):
+    for name, first, stop in events.phase_spans:
         found[first:stop] = name in ("forward", "backward")
     return found
 

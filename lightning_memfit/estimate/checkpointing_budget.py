@@ -252,11 +252,8 @@ def _extra_seconds(choice: Choice, figures: Mapping[Choice, BlockFigures], rate:
 def _peak(events: EventList, rounding: int) -> tuple[int, int]:
     """Peak of live bytes in forward and backward passes, and the activations among them."""
     live = events.live_bytes(rounding)
-    bounds = [*(at for at, _ in events.phases), len(events)]
     spans = [
-        (first, stop)
-        for (first, name), stop in zip(events.phases, bounds[1:], strict=True)
-        if name in ("forward", "backward") and stop > first
+        (first, stop) for name, first, stop in events.phase_spans if name in ("forward", "backward") and stop > first
     ]
     peak = max((first + int(live[first:stop].argmax()) for first, stop in spans), key=lambda index: int(live[index]))
     return int(live[peak]), events.breakdown_at(peak, rounding).get(Category.ACTIVATION)

@@ -217,6 +217,8 @@ class DeepSpeedMemory:
     """`kept`, plus the most buckets, gathered weights and reduced gradients that exist at the same time as a
     micro-batch's activations. The memory of libraries is left out."""
     on_cpu: bool = False
+    offloads: bool = False
+    """Whether anything is kept off the device."""
 
     @property
     def kept(self) -> MemoryBreakdown:
@@ -242,6 +244,19 @@ class DeepSpeedMemory:
     def device_peak_bytes(self) -> int:
         """The most device memory that a rank's tensors take, without what an allocator adds."""
         return max(moment.total(Tier.DEVICE) for moment in self.moments.values())
+
+    def on_device(self, moment: MemoryBreakdown) -> MemoryBreakdown:
+        """What a moment takes on the device, which on the CPU is all memory."""
+        sizes = Counter[Category]()
+        for tier in self.host_tiers if self.on_cpu else (Tier.DEVICE,):
+            sizes.update(moment.by_category(tier))
+        return MemoryBreakdown.device(sizes)
+
+    @property
+    def beside_device(self) -> MemoryBreakdown:
+        """Host memory, at its own largest moment, and disk, if anything is offloaded."""
+        tiers = {Tier.DISK} if self.on_cpu else {Tier.PINNED_HOST, Tier.HOST, Tier.DISK} if self.offloads else set()
+        return MemoryBreakdown({key: size for key, size in self.host_peak[1].entries.items() if key[0] in tiers})
 
     def once_built(self) -> DeepSpeedMemory:
         """The memory of a run whose model is already built: without the moment `build`."""
@@ -274,7 +289,8 @@ def deepspeed_memory(run: DeepSpeedRun) -> DeepSpeedMemory:
     code = LIBRARIES_BYTES + ASYNC_IO_BYTES * (run.sizes is not None)
     libraries = MemoryBreakdown.on(Tier.HOST, {Category.RUNTIME_CONTEXT: code})
     with_libraries = {name: moment + libraries for name, moment in moments.items()}
-    return DeepSpeedMemory(with_libraries, kept + MemoryBreakdown.device(met), run.on_cpu)
+    offloads = {run.offload_optimizer, run.offload_parameters} != {"none"}
+    return DeepSpeedMemory(with_libraries, kept + MemoryBreakdown.device(met), run.on_cpu, offloads)
 
 
 # --- what stays -----------------------------------------------------------------------------------------------------

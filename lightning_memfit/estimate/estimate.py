@@ -260,8 +260,7 @@ def _workspaces(events: EventList, start: int, runtime: RuntimeMemory) -> list[t
     trace shows no product, the workspace counts from the thread's first event, as some operators hide theirs.
     """
     backward = np.zeros(len(events), dtype=bool)
-    bounds = [*(at for at, _ in events.phases), len(events)]
-    for (first, name), stop in zip(events.phases, bounds[1:], strict=True):
+    for name, first, stop in events.phase_spans:
         backward[first:stop] = name == "backward"
     threads = [~backward, backward][: runtime.num_workspaces]
     products, with_bias = (_makes(events, names) for names in (_PRODUCTS, _WITH_BIAS))
@@ -306,9 +305,8 @@ def _levels(count: int, made: list[tuple[int, int]]) -> Integers:
 
 
 def _by_phase(events: EventList, allocated: Integers) -> dict[str, int]:
-    bounds = [*(at for at, _ in events.phases), len(events)]
     peaks: dict[str, int] = {}
-    for (first, name), stop in zip(events.phases, bounds[1:], strict=True):
+    for name, first, stop in events.phase_spans:
         if stop > first and name != "end":
             peaks[name] = max(peaks.get(name, 0), int(allocated[first:stop].max()))
     return peaks

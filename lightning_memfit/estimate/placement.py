@@ -7,7 +7,6 @@ checks use the same model before a run.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,18 +40,9 @@ def deepspeed_placement(run: DeepSpeedRun) -> Placement:
     device, live tensors of all memory count as the device's.
     """
     memory = deepspeed_memory(run).once_built()
-    around, (_, host) = memory.around_passes, memory.host_peak
+    device, peak_bytes = memory.on_device(memory.around_passes), memory.device_peak_bytes
     if run.on_cpu:
-        sizes = Counter[Category]()
-        for tier in memory.host_tiers:
-            sizes.update(around.by_category(tier))
-        device = MemoryBreakdown.device(sizes)
-        peak_bytes = memory.host_peak_bytes - host.get(Category.RUNTIME_CONTEXT, Tier.HOST)
-        tiers: tuple[Tier, ...] = (Tier.DISK,)
-    else:
-        device, peak_bytes = around, memory.device_peak_bytes
-        offloads = run.offload_optimizer != "none" or run.offload_parameters != "none"
-        tiers = (Tier.PINNED_HOST, Tier.HOST, Tier.DISK) if offloads else ()
+        peak_bytes = memory.host_peak_bytes - memory.host_peak[1].get(Category.RUNTIME_CONTEXT, Tier.HOST)
     total = device.total()
     standing = SteadyState(
         kept_bytes=total,
@@ -64,7 +54,7 @@ def deepspeed_placement(run: DeepSpeedRun) -> Placement:
         gradient_bytes=device.get(Category.GRADIENT),
         communication_bytes=device.get(Category.COMMUNICATION),
     )
-    return Placement(standing, MemoryBreakdown({key: size for key, size in host.entries.items() if key[0] in tiers}))
+    return Placement(standing, memory.beside_device)
 
 
 def torch_placement(

@@ -187,14 +187,8 @@ class SteadyState:
 
 def later_phases(events: EventList, wanted: str) -> list[tuple[int, int]]:
     """Find the spans of events of every phase of a name, leaving out those before the second optimizer step."""
-    names = [name for _, name in events.phases]
-    starts = [*(at for at, _ in events.phases), len(events)]
-    second = names.index("step") + 1
-    return [
-        (starts[i], starts[i + 1])
-        for i, name in enumerate(names)
-        if i >= second and name == wanted and starts[i + 1] > starts[i]
-    ]
+    second = [name for _, name in events.phases].index("step") + 1
+    return [(first, stop) for name, first, stop in events.phase_spans[second:] if name == wanted and stop > first]
 
 
 def second_step(events: EventList) -> dict[str, tuple[int, int]]:

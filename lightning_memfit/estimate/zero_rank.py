@@ -5,12 +5,11 @@ A trace shows activations and when gradients are made; `estimate.deepspeed` know
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
-from lightning_memfit.estimate.deepspeed import PERSISTENT_NUMEL, DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed import PERSISTENT_NUMEL, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.steady_state import (
     HELD,
     LASTING,
@@ -18,7 +17,7 @@ from lightning_memfit.estimate.steady_state import (
     released_levels,
     second_step,
 )
-from lightning_memfit.memory import Category, MemoryBreakdown, Tier, format_bytes
+from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.parameters import trained
 from lightning_memfit.profile.events import CATEGORIES, OUTSIDE, Integers
 from lightning_memfit.profile.record import ModelProfile
@@ -44,7 +43,7 @@ def zero_rank(profile: ModelProfile, run: DeepSpeedRun) -> tuple[dict[str, int],
     run = replace(run, activation_bytes=activations, passes_bytes=_passes_bytes(profile, run))
     memory = deepspeed_memory(run).once_built()
     names = {"setup": "setup", "passes": "forward and backward", "update": "step"}
-    on_device = {shown: _device(memory, memory.moments[name]) for name, shown in names.items()}
+    on_device = {shown: memory.on_device(memory.moments[name]) for name, shown in names.items()}
     by_phase = {name: moment.tensors().total() for name, moment in on_device.items()}
     phase = max(on_device, key=lambda name: on_device[name].total())
     breakdown = on_device[phase]
@@ -52,18 +51,7 @@ def zero_rank(profile: ModelProfile, run: DeepSpeedRun) -> tuple[dict[str, int],
         temporary = breakdown.get(Category.TEMPORARY)
         shown = min(activations, temporary)
         breakdown = breakdown.replace(Category.TEMPORARY, temporary - shown).replace(Category.ACTIVATION, shown)
-    offloads = {run.offload_optimizer, run.offload_parameters} != {"none"}
-    tiers = {Tier.DISK} if run.on_cpu else {Tier.PINNED_HOST, Tier.HOST, Tier.DISK} if offloads else set()
-    elsewhere = {key: size for key, size in memory.host_peak[1].entries.items() if key[0] in tiers}
-    return by_phase, phase, breakdown + MemoryBreakdown(elsewhere)
-
-
-def _device(memory: DeepSpeedMemory, moment: MemoryBreakdown) -> MemoryBreakdown:
-    """What a moment takes on the device, which on the CPU is all memory."""
-    sizes = Counter[Category]()
-    for tier in memory.host_tiers if memory.on_cpu else (Tier.DEVICE,):
-        sizes.update(moment.by_category(tier))
-    return MemoryBreakdown.device(sizes)
+    return by_phase, phase, breakdown + memory.beside_device
 
 
 def passes_of(profile: ModelProfile) -> list[tuple[str, int, int]]:

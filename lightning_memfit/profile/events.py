@@ -96,6 +96,12 @@ class EventList:
         last = {block: event for event, block in zip(events, blocks, strict=True) if event > 0 <= block}
         return int(sum(self.sizes[event - 1] for event in last.values()))
 
+    @property
+    def phase_spans(self) -> list[tuple[str, int, int]]:
+        """Name, first event and end of every phase."""
+        ends = [*(at for at, _ in self.phases[1:]), len(self)]
+        return [(name, at, end) for (at, name), end in zip(self.phases, ends, strict=False)]
+
     def phase_at(self, index: int) -> str:
         """Name of the phase in which event `index` happened."""
         name = "setup"

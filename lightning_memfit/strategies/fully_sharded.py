@@ -33,7 +33,6 @@ from lightning_memfit.strategies.launched import (
     is_traced,
     refuse_callbacks,
     refuse_remote_folders,
-    require_number,
     synchronize_batch_norms,
 )
 from lightning_memfit.strategies.optimizers import DIVIDED, check_optimizer
@@ -75,7 +74,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             weight of the model for backward, on every rank.
 
     Raises:
-        TypeError: If a number of ranks is none.
         ValueError: If `gather_dtype` names no floating-point dtype.
     """
 
@@ -92,8 +90,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         gather_dtype: str | None = None,
     ) -> None:
-        require_number("sharding_size", sharding_size, or_none=True)
-        require_number("tensor_parallel_size", tensor_parallel_size)
         dtype = None if gather_dtype is None else getattr(torch, gather_dtype, torch.int8)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"`gather_dtype={gather_dtype!r}` is no floating-point dtype: name one, such as bfloat16.")

@@ -107,8 +107,15 @@ def synchronize_batch_norms(trainer: Trainer, module: nn.Module) -> None:
         layer_sync.apply(module)
 
 
-class WatchedRanks:
-    """Base of strategies whose ranks tell each other when one of them fails, so that none waits for it forever."""
+class EqualBatches:
+    """Base of strategies whose ranks tell each other when one of them fails, so that none waits for it forever.
+
+    They refuse loaders with more batches on some ranks than on others, which would wait for these without end.
+    Lightning divides samples to be predicted without repeating any. Loaders whose length isn't known can't be compared.
+
+    Raises:
+        MisconfigurationException: When a stage begins, on all ranks alike.
+    """
 
     def _configure_launcher(self: Any) -> None:
         """Refuse a Trainer that knows of other processes than torchrun, SLURM or another launcher has started.
@@ -125,17 +132,6 @@ class WatchedRanks:
         use_atomic_checkpoints(self)
         super().setup_environment()  # type: ignore[misc]
         watch_ranks(self)
-
-
-class EqualBatches(WatchedRanks):
-    """Base of strategies that refuse loaders with more batches on some ranks than on others.
-
-    Those would wait for these without end. Lightning divides samples to be predicted without repeating any. Loaders
-    whose length isn't known can't be compared.
-
-    Raises:
-        MisconfigurationException: When a stage begins, on all ranks alike.
-    """
 
     def waiting_ranks(self, evaluates: bool) -> int | None:
         """How many neighbouring ranks wait for each other in a stage; None for all.
@@ -196,19 +192,3 @@ def _batches(trainer: Trainer) -> tuple[str, str, list[float]]:
     if trainer.max_steps > 0:  # the run may end before the ranks part
         batches = min(batches, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
     return "training", "limit_train_batches", [batches]
-
-
-def require_number(argument: str, value: object, or_none: bool = False) -> None:
-    """Refuse an argument that is no whole number, such as the text of one.
-
-    Args:
-        argument: Its name.
-        value: Its value.
-        or_none: Whether it may be None.
-
-    Raises:
-        TypeError: With name, value and type.
-    """
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if not is_number and not (or_none and value is None):
-        raise TypeError(f"`{argument}={value!r}` is of type {type(value).__name__}; it must be a whole number.")

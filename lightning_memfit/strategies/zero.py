@@ -113,7 +113,6 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
 
     Raises:
         ModuleNotFoundError: If DeepSpeed is not installed.
-        TypeError: If an argument that is a number is none.
         ValueError: If the arguments contradict each other or `config`, or DeepSpeed has no option of that name.
     """
 
@@ -300,12 +299,13 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         if optimizer is not None and (offloaded or self._on_cpu) and prefer_fused(optimizer):
             rank_zero_info(f"{type(self).__name__}: {type(optimizer).__name__} steps on the CPU with fused=True.")
         zero, precision = self.config["zero_optimization"], self.precision_plugin.precision
-        accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
-        from lightning_memfit.strategies.host_check import require_host_memory  # it loads the model of estimates
+        if self._on_cpu or offloaded or "offload_param" in zero:
+            from lightning_memfit.strategies.host_check import require_host_memory  # it loads the model of estimates
 
-        require_host_memory(
-            model, optimizer, zero, precision, self.world_size, self.num_processes, self._on_cpu, accumulates
-        )
+            accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
+            require_host_memory(
+                model, optimizer, zero, precision, self.world_size, self.num_processes, self._on_cpu, accumulates
+            )
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def _refuse_frozen_groups(self, optimizer: Optimizer) -> None:

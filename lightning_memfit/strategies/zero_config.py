@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memfit.strategies.launched import require_number
-
 Config = dict[str, Any]
 Typed = Mapping[str, tuple[str, Any]]
 """Maps the dotted path of a DeepSpeed option to the argument that sets it and its value; None means absent."""
@@ -18,7 +16,6 @@ class ZeroOptions:
     """The typed arguments of a ZeRO strategy that end up in DeepSpeed's configuration; see `ZeroStrategy`.
 
     Raises:
-        TypeError: If a number is none.
         ValueError: If the stage does not exist or can't do what is asked of it.
     """
 
@@ -30,12 +27,9 @@ class ZeroOptions:
     sub_group_size: int | None = None
 
     def __post_init__(self) -> None:
-        require_number("stage", self.stage)
-        for argument in ("bucket_size", "sub_group_size"):
-            require_number(argument, getattr(self, argument), or_none=True)
         if self.stage not in (1, 2, 3):
             raise ValueError(
-                f"`stage={self.stage}` must be 1, 2 or 3. Without sharding use `memfit_ddp`: DeepSpeed's stage 0 "
+                f"`stage={self.stage!r}` must be 1, 2 or 3. Without sharding use `memfit_ddp`: DeepSpeed's stage 0 "
                 "updates bf16 weights in another way than the other stages, and its losses differ."
             )
         for argument in ("offload_parameters", "sub_group_size"):
@@ -68,8 +62,7 @@ class ZeroOptions:
 
     def _sizes(self) -> dict[str, int | None]:
         bucket = self.bucket_size
-        sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "sub_group_size": self.sub_group_size}
-        return dict(sizes)
+        return {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "sub_group_size": self.sub_group_size}
 
     def _typed(self, zero: Config) -> Typed:
         typed: dict[str, tuple[str, Any]] = {

@@ -69,32 +69,3 @@ def test_autocast_keeps_the_residual_stream_in_fp32():
 def test_autocast_keeps_eager_probabilities_in_fp32():
     # softmax runs in fp32: 2·a·s/h more for its output, beside the residual stream
     assert traced_layer("bf16-mixed", "eager", "none", "gelu") == pytest.approx(74 + 4 + 2 * HEADS, abs=0.04)
-
-
-@pytest.mark.parametrize(
-    ("recompute", "sequence_parallel", "units"),
-    [
-        ("none", False, 10 + (24 + 40) / 4),  # 5·a·s/h is 40 here
-        ("none", True, (34 + 40) / 4),
-        ("selective", False, 10 + 24 / 4),
-        ("selective", True, 34 / 4),
-        ("full", False, 2),
-        ("full", True, 2),
-    ],
-)
-def test_ranks_that_compute_together_as_in_table_2(recompute, sequence_parallel, units):
-    found = layer_activation_bytes(BATCH, SEQUENCE, HIDDEN, HEADS, recompute, 4, sequence_parallel)
-    assert found == units * UNIT
-
-
-def test_heads_are_not_cut():
-    with pytest.raises(ValueError, match="`tensor_parallel_size=3` must divide `num_heads=8`"):
-        layer_activation_bytes(BATCH, SEQUENCE, HIDDEN, HEADS, tensor_parallel_size=3)
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, -1, 1, 1)])
-def test_sizes_must_be_positive(sizes):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        layer_activation_bytes(*sizes)
-    with pytest.raises(ValueError, match="recompute='some'"):
-        layer_activation_bytes(1, 1, 1, 1, "some")

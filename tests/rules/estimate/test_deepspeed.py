@@ -25,7 +25,6 @@ from lightning_memfit.estimate.division import Division
 from lightning_memfit.memory import GIB, MIB, Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.parameters import ParameterInfo
-from tests.helpers.closed_forms import model_states
 
 LAYERS = tuple(ParameterInfo(f"h.{i}.weight", MIB, 2, shape=(1024, 1024)) for i in range(16))
 N = 16 * MIB
@@ -210,11 +209,11 @@ def test_agrees_with_the_papers_bytes_where_they_say_something(world_size: int) 
     untied = tuple(p for p in parameters if not p.shared_with)
     ours = states_of(untied, sizes_of(parameters, world_size), world_size)
     persistent = sum(p.numel for p in untied if p.numel <= 100_000) if world_size > 1 else 0  # whole on every rank
-    paper = model_states(total, "half-master", "adamw", 3, world_size, "nvme", "nvme")
-    for category in (Category.PARAMETER, Category.OPTIMIZER_STATE):
+    paper = {Category.PARAMETER: 2 * total // world_size, Category.OPTIMIZER_STATE: 12 * total // world_size}
+    for category, expected in paper.items():  # Rajbhandari et al. 2020, section 3
         everywhere = sum(ours.get(category, tier) for tier in Tier)
         everywhere -= 2 * persistent * (category is Category.PARAMETER)  # which the paper doesn't mention
-        assert everywhere == pytest.approx(paper.get(category, Tier.DISK), rel=1e-3)
+        assert everywhere == pytest.approx(expected, rel=1e-3)
         assert ours.get(category, Tier.DISK) > 0.99 * everywhere
 
 
@@ -233,13 +232,6 @@ def test_beside_deepspeeds_own_estimator() -> None:
     assert below - buffers == pytest.approx(cpu_bytes, rel=3e-3)
     # A whole largest parameter and its gradient; ours adds the small parameters that stay there.
     assert ours.total(Tier.DEVICE) == pytest.approx(gpu_bytes, rel=1e-2)
-
-
-def test_gpt2_xl_leaves_little_for_the_host_but_the_gradients() -> None:
-    parameters = gpt2_xl()
-    states = states_of(parameters, sizes_of(parameters))
-    assert states.get(Category.GRADIENT, Tier.HOST) / GIB == pytest.approx(2.9, abs=0.1)
-    assert states.total(Tier.HOST) + states.total(Tier.PINNED_HOST) < 5.1 * GIB
 
 
 def test_what_is_too_small_stays_in_memory() -> None:
@@ -298,11 +290,6 @@ def test_the_cpus_device_memory_is_host_memory() -> None:
     assert on_gpu.host_peak[0] == "update"
     assert on_gpu.host_peak_bytes == 4 * GIB
     assert on_gpu.device_peak_bytes == 5 * GIB
-
-
-def test_disk_is_no_memory() -> None:
-    memory = DeepSpeedMemory({"kept": MemoryBreakdown.on(Tier.DISK, {Category.GRADIENT: GIB})}, PINNED, on_cpu=True)
-    assert memory.host_peak_bytes == 0
 
 
 def test_a_built_model_is_not_built_again() -> None:
