@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
-from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, is_sharded, replacing_folder, verify
+from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     STOCHASTIC_AVERAGES,
     EqualBatches,
@@ -37,7 +37,7 @@ from lightning_memfit.strategies.launched import (
 )
 from lightning_memfit.strategies.optimizers import DIVIDED, check_optimizer
 from lightning_memfit.strategies.saved_names import without_other_states
-from lightning_memfit.strategies.shards import CURRENT, WEIGHTS, load_file, load_folder, whole_states
+from lightning_memfit.strategies.shards import CURRENT, WEIGHTS, load_folder, load_weights
 from lightning_memfit.strategies.tensor_parallel import divide_blocks, share_random_state
 from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
 from lightning_memfit.strategies.upstream.torch import announce_backward, save_states_plainly
@@ -66,7 +66,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         blocks: Class name or dotted names of the units to shard; by default repeated blocks are found.
         tensor_parallel_size: Number of ranks that compute a block together, for blocks like GPT-2's and Llama's. It
             must divide their heads; choose devices of one machine.
-        save_distributed_checkpoint: Save a checkpoint as a folder of shards; False gathers it into one file on rank 0.
         process_group_backend: Backend of `torch.distributed`; by default nccl on CUDA, gloo on the CPU.
         timeout: How long a collective waits.
         gather_dtype: Name of the dtype, such as `bfloat16`, to gather weights in and compute with; shards, reduced
@@ -85,7 +84,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         reshard_after_forward: bool = True,
         blocks: str | Sequence[str] | None = None,
         tensor_parallel_size: int = 1,
-        save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         gather_dtype: str | None = None,
@@ -95,7 +93,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             raise ValueError(f"`gather_dtype={gather_dtype!r}` is no floating-point dtype: name one, such as bfloat16.")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -104,7 +101,6 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.blocks = blocks
         self.gather_dtype, self._gathered_as = gather_dtype, dtype
-        self.save_distributed_checkpoint = save_distributed_checkpoint
         self._weights: GatheredWeights | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -129,9 +125,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         refuse_callbacks(trainer, self.strategy_name, STOCHASTIC_AVERAGES)
-        if self.save_distributed_checkpoint:
-            fix = "Name a folder that is mounted here, or write one file (`save_distributed_checkpoint=False`)."
-            refuse_remote_folders(trainer, self.strategy_name, fix)
+        refuse_remote_folders(trainer, self.strategy_name)
         synchronize_batch_norms(trainer, module)
         is_divided = any(isinstance(child, FSDPModule) for child in module.modules())
         if not is_divided:
@@ -245,25 +239,8 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
                 save_states_plainly(optimizer)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """States for a folder by names, divided; for one file as on one device.
-
-        Lightning 2.6 numbers those of one file in the module's order, not in that of the optimizer's groups.
-        """
-        if self.save_distributed_checkpoint:
-            return super().optimizer_state(optimizer)
-        assert self.model is not None
-        return whole_states(self.model, optimizer)
-
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a folder of shards, which replaces an existing one when it is complete; or one file."""
-        if not self.save_distributed_checkpoint:
-            if "://" in str(filepath):  # of which upstream makes a path on this machine
-                super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
-            else:
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
+        """Write a folder of shards, which replaces an existing one when it is complete."""
         states: dict[str, Any] = {key: checkpoint[key] for key in (WEIGHTS, CURRENT) if key in checkpoint}
         if not self.is_global_zero:  # of several ranks' buffers, torch chooses one each
             states = {k: {n: one for n, one in v.items() if isinstance(one, DTensor)} for k, v in states.items()}
@@ -276,10 +253,10 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder of any number of ranks, or a file; to evaluate, also the weights of ZeRO's folders.
+        """Load a folder of any number of ranks; to evaluate, also the weights of any other checkpoint.
 
         Raises:
-            ValueError: If the optimizers are not those of the run that wrote the checkpoint.
+            ValueError: If the optimizers are not those of the run that wrote the checkpoint, or it is no such folder.
         """
         assert self.model is not None
         assert self.lightning_module is not None
@@ -290,10 +267,12 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             if averages_of(self.lightning_module.trainer):  # whose callback begins with the weights that it finds here
                 extras.setdefault(WEIGHTS, {name: one.clone() for name, one in self.model.state_dict().items()})
             return extras
-        if self.optimizers and is_sharded(path):
+        if self.optimizers:
+            if "://" not in str(path) and not Path(path).exists():
+                verify(path)
             raise CheckpointError(without_other_states(path, f"`strategy={self.strategy_name}`"))
         saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        return load_file(path, saved, self.model, self.optimizers, strict)
+        return load_weights(path, saved, self.model, strict)
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give every rank the first one's weights, as DDP does: a shard is cut from what its own rank has."""
@@ -331,10 +310,9 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         Asked for in https://github.com/Lightning-AI/pytorch-lightning/issues/10914.
         """
         for average in averages_of(trainer):
-            if self.tensor_parallel_size > 1 or not self.save_distributed_checkpoint:
+            if self.tensor_parallel_size > 1:
                 raise MisconfigurationException(
-                    f"`WeightAveraging` under `strategy={self.strategy_name}` needs `tensor_parallel_size=1` and "
-                    "`save_distributed_checkpoint=True`: its averages are saved in parts."
+                    f"`WeightAveraging` under `strategy={self.strategy_name}` needs `tensor_parallel_size=1`."
                 )
             self._start_alike(average)
             self._shard(average)

@@ -51,13 +51,12 @@ def refuse_callbacks(trainer: Trainer, strategy: str, *refused: tuple[tuple[type
                 raise MisconfigurationException(f"`{type(callback).__name__}` {words.format(strategy)}")
 
 
-def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
+def refuse_remote_folders(trainer: Trainer, strategy: str) -> None:
     """Refuse checkpoints at a URL where every rank writes files of its own into a folder.
 
     Args:
         trainer: The trainer, whose callbacks know their folders.
         strategy: Name of the strategy.
-        fix: What to do, as a sentence.
 
     Raises:
         MisconfigurationException: If a callback is to write to one while it trains.
@@ -72,7 +71,8 @@ def refuse_remote_folders(trainer: Trainer, strategy: str, fix: str) -> None:
         if "://" in folder:
             raise MisconfigurationException(
                 f"`dirpath={folder}` of `{type(callback).__name__}`: under `strategy={strategy}` each rank writes a "
-                f"file of its own into a checkpoint's folder, which is done on this machine only. {fix}"
+                "file of its own into a checkpoint's folder, which is done on this machine only. Name a folder that is "
+                "mounted here."
             )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of parameters that are divided among ranks: folders of `torch.distributed.checkpoint`, and single files.
+"""Checkpoints of parameters that are divided among ranks: folders of `torch.distributed.checkpoint`.
 
 A folder is a distributed checkpoint of torch and one file with what Lightning saves besides, as Lightning's
 `ModelParallelStrategy` writes them. torch reshards it for any number of ranks.
@@ -139,7 +139,11 @@ def load_folder(
     called = {plain_name(name): name for name in module.state_dict()}
     module.load_state_dict({called[name]: value for name, value in read.items()}, strict=False)
     for optimizer, state_dict in zip(optimizers, states, strict=True):
-        _set_states(module, optimizer, state_dict, StateDictOptions(strict=False))
+        options = StateDictOptions(strict=False)
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=state_dict, options=options)
+        for group, one in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+            if not group["params"]:  # torch 2.13 takes all options away from these
+                group.update({key: value for key, value in one.items() if key != "params"})
     return extras | ({CURRENT: current} if current else {})
 
 
@@ -162,71 +166,22 @@ def _names_in(state_dict: Mapping[str, Any]) -> set[str]:
     return {name for group in state_dict["param_groups"] for name in group["params"]}
 
 
-def _set_states(module: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any], options: StateDictOptions) -> None:
-    set_optimizer_state_dict(module, optimizer, optim_state_dict=state_dict, options=options)
-    for group, one in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-        if not group["params"]:  # torch 2.13 takes all options away from these
-            group.update({key: value for key, value in one.items() if key != "params"})
-
-
-# --- single files ---------------------------------------------------------------------------------------------------
-
-
-def whole_states(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """States of an optimizer put together on the first rank, numbered through its groups as on one device."""
-    named: Any = get_optimizer_state_dict(
-        module, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    if not named:  # on other ranks
-        return {}
-    numbers = {
-        name: number for number, name in enumerate(n for group in named["param_groups"] for n in group["params"])
-    }
-    return {
-        "state": {numbers[name]: state for name, state in named["state"].items()},
-        "param_groups": [group | {"params": [numbers[n] for n in group["params"]]} for group in named["param_groups"]],
-    }
-
-
-def load_file(
-    path: str | Path, checkpoint: dict[str, Any], module: nn.Module, optimizers: Sequence[Optimizer], strict: bool
-) -> dict[str, Any]:
-    """Load what the file of a run on one device holds into divided parameters and their optimizers.
+def load_weights(path: str | Path, checkpoint: dict[str, Any], module: nn.Module, strict: bool) -> dict[str, Any]:
+    """Load the weights of another strategy's checkpoint into divided parameters.
 
     Args:
-        path: The file, for messages.
+        path: The checkpoint, for messages.
         checkpoint: What was read from it.
         module: With parameters that are DTensors.
-        optimizers: Those to go on with, which number their parameters as those of the file; none for weights alone.
         strict: Refuse missing and unexpected weights.
 
     Returns:
         Everything but weights and states.
 
     Raises:
-        ValueError: If the optimizers' groups are others than those of the file, or it has none.
+        ValueError: If it has weights of other names.
     """
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    weights = {plain_name(name): value for name, value in checkpoint["state_dict"].items()}
+    weights = {plain_name(name): value for name, value in checkpoint[WEIGHTS].items()}
     check_names(path, weights, get_model_state_dict(module), strict)
-    saved, names = checkpoint.get("optimizer_states") or [], parameter_names(module)
-    live = [[[names[id(one)] for one in group["params"]] for group in each.param_groups] for each in optimizers]
-    sizes = [[len(group["params"]) for group in state["param_groups"]] for state in saved]
-    if optimizers and sizes != [[len(group) for group in groups] for groups in live]:
-        raise ValueError(
-            f"`ckpt_path={str(path)!r}` has optimizer groups of {sizes} parameters, this run of "
-            f"{[[len(group) for group in groups] for groups in live]}. Make the optimizers as the saved run did, or "
-            "load the weights alone."
-        )
-    set_model_state_dict(module, weights, options=options)
-    for optimizer, state, groups in zip(optimizers, saved, live, strict=bool(optimizers)):
-        pairs = zip(state["param_groups"], groups, strict=True)
-        called = {key: name for group, own in pairs for key, name in zip(group["params"], own, strict=True)}
-        named: dict[str, Any] = {
-            "state": {called[key]: dict(values) for key, values in state["state"].items()},
-            "param_groups": [g | {"params": [called[k] for k in g["params"]]} for g in state["param_groups"]],
-        }
-        tensors = (value for values in named["state"].values() for value in values.values())
-        has_any = any(isinstance(value, torch.Tensor) and value.dim() for value in tensors)  # torch insists on one
-        _set_states(module, optimizer, named, options if has_any else StateDictOptions(strict=False))
-    return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, strict=False))
+    return {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, "optimizer_states")}

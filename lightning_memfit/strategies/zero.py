@@ -281,7 +281,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         assert self.lightning_module is not None
         refuse_callbacks(self.lightning_module.trainer, self.strategy_name, AVERAGES, LR_FINDER)
         synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module)
-        refuse_remote_folders(self.lightning_module.trainer, self.strategy_name, "Name a folder that is mounted here.")
+        refuse_remote_folders(self.lightning_module.trainer, self.strategy_name)
         if optimizer is not None:
             check_optimizer(optimizer, self.strategy_name, FLAT)
             self._refuse_frozen_groups(optimizer)

@@ -94,19 +94,6 @@ def logits(case: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def whole_file(case: dict[str, Any]) -> dict[str, Any]:
-    """Save one file instead of a folder, and go on from it."""
-    _, _, whole = train(case, 2 * HALF)
-    trainer, _, first = train(case, HALF)
-    path = Path(case["folder"]) / "whole.ckpt"
-    trainer.save_checkpoint(path)
-    trainer.strategy.barrier()
-    pl.seed_everything(0, verbose=False)
-    losses = Losses()
-    build_trainer(case, losses, max_steps=2 * HALF).fit(build_module(), TokenData(), ckpt_path=str(path))
-    return {"whole": whole, "first": first, "resumed": losses.values}
-
-
 def compiled(case: dict[str, Any]) -> dict[str, Any]:
     """Go on, with the network compiled, from a folder that a run without that has written, and from its own."""
 

@@ -38,10 +38,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero_2": ("ZeroStrategy", {"stage": 2}),
     "zero_3": ("ZeroStrategy", {"stage": 3}),
     "zero_1": ("ZeroStrategy", {"stage": 1}),
-    "fsdp2, one file": (
-        "FullyShardedStrategy",
-        {"process_group_backend": "gloo", "save_distributed_checkpoint": False},
-    ),
     "tensor parallel": ("FullyShardedStrategy", {"process_group_backend": "gloo", "tensor_parallel_size": 2}),
     "zero_offload": ("ZeroStrategy", {"stage": 2, "offload_optimizer": True}),
     "zero_infinity": ("ZeroInfinityStrategy", {"disk_reserve": "16MiB"}),

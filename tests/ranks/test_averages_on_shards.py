@@ -91,13 +91,3 @@ def test_averages_in_parts_are_those_of_one_device(tmp_path: Path) -> None:
         assert difference(weights, end_of_resumed) < 1e-6
     exported = consolidated(tmp_path / "parts.ckpt")["state_dict"]
     assert difference(torch.load(whole, weights_only=True)["state_dict"], exported) < 1e-6
-
-
-def refused(path: Path) -> None:
-    strategy = FullyShardedStrategy(process_group_backend="gloo", save_distributed_checkpoint=False)
-    train(path, strategy=strategy, devices=2)
-
-
-def test_averages_in_one_file_are_refused(tmp_path: Path) -> None:
-    for ended in run_ranks(refused, 2, tmp_path, tmp_path / "none.ckpt"):
-        assert "`save_distributed_checkpoint=True`: its averages are saved in parts" in ended.error

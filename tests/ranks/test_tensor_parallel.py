@@ -86,7 +86,7 @@ def results(folder):
     cases["bf16"] = {**together(), "precision": "bf16-mixed"}
     for scenario in ("save", "resume", "validate", "fit_twice"):
         cases[scenario] = {**together(), "scenario": f"{SCENARIOS}.{scenario}", "folder": str(folder)}
-    for scenario in ("pieces", "logits", "whole_file", "lightnings_sampler"):
+    for scenario in ("pieces", "logits", "lightnings_sampler"):
         (folder / scenario).mkdir()
         cases[scenario] = {**together(), "scenario": f"{OURS}.{scenario}", "folder": str(folder / scenario)}
     cases["dropout"] = together() | {
@@ -145,12 +145,6 @@ def test_a_checkpoint_goes_on_on_one_device(results, on_one):
 def test_a_checkpoint_of_one_device_goes_on_together(results, on_one, folder):
     case = {**together(), "scenario": f"{SCENARIOS}.resume", "folder": str(folder / "alone")}
     assert launch(folder, {"resume": case})["resume"]["losses"] == close(results["resume"]["losses"])
-
-
-def test_a_checkpoint_in_one_file_goes_on(results):
-    found = results["whole_file"]
-    assert found["first"] == close(found["whole"][:2])
-    assert found["resumed"] == close(results["resume"]["losses"])
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,8 @@ MOVES = [
     ("stage_3", "stage_3"),
     ("stage_3_offload", "stage_3_offload"),
 ]
-REFUSED = [("stage_2", "stage_3"), ("stage_3", "stage_2"), ("stage_3", "ddp"), ("stage_2", "fsdp2"), ("ddp", "stage_2")]
+REFUSED = [("stage_2", "stage_3"), ("stage_3", "stage_2"), ("stage_3", "ddp"), ("ddp", "stage_2")]
+REFUSED += [("stage_2", "fsdp2"), ("ddp", "fsdp2")]
 SINGLE = {"ddp": "memfit_ddp", "fsdp2": "memfit_fsdp2"}
 
 
