@@ -1,16 +1,12 @@
 import itertools
-import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.checkpointing_budget.milp import milp_bound_seconds
-from lightning_memfit.checkpointing.knapsack import PlanFrontier
 from lightning_memfit.device.runtime import runtime_memory
 from lightning_memfit.estimate.block_figures import BudgetError
-from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, cpu_rate, device_rate
+from lightning_memfit.estimate.checkpointing_budget import cpu_rate, device_rate
 from lightning_memfit.estimate.estimate import predict_total_bytes
 from lightning_memfit.profile.build import measure_step
 from lightning_memfit.profile.record import ModelProfile
@@ -143,56 +139,6 @@ def test_out_of_reach_names_the_least(small):
         small.plan(small.minimum_bytes // 2)
     with pytest.raises(BudgetError, match="8-bit optimizer"):
         small.plan(small.plain_peak_bytes, measure=lambda events: 2 * small.plain_peak_bytes)
-
-
-@pytest.mark.nightly
-def test_blocks_that_run_twice_follow_one_choice():
-    class Twice(LanguageModel):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, 0) + super().training_step(batch, 0)
-
-    planner = planner_of(Twice(gpt2(n_layer=4)), tokens(2, 16))
-    assert planner._chain == ((0, 1, 2, 3),)
-    plan, _ = planner.plan(planner.minimum_bytes)
-    assert plan.peak_bytes == planner.minimum_bytes < planner.plain_peak_bytes
-    assert len(set(plan.choices)) == 1
-
-
-def planner_of(module, batch):
-    return make_planner(
-        module, batch, StepOptions(), Emulation("cpu"), cpu_rate(torch.float32), ActivationCheckpointing
-    )
-
-
-@pytest.mark.nightly
-def test_gpt2_xl_over_ten_budgets():
-    pytest.importorskip("scipy")
-    with torch.device("meta"):
-        sizes = {"n_layer": 48, "n_embd": 1600, "n_head": 25, "n_positions": 1024, "vocab_size": 50257}
-        module = LanguageModel(gpt2(**sizes).train())
-    rate = device_rate("A100 80GB", torch.bfloat16)
-    planner: BudgetPlanner = make_planner(
-        module,
-        tokens(2, 1024),
-        StepOptions("bf16-true"),
-        Emulation("cuda"),
-        replace(rate, host_link_bytes_per_s=None),
-        ActivationCheckpointing,
-    )
-    problem = planner._frontiers[0][0].problem
-    started = time.process_time()
-    frontier = PlanFrontier(problem)
-    assert time.process_time() - started < 1.0
-    for index, budget in enumerate(
-        np.linspace(planner.minimum_bytes, planner.plain_peak_bytes, 10).astype(int).tolist()
-    ):
-        plan = frontier.plan_for(budget)
-        assert plan.peak_bytes <= budget
-        assert plan.seconds <= 1.02 * milp_bound_seconds(problem, budget) + 1e-9
-        if index == 4:
-            traced = int(planner._live(planner._trace_plan(plan.choices).events).max())
-            assert traced <= budget
-            assert plan.peak_bytes == pytest.approx(traced, rel=0.005)
 
 
 def test_inputs_in_host_memory_leave_the_device(small):

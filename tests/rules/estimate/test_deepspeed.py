@@ -217,23 +217,6 @@ def test_agrees_with_the_papers_bytes_where_they_say_something(world_size: int) 
         assert ours.get(category, Tier.DISK) > 0.99 * everywhere
 
 
-def test_beside_deepspeeds_own_estimator() -> None:
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as theirs
-
-    parameters = gpt2_xl()
-    total = sum(p.numel for p in parameters if not p.shared_with)
-    cpu_bytes, gpu_bytes, _ = theirs(total, 50257 * 1600, 1, 1, True, True, True, additional_buffer_factor=1.0)
-    ours = states_of(tuple(p for p in parameters if not p.shared_with), sizes_of(parameters))
-    below = sum(ours.total(tier) for tier in Tier if tier is not Tier.DEVICE)
-    assert cpu_bytes == 18 * total
-    # Theirs knows no disk, no buffers between the tiers, and no second, half-precision copy of the gradients.
-    buffers = ours.total(Tier.PINNED_HOST) + 2 * total
-    assert below - buffers == pytest.approx(cpu_bytes, rel=3e-3)
-    # A whole largest parameter and its gradient; ours adds the small parameters that stay there.
-    assert ours.total(Tier.DEVICE) == pytest.approx(gpu_bytes, rel=1e-2)
-
-
 def test_what_is_too_small_stays_in_memory() -> None:
     table = (ParameterInfo("w", 2**18, 2, shape=(2**9, 2**9)), ParameterInfo("b", 8, 2, shape=(8,)))
     sizes = infinity_sizes([[2**18], [8]], itemsize=2)

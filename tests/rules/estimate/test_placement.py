@@ -11,11 +11,11 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memfit.device.health import Finding
-from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
+from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
 from lightning_memfit.estimate.placement import deepspeed_placement, gathered_bytes, torch_placement
 from lightning_memfit.estimate.steady_state import SteadyState
-from lightning_memfit.memory import Category, Tier
+from lightning_memfit.memory import Tier
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.models.architecture import build, resolve_config
@@ -126,60 +126,8 @@ def test_a_plan_and_the_preflight_ask_for_the_same(ranks: int, tmp_path: Path) -
     assert placed.standing.step_bytes == memory.device_peak_bytes
 
 
-def test_gpt2_xl_with_an_offloaded_optimizer() -> None:
-    """2 bytes an element on their way back, 4 of masters, 4 of gradients, 2 of sums, and the largest one's buffer."""
-    elements, largest = 1_557_611_200, 50257 * 1600
-    pinned = deepspeed_placement(run_of(gpt2_xl(), "zero_offload", 1, "bf16-mixed", accumulates=True)).elsewhere
-    assert pinned.total(Tier.PINNED_HOST) - pinned.get(Category.FRAGMENTATION, Tier.PINNED_HOST) == (
-        12 * elements + 2 * largest
-    )
-    assert pinned.get(Category.OPTIMIZER_STATE, Tier.HOST) == 8 * elements
-
-
-def test_stages_divide_more_and_more() -> None:
-    kept = [
-        deepspeed_placement(run_of(simple(), f"zero_{s}", 4, "bf16-mixed", accumulates=True)).standing
-        for s in (1, 2, 3)
-    ]
-    assert [s.parameter_bytes // GIB for s in kept] == [2, 2, 0]
-    assert [s.gradient_bytes * 2 // GIB for s in kept] == [4, 1, 1]
-    assert {s.state_bytes // GIB for s in kept} == {3}  # 12 bytes per parameter among four
-    assert all(s.communication_bytes > NCCL_BYTES for s in kept)
-
-
-def test_full_precision_keeps_master_weights_too() -> None:
-    standing = deepspeed_placement(run_of(simple(), "zero_2", 1, "32-true", scratch_bytes=4)).standing
-    assert (standing.parameter_bytes // GIB, standing.state_bytes // GIB) == (4, 12)
-    stays = standing.parameter_bytes + standing.state_bytes
-    assert standing.step_bytes - stays == 8 * GIB  # gradients flattened, then a copy by the optimizer
-
-
-def test_offloading_leaves_the_device() -> None:
-    on_host = deepspeed_placement(run_of(simple(), "zero_offload", 2, "bf16-mixed", accumulates=True))
-    assert on_host.standing.state_bytes == on_host.standing.gradient_bytes == 0
-    copied = GIB  # its share of the weights, of which fp32 ones are made on the host before the first step
-    assert on_host.standing.step_bytes == on_host.standing.parameter_bytes + copied + NCCL_BYTES
-    assert on_host.elsewhere.get(Category.OPTIMIZER_STATE, Tier.HOST) == 4 * GIB
-    moved = 2 * (1 << 24)
-    assert on_host.elsewhere.total(Tier.PINNED_HOST) == 6 * GIB + moved  # masters, gradients, twice half precision
-    weights_too = deepspeed_placement(run_of(simple(), "zero_3_offload", 2, "bf16-mixed"))
-    assert weights_too.standing.parameter_bytes == 0
-    in_use_and_left_locked = 2 * GIB
-    assert weights_too.elsewhere.get(Category.PARAMETER, Tier.PINNED_HOST) == in_use_and_left_locked
-
-
 def test_nothing_is_asked_of_the_host_where_nothing_is_offloaded() -> None:
     assert not deepspeed_placement(run_of(simple(), "zero_2", 2, "bf16-mixed")).elsewhere.entries
-
-
-def test_from_disk_host_memory_holds_little() -> None:
-    placed = deepspeed_placement(run_of(simple(), "zero_infinity", 1, "bf16-mixed"))
-    assert placed.elsewhere.total(Tier.DISK) >= 18 * GIB
-    assert placed.elsewhere.total(Tier.HOST) + placed.elsewhere.total(Tier.PINNED_HOST) < 4 * GIB
-    assert placed.standing.kept_bytes < GIB
-    in_memory = deepspeed_placement(run_of(simple(), "zero_infinity", 1, "bf16-mixed", cuda=False))
-    assert in_memory.standing.kept_bytes > placed.standing.kept_bytes + 2 * GIB
-    assert {tier for tier, _ in in_memory.elsewhere.entries} == {Tier.DISK}
 
 
 def test_torch_strategies_divide_what_a_trace_shows() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_memfit.estimate.report import build_report
 from lightning_memfit.estimate.target import Target, named_target, unnamed_target
-from lightning_memfit.estimate.timeline import COLOURS, render, write_timeline
+from lightning_memfit.estimate.timeline import render, write_timeline
 from lightning_memfit.memory import MIB, format_bytes
 from tests.rules.estimate.steps import STATE, step_profile
 
@@ -49,10 +49,6 @@ def test_a_limit_is_drawn_where_it_is_near():
 def test_names_are_escaped():
     target = Target("<script>alert(1)</script>", "cuda", 300 * MIB)
     assert "<script>" not in render(build_report(step_profile(), target))
-
-
-def test_colours_differ():
-    assert len(set(COLOURS.values())) == len(COLOURS)
 
 
 def test_nothing_is_overwritten(tmp_path):

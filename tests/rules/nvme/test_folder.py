@@ -116,18 +116,6 @@ def test_owner_removes_the_folder_once_the_others_are_done(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "thesis.txt").write_text("years of work")
-    nvme = tmp_path / "nvme"
-    nvme.mkdir()
-    with RunFolder.create(nvme, "run1") as folder:
-        (folder.path / "optimizer").symlink_to(elsewhere)
-    assert list(nvme.iterdir()) == []
-    assert (elsewhere / "thesis.txt").exists()
-
-
 def test_folder_of_another_machine_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / f"memfit-run-far1-faraway-{socket.gethostname()}"  # whose name ends as this one's
     path.mkdir()

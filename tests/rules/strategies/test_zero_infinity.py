@@ -98,20 +98,6 @@ def test_a_pipeline_frees_states_that_swap_buffers_hold() -> None:
     assert torch.equal(written.state_buffers[1], torch.ones(8))
 
 
-def test_names_that_resuming_needs() -> None:
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
-
-    for name in (
-        "_optimizer_states_and_gradient_swap_in",
-        "_optimizer_states_and_gradient_swap_out",
-        "_reassign_or_swap_out_partitioned_parameters",
-        "_swappable_optimizer_subgroup",
-    ):
-        assert callable(getattr(Stage3, name))
-    for name in ("sub_group_to_group_id", "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat"):
-        assert f"self.{name} = " in inspect.getsource(Stage3.__init__)
-
-
 def test_optimizers_that_can_not_be_swapped() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
 
