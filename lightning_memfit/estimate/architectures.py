@@ -16,8 +16,6 @@ Kind = Literal[
 """What a model is trained on, which decides the batch."""
 
 
-_LARGEST_COUNT = (1 << 31) - 1
-
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -47,19 +45,8 @@ class NamedRun:
     """Names and options of the techniques whose callbacks are traced, as the user wrote them."""
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("micro_batch_size", self.micro_batch_size),
-            ("sequence_length", 1 if self.sequence_length is None else self.sequence_length),
-            ("accumulate_grad_batches", self.accumulate_grad_batches),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_COUNT:
-                raise ValueError(f"`{name}={value!r}` must be a whole number from 1 to {_LARGEST_COUNT:,}.")
-        for name, choice, choices in (
-            ("precision", self.precision, PRECISIONS),
-            ("optimizer", self.optimizer, traceable_optimizers()),
-            ("checkpointing", self.checkpointing, ("none", "full")),
-            ("attention", self.attention or "sdpa", ("sdpa", "eager")),
-        ):
+        known = {"precision": (self.precision, PRECISIONS), "optimizer": (self.optimizer, traceable_optimizers())}
+        for name, (choice, choices) in known.items():
             if choice not in choices:
                 raise ValueError(f"`{name}={choice!r}` is unknown. Choose from: {', '.join(choices)}.")
 

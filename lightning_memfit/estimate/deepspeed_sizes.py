@@ -8,14 +8,11 @@ Sizes are in elements unless the name says bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_memfit.memory import MIB
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _ALIGNED_BYTES = 1024  # AIO_ALIGNED_BYTES, per aio thread
 _WORTH_READING = 1 << 25  # elements: 128 MiB of fp32 per file keep any drive at its full rate
@@ -28,28 +25,7 @@ _PARTS = 16
 # --- states in memory -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """Elements of a model's parameters, counted over all ranks."""
-
-    total: int
-    largest: int
-    """Of the largest single parameter."""
-
-    @classmethod
-    def of(cls, parameters: Iterable[nn.Parameter]) -> ModelSizes:
-        """Count parameters; those that ZeRO-3 has partitioned count at their full size.
-
-        Raises:
-            ValueError: If there are none.
-        """
-        counts = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters]
-        if not counts:
-            raise ValueError("The module has no parameters to train.")
-        return cls(sum(counts), max(counts))
-
-
-def zero_sizes(zero: dict[str, Any], model: ModelSizes, world_size: int) -> dict[str, Any]:
+def zero_sizes(zero: dict[str, Any], numels: Sequence[int], world_size: int) -> dict[str, Any]:
     """Return the `zero_optimization` section with sizes, in elements, added where it has none.
 
     - Buckets hold the largest parameter, so that none needs a bucket of its own, up to Lightning's 2e8. Their
@@ -60,15 +36,16 @@ def zero_sizes(zero: dict[str, Any], model: ModelSizes, world_size: int) -> dict
 
     Args:
         zero: The section.
-        model: Sizes of the model.
+        numels: Elements of each of the model's parameters, whole, tied ones once.
         world_size: Number of ranks the parameters are divided among.
     """
-    bucket = max(_SMALLEST, min(model.largest + model.largest % 2, _LARGEST_BUCKET))
+    total, largest = sum(numels), max(numels, default=0)
+    bucket = max(_SMALLEST, min(largest + largest % 2, _LARGEST_BUCKET))
     sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if zero["stage"] == 3:
-        live = max(2 * model.largest, model.total // 4, _SMALLEST)
+        live = max(2 * largest, total // 4, _SMALLEST)
         sizes |= {
-            "sub_group_size": max(_SMALLEST, min(-(-model.total // (world_size * _PARTS)), _LARGEST_SUB_GROUP)),
+            "sub_group_size": max(_SMALLEST, min(-(-total // (world_size * _PARTS)), _LARGEST_SUB_GROUP)),
             "stage3_prefetch_bucket_size": min(bucket, live // 2),
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, PERSISTENT_NUMEL, DeepSpeedRun, OffloadTarget
-from lightning_memfit.estimate.deepspeed_sizes import AioSettings, ModelSizes, infinity_sizes, zero_sizes
+from lightning_memfit.estimate.deepspeed_sizes import AioSettings, infinity_sizes, zero_sizes
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.placement import ddp_rank
 from lightning_memfit.estimate.steady_state import LASTING, SteadyState
@@ -112,8 +112,7 @@ class Division:
             **options: Other fields of `DeepSpeedRun`.
         """
         distinct, sizes = [p for p in parameters if not p.shared_with], None
-        model = ModelSizes(sum(p.numel for p in distinct), max((p.numel for p in distinct), default=0))
-        zero = zero_sizes({**self.sizes, "stage": self.stage}, model, self.ranks)
+        zero = zero_sizes({**self.sizes, "stage": self.stage}, [p.numel for p in distinct], self.ranks)
         if "nvme" in (self.offload_optimizer, self.offload_parameters):
             least = AioSettings().min_swapped_bytes
             large = (p.name for p in parameters if p.numel // self.ranks * itemsize >= least)

@@ -11,7 +11,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 try:
     import fcntl
@@ -151,12 +150,6 @@ class RunFolder:
             return True
         finally:
             os.close(lock)
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 def parent_problem(parent: str | Path) -> tuple[str, str] | None:

@@ -52,15 +52,16 @@ class ModelShape:
     @classmethod
     def of_built(cls, module: torch.nn.Module) -> "ModelShape":
         """Read a module that is built, partitioned by ZeRO-3 or not."""
-        owned = (tuple(_numel(p) for p in child.parameters(recurse=False)) for child in module.modules())
+        owned = (tuple(whole_numel(p) for p in child.parameters(recurse=False)) for child in module.modules())
         table = (
-            ParameterInfo(name, _numel(p), p.element_size(), p.requires_grad, len(_shape(p)), "", _shape(p))
+            ParameterInfo(name, whole_numel(p), p.element_size(), p.requires_grad, len(_shape(p)), "", _shape(p))
             for name, p in module.named_parameters()
         )
         return cls(tuple(table), tuple(numels for numels in owned if numels))
 
 
-def _numel(parameter: torch.nn.Parameter) -> int:
+def whole_numel(parameter: torch.nn.Parameter) -> int:
+    """Elements of a parameter, those of one that ZeRO-3 has partitioned on all ranks."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

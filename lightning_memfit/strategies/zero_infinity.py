@@ -16,7 +16,6 @@ from typing_extensions import override
 from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
     InfinitySizes,
-    ModelSizes,
     infinity_sizes,
     zero_sizes,
 )
@@ -25,7 +24,7 @@ from lightning_memfit.memory.breakdown import Tier
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.nvme.folder import RunFolder, folder_bytes, new_run_id
 from lightning_memfit.nvme.watermark import check_reserve
-from lightning_memfit.strategies.model_shape import ModelShape
+from lightning_memfit.strategies.model_shape import ModelShape, whole_numel
 from lightning_memfit.strategies.upstream.deepspeed import (
     copy_parameters_from_swap_buffers,
     free_states_once_swapped,
@@ -159,7 +158,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         from lightning_memfit.estimate.deepspeed import DeepSpeedRun
 
         numels = [p.numel for p in shape.parameters if not p.shared_with]
-        zero = zero_sizes(self.config["zero_optimization"], ModelSizes(sum(numels), max(numels)), self.world_size)
+        zero = zero_sizes(self.config["zero_optimization"], numels, self.world_size)
         places: list[OffloadTarget] = ["nvme" if on_disk else "none" for on_disk in self._offloads]
         return DeepSpeedRun(
             shape.parameters,
@@ -210,7 +209,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
         self._fill_sizes(model)
         if optimizer is not None:
             self._check_optimizer(optimizer)
-            groups = [[_whole(p) for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+            groups = [[whole_numel(p) for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
             self._configure(self._sizes(ModelShape.of_built(model), [group for group in groups if group]))
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
@@ -267,7 +266,3 @@ class ZeroInfinityStrategy(ZeroStrategy):
     def _complete(self, folder: Path) -> None:
         if self._offloads[0]:
             gather_states_from_disk(self.deepspeed_engine, folder)
-
-
-def _whole(parameter: nn.Parameter) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))

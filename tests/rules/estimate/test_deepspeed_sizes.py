@@ -2,11 +2,9 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
-    ModelSizes,
     choose_sub_group_size,
     infinity_sizes,
     sub_groups,
@@ -136,30 +134,23 @@ def test_buffer_for_writing_weights_has_room_for_whole_ones() -> None:
 
 # --- states in memory ---
 
-XL_SIZES = ModelSizes(total=1_557_611_200, largest=50257 * 1600)
-
-
-def test_partitioned_parameters_count_in_full():
-    whole, partitioned = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(0))
-    partitioned.ds_numel = 100
-    assert ModelSizes.of([whole, partitioned]) == ModelSizes(total=112, largest=100)
-    with pytest.raises(ValueError, match="no parameters"):
-        ModelSizes.of([])
+XL_TOTAL, XL_LARGEST = 1_557_611_200, 50257 * 1600
+XL_SIZES = [XL_LARGEST] * 19 + [XL_TOTAL - 19 * XL_LARGEST]
 
 
 def test_sizes_follow_the_model():
     section = zero_sizes({"stage": 3}, XL_SIZES, world_size=2)
-    assert section["reduce_bucket_size"] == section["allgather_bucket_size"] == XL_SIZES.largest
-    assert section["sub_group_size"] == -(-XL_SIZES.total // 32)
-    assert section["stage3_max_live_parameters"] == XL_SIZES.total // 4
+    assert section["reduce_bucket_size"] == section["allgather_bucket_size"] == XL_LARGEST
+    assert section["sub_group_size"] == -(-XL_TOTAL // 32)
+    assert section["stage3_max_live_parameters"] == XL_TOTAL // 4
     assert section["stage3_prefetch_bucket_size"] <= section["stage3_max_live_parameters"] // 2
 
 
 def test_sizes_stay_within_bounds():
-    huge = zero_sizes({"stage": 3}, ModelSizes(total=10**12, largest=10**9), world_size=1)
+    huge = zero_sizes({"stage": 3}, [10**9] * 1000, world_size=1)
     assert huge["reduce_bucket_size"] == 200_000_000
     assert huge["sub_group_size"] == 100_000_000
-    tiny = zero_sizes({"stage": 3}, ModelSizes(total=100, largest=10), world_size=1)
+    tiny = zero_sizes({"stage": 3}, [10] * 10, world_size=1)
     assert min(tiny[name] for name in ("reduce_bucket_size", "sub_group_size", "stage3_max_live_parameters")) == 2**20
 
 
@@ -169,5 +160,5 @@ def test_what_was_named_stays():
 
 
 def test_buckets_are_even_as_deepspeed_aligns_them() -> None:
-    sizes = zero_sizes({"stage": 1}, ModelSizes(total=4_000_000, largest=1_505_503), world_size=2)
+    sizes = zero_sizes({"stage": 1}, [1_505_503, 1_505_503, 988_994], world_size=2)
     assert sizes["allgather_bucket_size"] == sizes["reduce_bucket_size"] == 1_505_504

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memfit.device.health import Finding
 from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
-from lightning_memfit.estimate.deepspeed_sizes import ModelSizes, zero_sizes
+from lightning_memfit.estimate.deepspeed_sizes import zero_sizes
 from lightning_memfit.estimate.placement import deepspeed_placement, gathered_bytes, torch_placement
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.memory import Tier
@@ -95,7 +95,7 @@ def test_a_plan_and_the_check_before_a_run_ask_for_the_same(
         model = GPT2LMHeadModel(GPT2Config(n_embd=1600, n_layer=48, n_head=25))
     found = sharding(name)
     options = ZeroOptions(found.stage, True, found.parameters != "none", pin_memory=True)
-    zero = zero_sizes(options.config({})["zero_optimization"], ModelSizes.of(model.parameters()), ranks)
+    zero = zero_sizes(options.config({})["zero_optimization"], [one.numel() for one in model.parameters()], ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     host_check.require_host_memory(model, optimizer, zero, "bf16-mixed", ranks, ranks, on_cpu=False, accumulates=True)
     (memory,) = asked

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,7 @@ def write_swap(folder: Path, name: str = "zero_stage_3/bfloat16params/rank0/7_pa
 
 
 def test_folder_is_there_while_the_run_is_and_gone_afterwards(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path, "run1") as folder:
+    with closing(RunFolder.create(tmp_path, "run1")) as folder:
         before = folder_bytes(folder.path)
         write_swap(folder.path)
         assert folder_bytes(folder.path) - before >= 4096
@@ -77,7 +77,7 @@ def test_killed_run_is_reaped_by_the_next(tmp_path: Path) -> None:
     (state,) = find_runs(tmp_path)
     assert state.is_stale
     assert state.size_bytes >= 8192
-    with RunFolder.create(tmp_path, "next") as folder:
+    with closing(RunFolder.create(tmp_path, "next")) as folder:
         assert list(tmp_path.iterdir()) == [folder.path]
 
 
@@ -124,7 +124,7 @@ def test_folder_of_another_machine_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_forked_worker_does_not_remove_the_folder(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path, "run1") as folder:
+    with closing(RunFolder.create(tmp_path, "run1")) as folder:
         child = os.fork()
         if child == 0:
             folder.close()

@@ -1,4 +1,5 @@
 import inspect
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +120,7 @@ def test_monitors_are_told_what_lies_on_the_drive(tmp_path: Path) -> None:
     swapped_bytes = ZeroInfinityStrategy.swapped_bytes.fget
     assert swapped_bytes is not None
     assert swapped_bytes(SimpleNamespace(folder=None)) == 0
-    with RunFolder.create(tmp_path, "run1") as folder:
+    with closing(RunFolder.create(tmp_path, "run1")) as folder:
         swapped = folder.path / "zero_stage_3" / "bfloat16params" / "rank0" / "7_param.tensor.swp"
         swapped.parent.mkdir(parents=True)
         swapped.write_bytes(bytes(8192))
