@@ -16,8 +16,7 @@ import torch
 
 from benchmarks.offload_host_memory.cases import SEQUENCE_LENGTH, config_of, strategy_of
 from lightning_memfit import CausalLM, RandomTokens
-from lightning_memfit.strategies import zero
-from lightning_memfit.strategies.model_shape import ModelShape
+from lightning_memfit.strategies import zero, zero_infinity
 
 STEPS = 3
 
@@ -66,7 +65,7 @@ class Marked(CausalLM):
             super().configure_model()
             return
         if self.model is None and not MOMENTS.rows:
-            ModelShape.of(self)
+            zero_infinity.parameters_once_built(self)
         super().configure_model()
         MOMENTS.mark("build")
 
@@ -89,15 +88,15 @@ class Steps(pl.Callback):
 
 def mark_after_shapes() -> None:
     """Begin where the shapes are known and memory is looked at: that is what a prediction adds to."""
-    plain = ModelShape.of
+    plain = zero_infinity.parameters_once_built
 
-    def of(module: Any) -> ModelShape:
-        shape = plain(module)
+    def parameters_once_built(module: Any) -> zero_infinity.Parameters:
+        parameters = plain(module)
         gc.collect()
         MOMENTS.mark("start")
-        return shape
+        return parameters
 
-    ModelShape.of = of  # type: ignore[method-assign]
+    zero_infinity.parameters_once_built = parameters_once_built
 
 
 def main(kind: str, size: str, ranks: str, precision: str, drive: str, result: str, freed: str = "returned") -> None:

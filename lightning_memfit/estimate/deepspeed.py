@@ -50,7 +50,7 @@ class DeepSpeedRun:
     """
 
     parameters: Sequence[ParameterInfo]
-    """All parameters at their full size, from `parameter_table` or `ModelShape`."""
+    """All parameters at their full size, from `parameter_table`."""
     stage: int = 3
     world_size: int = 1
     itemsize: int = 2

@@ -8,11 +8,13 @@ Sizes are in elements unless the name says bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_memfit.memory import MIB
+from lightning_memfit.memory.parameters import ParameterInfo
 
 _ALIGNED_BYTES = 1024  # AIO_ALIGNED_BYTES, per aio thread
 _WORTH_READING = 1 << 25  # elements: 128 MiB of fp32 per file keep any drive at its full rate
@@ -188,6 +190,12 @@ def infinity_sizes(
         param_buffer_size=max(swapped, default=0),
         max_in_cpu=max_in_cpu,
     )
+
+
+def most_per_module(parameters: Sequence[ParameterInfo], min_numel: int) -> int:
+    """Largest number of parameters of at least `min_numel` elements that one module owns itself."""
+    owners = Counter(p.name.rpartition(".")[0] for p in parameters if p.numel >= min_numel)
+    return max(owners.values(), default=0)
 
 
 def sub_groups(partitions: Sequence[int], size: int) -> list[list[int]]:

@@ -6,13 +6,12 @@ one rank already. A run under DeepSpeed is worked out from a trace of one device
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.estimate.deepspeed import NCCL_BYTES, PERSISTENT_NUMEL, DeepSpeedRun, OffloadTarget
-from lightning_memfit.estimate.deepspeed_sizes import AioSettings, infinity_sizes, zero_sizes
+from lightning_memfit.estimate.deepspeed_sizes import AioSettings, infinity_sizes, most_per_module, zero_sizes
 from lightning_memfit.estimate.estimate import Estimate, LargeTensor, estimate_step, predict_peak_bytes
 from lightning_memfit.estimate.placement import ddp_rank
 from lightning_memfit.estimate.steady_state import LASTING, SteadyState
@@ -114,15 +113,13 @@ class Division:
         distinct, sizes = [p for p in parameters if not p.shared_with], None
         zero = zero_sizes({**self.sizes, "stage": self.stage}, [p.numel for p in distinct], self.ranks)
         if "nvme" in (self.offload_optimizer, self.offload_parameters):
-            least = AioSettings().min_swapped_bytes
-            large = (p.name for p in parameters if p.numel // self.ranks * itemsize >= least)
-            per_module = Counter(name.rpartition(".")[0] for name in large)
+            large = AioSettings().min_swapped_bytes // itemsize * self.ranks
             sizes = infinity_sizes(
                 [[p.numel for p in distinct if p.trainable]],
                 self.ranks,
                 itemsize,
                 pipeline=self.pipeline,
-                params_per_module=max(per_module.values(), default=0),
+                params_per_module=most_per_module(parameters, large),
                 max_in_cpu=self.params_in_host,
             )
         ahead = self.stage == 3 and not calls_itself and self.offload_parameters != "nvme"

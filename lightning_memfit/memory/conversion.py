@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def not_converted(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
 
 
 def parameter_table(module: nn.Module, dtype: torch.dtype | None = None) -> tuple[ParameterInfo, ...]:
-    """Every parameter with its stored size; tied ones name the first.
+    """Every parameter with its stored size; tied ones name the first, those that ZeRO-3 has partitioned count whole.
 
     Args:
         module: Not changed.
@@ -68,7 +69,7 @@ def parameter_table(module: nn.Module, dtype: torch.dtype | None = None) -> tupl
         first_name.setdefault(id(parameter), name)
         is_converted = parameter.is_floating_point() and id(parameter) not in kept
         size = dtype.itemsize if dtype and is_converted else parameter.element_size()
-        shape = tuple(parameter.shape)
-        info = ParameterInfo(name, parameter.numel(), size, parameter.requires_grad, len(shape), shared, shape)
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        info = ParameterInfo(name, prod(shape), size, parameter.requires_grad, len(shape), shared, shape)
         table.append(info)
     return tuple(table)

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget, deepspeed_memory
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.nvme.preflight import host_memory, sentence
-from lightning_memfit.strategies.model_shape import ModelShape
 
 _FIX = "use more machines, a smaller `bucket_size`, keep states on disk (`memfit_zero_infinity`), or end other programs"
 
@@ -47,7 +47,7 @@ def require_host_memory(
     if not known or "nvme" in places or not (on_cpu or "cpu" in places):
         return
     run = DeepSpeedRun(
-        ModelShape.of_built(model).parameters,
+        parameter_table(model),
         zero["stage"],
         world_size,
         2 if "16" in precision else 4,

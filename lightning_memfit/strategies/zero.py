@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_memfit.estimate.deepspeed_sizes import zero_sizes
 from lightning_memfit.extras import require
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.process import return_freed_memory
 from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.profile.replaced import keep_constructors
@@ -41,7 +42,6 @@ from lightning_memfit.strategies.launched import (
     refuse_remote_folders,
     synchronize_batch_norms,
 )
-from lightning_memfit.strategies.model_shape import whole_numel
 from lightning_memfit.strategies.optimizers import FLAT, check_optimizer
 from lightning_memfit.strategies.safe_loading import without_code
 from lightning_memfit.strategies.saved_names import check_names, plain_name, without_other_states
@@ -251,7 +251,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         self.config = with_raw_options(config, self._raw, typed)
 
     def _fill_sizes(self, model: nn.Module) -> None:
-        numels = [whole_numel(one) for one in model.parameters()]
+        numels = [p.numel for p in parameter_table(model) if not p.shared_with]
         self.config["zero_optimization"] = zero_sizes(self.config["zero_optimization"], numels, self.world_size)
 
     # --- model and optimizer ----------------------------------------------------------------------------------------

@@ -17,14 +17,17 @@ from lightning_memfit.estimate.deepspeed_sizes import (
     AioSettings,
     InfinitySizes,
     infinity_sizes,
+    most_per_module,
     zero_sizes,
 )
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.memory.breakdown import Tier
+from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.kind import DeviceKind
+from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.nvme.folder import RunFolder, folder_bytes, new_run_id
 from lightning_memfit.nvme.watermark import check_reserve
-from lightning_memfit.strategies.model_shape import ModelShape, whole_numel
+from lightning_memfit.strategies.model_shape import parameters_once_built
 from lightning_memfit.strategies.upstream.deepspeed import (
     copy_parameters_from_swap_buffers,
     free_states_once_swapped,
@@ -36,6 +39,8 @@ from lightning_memfit.strategies.zero_config import with_raw_options
 
 if TYPE_CHECKING:
     from lightning_memfit.estimate.deepspeed import DeepSpeedRun, OffloadTarget
+
+Parameters = tuple[ParameterInfo, ...]
 
 _PATH_VARIABLE = "MEMFIT_NVME_PATH"
 _STEPS_WELL = ("torch.optim.", "deepspeed.ops.")
@@ -117,36 +122,36 @@ class ZeroInfinityStrategy(ZeroStrategy):
         with ExitStack() as stack:
             if self._train_engine is None:  # a second `zero.Init` would remove the parameters' files
                 assert self.lightning_module is not None
-                self._prepare(ModelShape.of(self.lightning_module))
+                self._prepare(parameters_once_built(self.lightning_module))
                 stack.enter_context(super().model_sharded_context())
             yield
 
     @override
     def _fill_sizes(self, model: nn.Module) -> None:
-        self._prepare(ModelShape.of_built(model))
+        self._prepare(parameter_table(model))
         super()._fill_sizes(model)
 
-    def _prepare(self, shape: ModelShape) -> None:
+    def _prepare(self, parameters: Parameters) -> None:
         if self.folder is not None:
             return
         self._init_config_if_needed()
         run_id = self.broadcast(new_run_id())
         if self.local_rank == 0:
-            self._preflight(shape)
+            self._preflight(parameters)
             self.folder = RunFolder.create(self.nvme_path, run_id)
         self.barrier()  # where the first one fails, `rank_watch` ends the others
         self.folder = self.folder or RunFolder.join(self.nvme_path, run_id)
         weakref.finalize(self, self.folder.close)
-        self._configure(self._sizes(shape))
+        self._configure(self._sizes(parameters))
 
-    def _preflight(self, shape: ModelShape) -> None:
+    def _preflight(self, parameters: Parameters) -> None:
         from lightning_memfit.device.probe import probe_device  # by those who train from disk alone, once they do
         from lightning_memfit.estimate.deepspeed import deepspeed_memory
         from lightning_memfit.nvme.preflight import preflight, require
 
         assert self.lightning_module is not None
         accumulates = self.lightning_module.trainer.accumulate_grad_batches > 1
-        memory = deepspeed_memory(self._described(shape, self._sizes(shape), accumulates))
+        memory = deepspeed_memory(self._described(parameters, self._sizes(parameters), accumulates))
         device = self.root_device
         free = probe_device(device.index).available_bytes if DeviceKind.of(device).has_own_memory else None
         require(self.nvme_path, preflight(self.nvme_path, memory, self.num_processes, free, self.reserve_bytes))
@@ -154,14 +159,14 @@ class ZeroInfinityStrategy(ZeroStrategy):
         peak = format_bytes(memory.host_peak_bytes)
         rank_zero_info(f"{type(self).__name__}: each rank needs {on_tiers}, {peak} of host memory at most.")
 
-    def _described(self, shape: ModelShape, sizes: InfinitySizes, accumulates: bool) -> "DeepSpeedRun":
+    def _described(self, parameters: Parameters, sizes: InfinitySizes, accumulates: bool) -> "DeepSpeedRun":
         from lightning_memfit.estimate.deepspeed import DeepSpeedRun
 
-        numels = [p.numel for p in shape.parameters if not p.shared_with]
+        numels = [p.numel for p in parameters if not p.shared_with]
         zero = zero_sizes(self.config["zero_optimization"], numels, self.world_size)
         places: list[OffloadTarget] = ["nvme" if on_disk else "none" for on_disk in self._offloads]
         return DeepSpeedRun(
-            shape.parameters,
+            parameters,
             world_size=self.world_size,
             itemsize=sizes.itemsize,
             offload_optimizer=places[0],
@@ -173,8 +178,8 @@ class ZeroInfinityStrategy(ZeroStrategy):
             is_fp16=self.precision_plugin.precision.startswith("16"),
         )
 
-    def _sizes(self, shape: ModelShape, groups: list[list[int]] | None = None) -> InfinitySizes:
-        trained = [p.numel for p in shape.parameters if p.trainable and not p.shared_with]
+    def _sizes(self, parameters: Parameters, groups: list[list[int]] | None = None) -> InfinitySizes:
+        trained = [p.numel for p in parameters if p.trainable and not p.shared_with]
         itemsize = 2 if "16" in self.precision_plugin.precision else 4
         large = self._aio.min_swapped_bytes // itemsize * self.world_size
         return infinity_sizes(
@@ -183,7 +188,7 @@ class ZeroInfinityStrategy(ZeroStrategy):
             itemsize,
             self._aio,
             pipeline=self.pipeline,
-            params_per_module=shape.most_per_module(large),
+            params_per_module=most_per_module(parameters, large),
             max_in_cpu=self.params_in_host,
         )
 
@@ -209,8 +214,11 @@ class ZeroInfinityStrategy(ZeroStrategy):
         self._fill_sizes(model)
         if optimizer is not None:
             self._check_optimizer(optimizer)
-            groups = [[whole_numel(p) for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-            self._configure(self._sizes(ModelShape.of_built(model), [group for group in groups if group]))
+            groups = [
+                [int(getattr(p, "ds_numel", p.numel())) for p in group["params"] if p.requires_grad]
+                for group in optimizer.param_groups
+            ]
+            self._configure(self._sizes(parameter_table(model), [group for group in groups if group]))
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:

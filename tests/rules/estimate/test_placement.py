@@ -20,7 +20,6 @@ from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.models.architecture import build, resolve_config
 from lightning_memfit.strategies import host_check
-from lightning_memfit.strategies.model_shape import ModelShape
 from lightning_memfit.strategies.zero_config import ZeroOptions
 from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
 from lightning_memfit.techniques.core.registry import find_technique
@@ -114,10 +113,7 @@ def test_a_plan_and_the_preflight_ask_for_the_same(ranks: int, tmp_path: Path) -
     strategy.set_world_ranks = lambda: None  # type: ignore[method-assign]
     strategy.cluster_environment = LightningEnvironment()
     strategy.cluster_environment.set_world_size(ranks)
-    with torch.device("meta"):
-        shape = ModelShape.of_built(GPT2LMHeadModel(GPT2Config(n_embd=1600, n_layer=48, n_head=25)))
-    shape = replace(shape, parameters=gpt2_xl())
-    described = strategy._described(shape, strategy._sizes(shape), accumulates=False)
+    described = strategy._described(gpt2_xl(), strategy._sizes(gpt2_xl()), accumulates=False)
     placed, memory = deepspeed_placement(run), deepspeed_memory(replace(described, on_cpu=False))
     assert described.sizes == run.sizes
     _, peak = memory.host_peak

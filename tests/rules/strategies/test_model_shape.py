@@ -3,8 +3,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_memfit.estimate.deepspeed_sizes import most_per_module
 from lightning_memfit.memory.conversion import parameter_table
-from lightning_memfit.strategies.model_shape import ModelShape
+from lightning_memfit.strategies.model_shape import parameters_once_built
 
 
 class Late(LightningModule):
@@ -27,22 +28,14 @@ class Odd(Late):
 def test_shapes_are_known_before_the_module_is_built() -> None:
     module = Late()
     state = torch.get_rng_state()
-    shape = ModelShape.of(module)
+    parameters = parameters_once_built(module)
     assert module.network is None
     assert torch.equal(torch.get_rng_state(), state)
     module.configure_model()
-    assert shape.parameters == parameter_table(module)
-    assert shape == ModelShape.of_built(module)
-
-
-def test_what_a_module_owns_itself() -> None:
-    module = Late()
-    module.configure_model()
-    shape = ModelShape.of_built(module)
-    assert shape.numels_by_module == ((128, 16), (64,))
-    assert (shape.most_per_module(1), shape.most_per_module(20), shape.most_per_module(1000)) == (2, 1, 0)
+    assert parameters == parameter_table(module)
+    assert [most_per_module(parameters, least) for least in (1, 20, 1000)] == [2, 1, 0]
 
 
 def test_module_that_needs_more_than_shapes() -> None:
     with pytest.raises(MisconfigurationException, match=r"Odd.configure_model .*OSError: no such file.* `__init__`"):
-        ModelShape.of(Odd())
+        parameters_once_built(Odd())
