@@ -1,5 +1,6 @@
 """Checkpoint folders of ZeRO and FSDP2 read as if they were the file of a run on one device."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,13 @@ def consolidated(folder: str | Path, weights_only: bool | None = None) -> dict[s
         return whole(path)
 
 
+@cache
 def read_folders_in_load_from_checkpoint() -> None:
     """Let `LightningModule.load_from_checkpoint(FOLDER)` take a sharded checkpoint.
 
     Lightning 2.6 opens it as a file: IsADirectoryError (https://github.com/Lightning-AI/pytorch-lightning/issues/11947).
     """
     plain: Any = saving.pl_load
-    if hasattr(plain, "reads_folders"):
-        return
 
     def read(path: Any, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> Any:
         if isinstance(path, (str, Path)) and is_sharded(path):
@@ -55,5 +55,4 @@ def read_folders_in_load_from_checkpoint() -> None:
             return consolidated(path, weights_only)
         return plain(path, *args, weights_only=weights_only, **kwargs)
 
-    read.reads_folders = True  # type: ignore[attr-defined]
     vars(saving)["pl_load"] = read

@@ -1,5 +1,6 @@
 """Everything that the strategies change or read in DeepSpeed by names that are not public.
 
+What replaces a method of DeepSpeed's is cached: it is done once in a process.
 Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.py` fail if these names move.
 """
 
@@ -8,6 +9,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,7 @@ def whole_weights_in_builds() -> Iterator[None]:
         parameter.__deepcopy__, parameter.__new__ = copy, make
 
 
+@cache
 def broadcast_scalars() -> None:
     """Let parameters without dimensions be broadcast.
 
@@ -114,8 +117,6 @@ def broadcast_scalars() -> None:
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
-    if hasattr(DeepSpeedEngine._broadcast_model, "takes_scalars"):
-        return
     broadcast, note, leave = (
         DeepSpeedEngine._broadcast_model,
         Init._convert_to_deepspeed_param,
@@ -140,7 +141,6 @@ def broadcast_scalars() -> None:
         leave(self, *error)
         _reshape([p for p in scalars if p.numel()], ())  # those that were not partitioned
 
-    broadcast_model.takes_scalars = True  # type: ignore[attr-defined]
     DeepSpeedEngine._broadcast_model = broadcast_model
     Init._convert_to_deepspeed_param = convert
     GatheredParameters.__exit__ = exit_gathered
@@ -151,6 +151,7 @@ def _reshape(parameters: Sequence[torch.nn.Parameter], shape: tuple[int, ...]) -
         parameter.data = parameter.data.reshape(shape)
 
 
+@cache
 def step_by_gradients_of_the_window() -> None:
     """Let each parameter be stepped by what the passes since the last step have brought, and by nothing else.
 
@@ -161,8 +162,6 @@ def step_by_gradients_of_the_window() -> None:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    if hasattr(DeepSpeedZeroOptimizer.step, "plain"):
-        return
     DeepSpeedZeroOptimizer_Stage3.step = _after(_offload_rest_in_parts, DeepSpeedZeroOptimizer_Stage3.step)
     DeepSpeedZeroOptimizer.step = _after(_offload_rest, DeepSpeedZeroOptimizer.step)
     DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu = _accumulating_anew(
@@ -178,7 +177,6 @@ def _after(prepare: Callable[[Any], None], plain: Callable[..., None]) -> Callab
         if hasattr(self, "grad_partitions_flat_buffer"):
             self.grad_partitions_flat_buffer.zero_()
 
-    step.plain = plain  # type: ignore[attr-defined]
     return step
 
 
@@ -297,6 +295,7 @@ def gather_before_hooks(model: torch.nn.Module) -> None:
 # --- states on disk -------------------------------------------------------------------------------------------------
 
 
+@cache
 def copy_parameters_from_swap_buffers() -> None:
     """Give a gathered parameter its own memory instead of the swap buffer into which DeepSpeed read it.
 
@@ -307,8 +306,7 @@ def copy_parameters_from_swap_buffers() -> None:
     from deepspeed.runtime.zero import partition_parameters
 
     for handle in (partition_parameters.NoGatherHandle, partition_parameters.NoGatherCoalescedHandle):
-        if not hasattr(handle.__init__, "copies_swapped"):
-            handle.__init__ = _copying(handle.__init__)
+        handle.__init__ = _copying(handle.__init__)
 
 
 def _copying(plain: Callable[..., None]) -> Callable[..., None]:
@@ -319,10 +317,10 @@ def _copying(plain: Callable[..., None]) -> Callable[..., None]:
             if parameter.nvme_swapper is not None:
                 parameter.data = parameter.data.clone()
 
-    init.copies_swapped = True  # type: ignore[attr-defined]
     return init
 
 
+@cache
 def swap_in_own_dtype() -> None:
     """Let `zero.Init` heed the dtype it is given, as for weights that were made outside of it.
 
@@ -332,18 +330,16 @@ def swap_in_own_dtype() -> None:
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Init
 
     plain = Init._set_dtype
-    if hasattr(plain, "heeds_dtype"):
-        return
 
     def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
         plain(self, ds_config, dtype)
         if dtype is not None:
             self.dtype = dtype
 
-    set_dtype.heeds_dtype = True  # type: ignore[attr-defined]
     Init._set_dtype = set_dtype
 
 
+@cache
 def free_states_once_swapped() -> None:
     """Free the states that an optimizer makes in its first step as soon as `pipeline` has them in swap buffers.
 
@@ -353,8 +349,6 @@ def free_states_once_swapped() -> None:
     from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 
     plain = PipelinedOptimizerSwapper._swap_out_optimizer_state
-    if hasattr(plain, "frees_states"):
-        return
 
     def swap_out(self: Any, aio_handle: Any, parameter: Any, swap_in_op: Any) -> Any:
         operation = plain(self, aio_handle, parameter, swap_in_op)
@@ -362,7 +356,6 @@ def free_states_once_swapped() -> None:
             state.data = torch.Tensor()  # as `SwapTensorContext.release_memory` does
         return operation
 
-    swap_out.frees_states = True  # type: ignore[attr-defined]
     PipelinedOptimizerSwapper._swap_out_optimizer_state = swap_out
 
 
