@@ -8,7 +8,7 @@ import io
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_memfit.memory.collectives import gathered
+from lightning_memfit.profile.replaced import replaced
 from lightning_memfit.strategies.integrity import ZERO_MARK, remove
 from lightning_memfit.strategies.integrity import gathered as gathered_values
 from lightning_memfit.strategies.safe_loading import without_code
@@ -90,21 +91,17 @@ def whole_weights_in_builds() -> Iterator[None]:
         return reset
 
     composed: list[Any] = [torch.nn.MultiheadAttention, torch.nn.Transformer]
-    resets = [kind._reset_parameters for kind in composed]
-    for kind in composed:
-        kind._reset_parameters = resetting(kind._reset_parameters)
     initializers = {name: one for name, one in vars(torch.nn.init).items() if name.endswith("_") and name[0] != "_"}
-    vars(torch.nn.init).update((name, initializing(one)) for name, one in initializers.items())
-    module._load_from_state_dict, module._save_to_state_dict = load_whole, save_whole
-    parameter.__deepcopy__, parameter.__new__ = copy_whole, staticmethod(make_whole)
-    try:
+    with ExitStack() as stack:
+        for kind in composed:
+            stack.enter_context(replaced(kind, "_reset_parameters", resetting(kind._reset_parameters)))
+        for name, one in initializers.items():
+            stack.enter_context(replaced(torch.nn.init, name, initializing(one)))
+        stack.enter_context(replaced(module, "_load_from_state_dict", load_whole))
+        stack.enter_context(replaced(module, "_save_to_state_dict", save_whole))
+        stack.enter_context(replaced(parameter, "__deepcopy__", copy_whole))
+        stack.enter_context(replaced(parameter, "__new__", staticmethod(make_whole)))
         yield
-    finally:
-        vars(torch.nn.init).update(initializers)
-        for kind, reset in zip(composed, resets, strict=True):
-            kind._reset_parameters = reset
-        module._load_from_state_dict, module._save_to_state_dict = load, save
-        parameter.__deepcopy__, parameter.__new__ = copy, make
 
 
 @cache
@@ -264,11 +261,8 @@ def removing_engine_hooks_only() -> Iterator[None]:
     """
     from lightning.pytorch.strategies import deepspeed
 
-    plain, deepspeed.remove_module_hooks = deepspeed.remove_module_hooks, remove_engine_hooks
-    try:
+    with replaced(deepspeed, "remove_module_hooks", remove_engine_hooks):
         yield
-    finally:
-        deepspeed.remove_module_hooks = plain
 
 
 def remove_engine_hooks(model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_memfit.extras import require
+from lightning_memfit.profile.replaced import replaced
 
 _DEPTH = 2
 """How far below a module its `_init_weights` reaches: to `self_attn.q_proj.weight` of a layer. GPT-2's attention scales
@@ -38,11 +39,7 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
     from transformers.modeling_utils import set_zero3_state
 
-    plain, descriptor, load = (
-        PreTrainedModel.initialize_weights,
-        vars(PreTrainedModel)["from_pretrained"],
-        PreTrainedModel.from_pretrained.__func__,  # type: ignore[attr-defined]
-    )
+    plain, load = PreTrainedModel.initialize_weights, PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
     def initialize_weights(model: PreTrainedModel) -> None:
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -58,14 +55,14 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
             _loading.pop()
 
     alive = HfDeepSpeedConfig(config)  # transformers holds it weakly: it counts while this frame lives
-    PreTrainedModel.initialize_weights = initialize_weights  # type: ignore[method-assign]
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[method-assign, assignment]
     try:
-        with set_zero3_state():  # the partitioning is on already: transformers must not start its own
+        with (
+            replaced(PreTrainedModel, "initialize_weights", initialize_weights),
+            replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
+            set_zero3_state(),  # the partitioning is on already: transformers must not start its own
+        ):
             yield
     finally:
-        PreTrainedModel.initialize_weights = plain  # type: ignore[method-assign]
-        PreTrainedModel.from_pretrained = descriptor  # type: ignore[method-assign]
         del alive
 
 
