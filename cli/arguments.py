@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-_NEGATIVE = re.compile(r"-[0-9.]+")
-"""A value, not an option, also for argparse."""
+from .recipe_files import configs_of
 
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "with", "memfit", "made_for", "print_config")
 """What options of a recipe begin with."""
+
+RECIPE_HELP = "--config RECIPE, -c RECIPE: file or name, and further options of it, as for `memfit fit`"
+"""What `--help` says of options that are the recipe's."""
 
 NAMED_OPTIONS = (
     "sequence_length",
@@ -31,43 +32,34 @@ NAMED_OPTIONS = (
 """Options that a recipe sets itself."""
 
 
-def split_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate our options from those of the recipe, keeping the order of each.
+def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Read the options that are ours, and leave those of the recipe, `--config` among them, in their order.
 
-    `--config` belongs to both. After a `--config`, `--model` belongs to the recipe.
+    Args:
+        parser: Knows our options, which may be written with `_` for `-`, too.
+        argv: The command line.
+
+    Returns:
+        Values of our options, and of `config` the files or names of recipes, or None; and the recipe's words.
 
     Raises:
         ValueError: If an option is neither ours nor below a section of recipes.
     """
-    takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
-    from_recipe = any(argument.partition("=")[0] in ("--config", "-c") for argument in argv)
-    ours: list[str] = []
-    theirs: list[str] = []
-    place: list[list[str]] = [theirs]
+    ours = {name for action in parser._actions for name in action.option_strings}
+    words = []
     for argument in argv:
         name, equals, value = argument.partition("=")
-        if not argument.startswith("-") or _NEGATIVE.fullmatch(argument):
-            for target in place:
-                target.append(argument)
-            place = [theirs]
-            continue
-        name = f"--{name[2:].replace('_', '-')}" if name.startswith("--") and "." not in name else name
-        if name in ("--config", "-c"):
-            place = [ours, theirs]
-        elif name in takes_value and not (from_recipe and name == "--model"):
-            place = [ours]
-        else:
-            place, name = [theirs], argument.partition("=")[0]
-            root = name[2:].partition(".")[0].removesuffix("+")
-            if name.startswith("--") and root not in (*_SECTIONS, "help"):
-                known = [*takes_value, *(f"--{section}" for section in _SECTIONS)]
-                words = get_close_matches(name, takes_value, n=3, cutoff=0.7) or known
-                raise ValueError(f"there is no option `{name}`. Closest: {', '.join(words)}.")
-        for target in place:
-            target.append(f"{name}{equals}{value}")
-        if equals or (place == [ours] and not takes_value[name]):
-            place = [theirs]
-    return ours, theirs
+        dashed = name.replace("_", "-")
+        words.append(f"{dashed}{equals}{value}" if dashed in ours else argument)
+    arguments, recipe = parser.parse_known_args(words)
+    for name in (word.partition("=")[0] for word in recipe):
+        root = name[2:].partition(".")[0].removesuffix("+")
+        if name.startswith("--") and root not in (*_SECTIONS, "config"):
+            known = [*ours, *(f"--{section}" for section in _SECTIONS)]
+            closest = get_close_matches(name, ours, n=3, cutoff=0.7) or known
+            raise ValueError(f"there is no option `{name}`. Closest: {', '.join(closest)}.")
+    arguments.config = configs_of(recipe) or None
+    return arguments, recipe
 
 
 LARGEST_COUNT = (1 << 31) - 1

@@ -29,15 +29,17 @@ from lightning_memfit.profile.quiet import collector_paused
 
 from .arguments import (
     NAMED_OPTIONS,
+    RECIPE_HELP,
     add_batch_options,
     check_new_file,
     next_line,
     of_batch,
     positive,
-    split_arguments,
+    read_arguments,
     split_device,
 )
 from .progress import ProgressLine
+from .recipe_files import configs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,9 +61,8 @@ exit codes: 0 it fits, 1 it does not, 2 cannot tell (or a mistake, which is expl
 
 def main(argv: list[str]) -> int:
     """Estimate, print, and return the exit code."""
-    parser = make_parser()
-    ours, overrides = split_arguments(parser, argv)
-    arguments = parser.parse_args(ours)
+    parser = make_parser(of_recipe=bool(configs_of(argv)))
+    arguments, overrides = read_arguments(parser, argv)
     if arguments.config is None and arguments.model is None:
         parser.error("give `--config RECIPE`, or `--model NAME` for a model that is only named")
     if arguments.timeline is not None:
@@ -92,8 +93,8 @@ def _report(arguments: argparse.Namespace, overrides: list[str], tell: Callable[
     return estimate_named(arguments, tell)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser for our own options; all other options after a recipe belong to the recipe."""
+def make_parser(of_recipe: bool) -> argparse.ArgumentParser:
+    """Make the parser for our own options; all others, and `--model` beside a recipe, belong to the recipe."""
     parser = argparse.ArgumentParser(
         prog="memfit estimate",
         usage="memfit estimate (--config RECIPE [--KEY VALUE ...] | --model NAME [options]) [options]",
@@ -112,16 +113,16 @@ def make_parser() -> argparse.ArgumentParser:
     both.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     both.add_argument("--timeline", metavar="FILE.html", help="draw memory over the step; never overwrites")
     both.add_argument("--no-cache", action="store_true", help="neither read nor write cached profiles")
-    recipe = parser.add_argument_group("for a recipe")
-    recipe.add_argument("--config", "-c", action="append", metavar="RECIPE", help="file or name, as for `memfit fit`")
+    recipe = parser.add_argument_group("for a recipe", RECIPE_HELP)
     recipe.add_argument("--measure", action="store_true", help="run two real steps here if tracing fails")
     add_batch_options(recipe)
     named = parser.add_argument_group("for a model that is only named")
-    named.add_argument(
-        "--model",
-        metavar="NAME",
-        help="gpt2-xl, llama-3.1-8b, ..., OWNER/NAME on the hub, or a folder with a config.json",
-    )
+    if not of_recipe:
+        named.add_argument(
+            "--model",
+            metavar="NAME",
+            help="gpt2-xl, llama-3.1-8b, ..., OWNER/NAME on the hub, or a folder with a config.json",
+        )
     named.add_argument("--sequence-length", type=positive, metavar="N", help="tokens per sample")
     named.add_argument("--precision", help="32-true, bf16-mixed, 16-mixed, bf16-true or 16-true (default: 32-true)")
     named.add_argument("--optimizer", help="adamw, adamw_fused, sgd, adamw_8bit, ... (default: adamw)")

@@ -249,14 +249,14 @@ def plan_file(arguments: Sequence[str]) -> Path:
 
 
 def _made(arguments: list[str]) -> Path:
-    from .arguments import split_arguments
+    from .arguments import read_arguments
     from .plan import write_overlay
     from .plan_recipe import PlanRequest, plan_recipe
 
-    of_fit_alone = argparse.ArgumentParser()
+    of_fit_alone = argparse.ArgumentParser(allow_abbrev=False)
     of_fit_alone.add_argument("--ckpt-path")
     of_fit_alone.add_argument("--memfit")
-    _, of_recipe = split_arguments(of_fit_alone, arguments)
+    _, of_recipe = read_arguments(of_fit_alone, arguments)
     made = plan_recipe(PlanRequest(tuple(of_recipe)), compare=False)
     if made is None:
         raise ValueError("`memfit: auto`: without a trace there is no plan. Choose techniques yourself: `memfit: off`.")

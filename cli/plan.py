@@ -19,7 +19,7 @@ from rich.text import Text
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
 
-from .arguments import add_batch_options, check_new_file, next_line, of_batch, split_arguments
+from .arguments import RECIPE_HELP, add_batch_options, check_new_file, next_line, of_batch, read_arguments
 from .progress import ProgressLine
 from .recipe_files import overlay_text
 
@@ -41,8 +41,7 @@ exit codes: 0 something fits, 1 nothing fits, 2 cannot tell (or a mistake, which
 def main(argv: list[str]) -> int:
     """Plan, print, write, and return the exit code."""
     parser = make_parser()
-    ours, overrides = split_arguments(parser, argv)
-    arguments = parser.parse_args(ours)
+    arguments, overrides = read_arguments(parser, argv)
     if arguments.config is None:
         parser.error("give `--config RECIPE`")
     _check_files(arguments)
@@ -83,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", "-c", action="append", metavar="RECIPE", help="file or name, as for `memfit fit`")
+    parser.add_argument_group("the recipe", RECIPE_HELP)
     parser.add_argument(
         "--device",
         metavar="NAME",

@@ -106,8 +106,8 @@ def resolve_arguments(arguments: Sequence[str]) -> list[str]:
 def configs_of(arguments: Sequence[str]) -> list[str]:
     """Return the files that `--config` and `-c` name, in no order; what `--with` stood for is no file."""
     named = [value for option, value in pairwise(arguments) if option in ("--config", "-c")]
-    joined = [argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config=")]
-    return [*named, *(one for one in joined if not one.startswith("{"))]
+    joined = [value for name, _, value in (one.partition("=") for one in arguments) if name in ("--config", "-c")]
+    return [*named, *(one for one in joined if one and not one.startswith("{"))]
 
 
 def without_config(arguments: Sequence[str], path: str) -> list[str]:

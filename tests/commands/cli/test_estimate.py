@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from cli.arguments import split_arguments
+from cli.arguments import configs_of, read_arguments
 from cli.estimate import _callbacks_of, make_parser
 from cli.estimate_recipe import devices_here, division_of_recipe
 from cli.main import main
@@ -45,23 +45,21 @@ def estimate(capsys, *arguments):
     return code, json.loads(capsys.readouterr().out)
 
 
-def split(*arguments):
-    return split_arguments(make_parser(), arguments)
-
-
 @pytest.mark.parametrize(
     ("arguments", "ours", "theirs"),
     [
-        (["--model", "gpt2", "--json"], ["--model", "gpt2", "--json"], []),
-        (["--config", "a", "--model", "X"], ["--config", "a"], ["--config", "a", "--model", "X"]),
-        (["-c=a", "--model.x=1", "--device", "T4"], ["-c=a", "--device", "T4"], ["-c=a", "--model.x=1"]),
-        (["--micro_batch_size=2", "--model", "gpt2"], ["--micro-batch-size=2", "--model", "gpt2"], []),
-        (["--data.b", "16", "--json", "-c", "a"], ["--json", "-c", "a"], ["--data.b", "16", "-c", "a"]),
-        (["-c", "a", "--trainer.max_steps=-1"], ["-c", "a"], ["-c", "a", "--trainer.max_steps=-1"]),
+        (["--model", "gpt2", "--json"], {"model": "gpt2", "json": True}, []),
+        (["--config", "a", "--model", "X"], {"config": ["a"]}, ["--config", "a", "--model", "X"]),
+        (["-c=a", "--model.x=1", "--device", "T4"], {"config": ["a"], "device": "T4"}, ["-c=a", "--model.x=1"]),
+        (["--micro_batch_size=2", "--model", "gpt2"], {"micro_batch_size": 2, "model": "gpt2"}, []),
+        (["--data.b", "16", "--json", "-c", "a"], {"json": True, "config": ["a"]}, ["--data.b", "16", "-c", "a"]),
+        (["-c", "a", "--trainer.n=-1", "-1"], {"config": ["a"]}, ["-c", "a", "--trainer.n=-1", "-1"]),
     ],
-)  # fmt: skip
+)
 def test_options_are_told_apart(arguments, ours, theirs):
-    assert split(*arguments) == (ours, theirs)
+    read, left = read_arguments(make_parser(bool(configs_of(arguments))), arguments)
+    assert {name: value for name, value in vars(read).items() if value not in (None, False)} == ours
+    assert left == theirs
 
 
 # --- a recipe ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cli import plan
-from cli.arguments import split_arguments
+from cli.arguments import read_arguments
 from cli.main import main
 
 _DEMOS = "lightning.pytorch.demos.boring_classes"
@@ -84,9 +84,7 @@ def test_a_run_without_a_checkpoint_ends_with_one_that_leaves_one(capsys, traine
 
 
 def planned(fits, *argv):
-    parser = plan.make_parser()
-    ours, overrides = split_arguments(parser, argv)
-    arguments = parser.parse_args(ours)
+    arguments, overrides = read_arguments(plan.make_parser(), argv)
     is_written = fits and arguments.out is not None and not arguments.dry_run
     return next_of(plan._next(fits, is_written, arguments, argv, overrides))
 
