@@ -336,19 +336,7 @@ def _profile(run: RecipeRun, target: Target, request: EstimateRequest, ranks: Ra
     wanted = request.micro_batch_size or size
     if wanted == size or found.knows_every_size:
         return found
-    _check_room(run.batch, size, wanted)
     return profile(resize_batch(run.batch, size, wanted))
-
-
-def _check_room(batch: Any, size: int, wanted: int) -> None:
-    """Refuse to make a real batch that host memory has no room for."""
-    needed = sum(tensor.nbytes for tensor in tensors_in(batch)) * wanted // size
-    free = host_target().usable_bytes or 0
-    if 2 * needed > free:
-        raise ValueError(
-            f"`--micro-batch-size {wanted}`: what the step needs does not follow from smaller ones, and a batch of "
-            f"that size takes {format_bytes(needed)} where {format_bytes(free)} of RAM is free. Choose a smaller one."
-        )
 
 
 def _techniques(run: RecipeRun) -> tuple[AnyTechnique, ...]:

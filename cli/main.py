@@ -83,10 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _working_directory_modules() -> Iterator[None]:
     """Let modules of the working directory be imported, after everything that is installed."""
-    try:
-        folder = os.getcwd()
-    except FileNotFoundError as error:
-        raise ValueError("the working directory was removed. Change to one that is there (`cd`).") from error
+    folder = os.getcwd()
     if any(os.path.abspath(entry) == folder for entry in sys.path):  # `python -m cli` has it in front
         yield
         return

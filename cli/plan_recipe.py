@@ -121,11 +121,6 @@ def plan_recipe(
             if mistake is None:
                 print(f"memfit: cannot tell: {error} {run.example}".rstrip(), file=sys.stderr)
                 return None
-            if "lora" in request.allow and own_adapter(run.callbacks, run.options.precision) is not None:
-                raise ValueError(
-                    f"{mistake} A search that may choose adapters begins without those of the recipe. Leave `lora` out "
-                    "of `--allow`, and every plan keeps them."
-                ) from None
             raise mistake from None
     data = plan.to_dict()
 

@@ -354,40 +354,18 @@ def parse_batch_shape(text: str) -> Any:
 def _batch(cli: _RecipeCLI, processes: int, shaped: Any, real: bool) -> Any:
     """Return a batch: of the shapes that the user or the data module knows, or else the first real one."""
     data = cli.datamodule
-    example = None if real or shaped is not None else _example_of(cli)
+    example = None if shaped is not None else getattr(data, "example_batch", None)
     if real or (shaped is None and example is None):
         return _first_batch(cli, processes)
     if data is None:
         return shaped
     data.trainer = _PlannedTrainer(cli.trainer, processes)
     if example is not None:
-        architecture = getattr(cli.model, "architecture", None)
+        kind, architecture = type(data).__name__, getattr(cli.model, "architecture", None)
+        cli.example = f"The batch was made by `example_batch` of {kind}, without data; `--real-batch` reads one."
         shaped = example(getattr(architecture, "vocab_size", None))
     cli.trainer.datamodule = data  # type: ignore[attr-defined]
     return data.on_after_batch_transfer(data.on_before_batch_transfer(shaped, 0), 0)
-
-
-_MAKE_BATCHES = ("train_dataloader", "make_samples", "setup")
-"""Methods of data modules, ours and others, that decide what a batch is."""
-
-
-def _example_of(cli: _RecipeCLI) -> Callable[..., Any] | None:
-    """The data module's `example_batch`, unless it was inherited by a class that makes its batches in another way."""
-    example: Callable[..., Any] | None = getattr(cli.datamodule, "example_batch", None)
-    kind = type(cli.datamodule)
-    owners = [owner for owner in kind.__mro__ if "example_batch" in vars(owner)]
-    if example is None or not owners:
-        return example
-    below = kind.__mro__[: kind.__mro__.index(owners[0])]
-    words = f"`example_batch` of {owners[0].__name__}"
-    for owner, name in ((owner, name) for owner in below for name in _MAKE_BATCHES if name in vars(owner)):
-        cli.notes += (
-            f"{words} was not used, as {owner.__name__} has its own `{name}`: a real batch was read. Give "
-            f"{kind.__name__} an `example_batch` of its own, or pass `--batch-shape`, to read none.",
-        )
-        return None
-    cli.example = f"The batch was made by {words}, without data; `--real-batch` reads one."
-    return example
 
 
 def _first_batch(cli: _RecipeCLI, processes: int) -> Any:

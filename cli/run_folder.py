@@ -7,7 +7,6 @@ logger, Lightning would write every run's configuration to the same place. At an
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import re
 import shutil
@@ -23,9 +22,6 @@ from typing_extensions import override
 
 _OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv", "events.out.tfevents.")
 """Beginnings of the names of files that a run writes before its first step."""
-
-_FIGURES_OF_A_START = {"epoch", "step", "micro_batch_size"}
-"""Columns of a `metrics.csv` that are there before the first step: `MicroBatching` logs the size that it has chosen."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -107,7 +103,7 @@ class RunFolder:
             return
         if folder.is_dir():
             files = [path for path in folder.rglob("*") if not path.is_dir()]
-            if not all(path.name.startswith(_OF_A_START) and not _has_results(path) for path in files):
+            if not all(path.name.startswith(_OF_A_START) for path in files):
                 return
             shutil.rmtree(folder, ignore_errors=True)
         for above in folder.parents:
@@ -121,14 +117,6 @@ def _next_version(parent: Path) -> Path:
     names = (path.name for path in parent.iterdir()) if parent.is_dir() else ()
     numbers = [int(found[1]) for name in names if (found := re.fullmatch(r"version_(\d+)", name))]
     return parent / f"version_{max(numbers, default=-1) + 1}"
-
-
-def _has_results(file: Path) -> bool:
-    """Whether a file is a `metrics.csv` with figures of the user's, which a step may log before it ends."""
-    if file.name != "metrics.csv":
-        return False
-    with file.open(newline="", errors="replace") as lines:
-        return bool(set(next(csv.reader(lines), ())) - _FIGURES_OF_A_START)
 
 
 def _is_first(num_nodes: int) -> bool:

@@ -179,16 +179,6 @@ def test_a_fit_does_not_go_on_from_weights_alone(run, tmp_path):
     assert f"`ckpt_path={str(path)!r}` holds weights only (`save_weights_only`)" in line
 
 
-def test_a_working_directory_that_was_removed(tmp_path, monkeypatch, capsys):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert main(["estimate", "--config", "quickstart"]) == 2
-    assert capsys.readouterr().err == (
-        "memfit: error: the working directory was removed. Change to one that is there (`cd`).\n"
-    )
-
-
 def test_folders_of_earlier_runs_stay(run, tmp_path):
     earlier = tmp_path / "runs" / "fuzz" / "version_0"
     earlier.mkdir(parents=True)

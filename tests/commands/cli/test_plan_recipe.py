@@ -300,13 +300,6 @@ def test_a_step_that_has_no_meaning_without_adapters_is_planned_with_them(
     assert not any("adapters" in words for words in plan["changes"])
 
 
-def test_a_search_that_may_choose_adapters_says_that_it_begins_without(
-    no_step_without_adapters: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*no_step_without_adapters, "exact,lora"]) == 2
-    assert "Leave `lora` out of `--allow`, and every plan keeps them." in capsys.readouterr().err
-
-
 def test_what_quantizes_weights_without_adapters_is_not_left_out_in_silence() -> None:
     with pytest.raises(ValueError, match="`trainer.callbacks` has QuantizedWeights, and no plan can keep it"):
         own_adapter([QuantizedWeights()], "bf16-mixed")
