@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import lightning.pytorch as pl
 import numpy as np
@@ -34,23 +34,8 @@ class Position(TypedDict):
     """Batches of one process, as Lightning counts them."""
     samples: int
     """Samples of the epoch's order, over all processes."""
-    per_batch: int
-    """Samples that all processes took with one batch each."""
-    per_step: int
-    """Samples of an optimizer step, over all processes."""
-    end: int
-    """Where in the order the last effective batch ends."""
     data: dict[str, int]
     """`seed` and number of `samples`, on which the order depends."""
-
-
-class Part(NamedTuple):
-    """A part of an epoch's order that is dealt out in whole effective batches."""
-
-    start: int
-    end: int
-    batches: int
-    """Batches of the present size that stand for what was done before."""
 
 
 class EffectiveBatchSampler(DistributedSampler[Any]):
@@ -88,39 +73,31 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
         self.samples_per_batch = batch_size * num_replicas
         self.total_size = blocks // effective * effective
         self.num_samples = self.total_size // num_replicas
-        self.part = Part(0, self.total_size, 0)
+        self.begun_with = 0
 
-    def rest_after(self, position: Position) -> Part:
-        """Return what is left of an epoch, in effective batches of this sampler's size.
+    def steps_after(self, samples: int) -> int:
+        """Return how many effective batches are left of an epoch after so many samples of it.
 
         Samples that no longer fill one are left out, as at the end of every epoch.
-
-        Args:
-            position: Where the epoch was left, perhaps with another number of samples in a batch or a step.
         """
-        done = position["samples"]
-        if (position["per_batch"], position["per_step"]) == (self.samples_per_batch, self.samples_per_step):
-            return Part(done, position["end"], position["batches"])  # perhaps in the middle of an effective batch
-        steps = max(0, len(self.dataset) - done) // self.samples_per_step  # type: ignore[arg-type]
-        before = self.total_size - steps * self.samples_per_step
-        return Part(done, done + steps * self.samples_per_step, before // self.samples_per_batch)
+        return max(0, len(self.dataset) - samples) // self.samples_per_step  # type: ignore[arg-type]
 
-    def position_at(self, part: Part) -> Position:
-        """Return the position at the start of a part of this epoch."""
+    def position_at(self, samples: int) -> Position:
+        """Return the position after so many samples of this epoch, in batches of this sampler's size."""
+        left = self.steps_after(samples) * self.samples_per_step
         return {
             "epoch": self.epoch,
-            "batches": part.batches,
-            "samples": part.start,
-            "per_batch": self.samples_per_batch,
-            "per_step": self.samples_per_step,
-            "end": part.end,
+            "batches": (self.total_size - left) // self.samples_per_batch,
+            "samples": samples,
             "data": {"seed": self.seed, "samples": len(self.dataset)},  # type: ignore[arg-type]
         }
 
     @override
     def __iter__(self) -> Iterator[Any]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))  # type: ignore[arg-type]
-        return iter(order[self.part.start + self.rank : self.part.end : self.num_replicas].tolist())
+        start = self.begun_with
+        end = start + self.steps_after(start) * self.samples_per_step
+        return iter(order[start + self.rank : end : self.num_replicas].tolist())
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -152,17 +129,16 @@ class ResumableLoader(DataLoader[Any]):
         arguments.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
         super().__init__(dataset, sampler=sampler, batch_size=sampler.batch_size, **arguments)
         self.on_resume = on_resume
-        self._position = sampler.position_at(sampler.part)
+        self._position = sampler.position_at(0)
         self._resume: Position | None = None
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler, resume = self.sampler, self._resume
         self._resume = None
-        sampler.part = Part(0, sampler.total_size, 0)
-        if resume is not None and resume["epoch"] == sampler.epoch:
-            sampler.part = sampler.rest_after(resume)
-        self._position = sampler.position_at(sampler.part)
+        goes_on = resume is not None and resume["epoch"] == sampler.epoch
+        sampler.begun_with = resume["samples"] if resume is not None and goes_on else 0
+        self._position = sampler.position_at(sampler.begun_with)
         for batch in super().__iter__():
             self._position["batches"] += 1
             self._position["samples"] += sampler.samples_per_batch
@@ -180,9 +156,9 @@ class ResumableLoader(DataLoader[Any]):
         elif before["samples"] != now["samples"]:
             changed = f"there were {before['samples']:,} samples and are {now['samples']:,}"
         self._resume = None if changed else state
-        goes_on = state["samples"] < state["end"]
+        goes_on = before["samples"] - state["samples"] >= self.sampler.samples_per_step
         if self.on_resume is not None:
-            batches = 0 if changed else self.sampler.rest_after(state).batches
+            batches = 0 if changed else self.sampler.position_at(state["samples"])["batches"]
             goes_on &= self.on_resume(state, batches, len(self))
         if changed and goes_on:
             rank_zero_warn(

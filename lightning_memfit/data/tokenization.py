@@ -52,8 +52,9 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -109,13 +110,3 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         [type(tokenizer).__name__, state, tokenizer.eos_token_id, special, surroundings(tokenizer)], sort_keys=True
     )
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-
-
-def _byte_alphabet() -> list[str]:
-    """Return the character for each byte in a byte-level BPE: the byte's own if printable, else one above 255.
-
-    This is the mapping of OpenAI's GPT-2 encoder, which `tokenizers`' ByteLevel parts use.
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    shifted = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
