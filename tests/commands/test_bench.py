@@ -119,27 +119,6 @@ def test_a_sweep_for_agents_names_every_point_and_a_command_that_measures_it(tmp
     assert "can't be written: File exists" in capsys.readouterr().err
 
 
-@pytest.mark.nightly
-def test_a_point_of_the_committed_sweep_is_tracked_as_it_was_recorded(tmp_path, monkeypatch):
-    """The offline folders of the committed run are not: they hold names and paths of the machine."""
-    pytest.importorskip("wandb")
-    pytest.importorskip("matplotlib")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    root = Path(__file__).parents[2]
-    recorded = json.loads((root / "benchmarks/results/scaling_cpu/p1_b2_none.json").read_text())
-    config = str(root / "benchmarks/experiments/sweeps/scaling.yaml")
-    assert main(["scale", "--config", config, "--folder", str(tmp_path), "--only", "p1_b2_none"]) == 0
-    [run] = [read_run(path) for path in (tmp_path / "scaling_cpu" / "wandb").glob("offline-run-*")]
-    assert (run["name"], run["group"]) == ("p1_b2_none", "scaling-cpu")
-    assert run["config"]["settings"] == recorded["settings"]
-    assert run["config"]["point"] == recorded["point"]
-    assert run["config"]["predicted"]["allocated_bytes"] == pytest.approx(recorded["predicted"]["allocated_bytes"])
-    assert run["summary"]["measured/allocated_bytes"] == pytest.approx(recorded["measured"]["allocated_bytes"])
-    assert run["summary"]["loss_last"] == pytest.approx(recorded["loss_last"], rel=1e-4)
-    assert len(run["history"]) == recorded["speed"]["timed_steps"]
-    assert run["system"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

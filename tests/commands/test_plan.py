@@ -45,47 +45,6 @@ trainer:
 
 STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
 
-SIZED = """\
-import json, os, torch, lightning.pytorch as pl
-from pathlib import Path
-
-class Sized(pl.LightningModule):
-    def __init__(self, width: int = 8):
-        super().__init__()
-        width *= int(os.environ.get("SIZED_TIMES", 1)) * json.loads(Path("sized.json").read_text())
-        self.layer = torch.nn.Linear(4, width)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters())
-
-class Later(Sized):
-    def __init__(self, width: int = 8):
-        pl.LightningModule.__init__(self)
-        self.width, self.layer = width, None
-
-    def configure_model(self):
-        if self.layer is None:
-            width = self.width * int(os.environ.get("SIZED_TIMES", 1)) * json.loads(Path("sized.json").read_text())
-            self.layer = torch.nn.Linear(4, width)
-
-class Rows(pl.LightningDataModule):
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.zeros(8, 4), batch_size=2)
-"""
-
-SIZED_CLASS = "sized_module_of_a_test."
-
-DUMB = """\
-import lightning.pytorch as pl
-
-class NoTrainingStep(pl.LightningModule):
-    def configure_optimizers(self):
-        return None
-"""
-
 
 @pytest.fixture(autouse=True)
 def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,16 +256,3 @@ def test_impossible_demands_end_with_one_message(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
-
-
-def test_module_without_training_step(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "dumb_module.py").write_text(DUMB)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    path = tmp_path / "dumb.yaml"
-    text = yaml.safe_load(RECIPE.format())
-    text["model"] = {"class_path": "dumb_module.NoTrainingStep"}
-    path.write_text(yaml.safe_dump(text))
-    assert main(["plan", "--config", str(path), "--device", "900MiB"]) == 2
-    assert "NoTrainingStep has no `training_step`" in capsys.readouterr().err

@@ -119,20 +119,6 @@ def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatc
     assert any("--device" in note for note in report["notes"])
 
 
-@pytest.mark.nightly
-def test_a_callback_of_the_recipe_is_counted(capsys, recipe, tmp_path):
-    (tmp_path / "average.yaml").write_text(
-        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EMAWeightAveraging}]}"
-    )
-    (tmp_path / "none.yaml").write_text("trainer: {callbacks: []}")
-    figures = []
-    for name in ("none", "average"):
-        _, report = estimate(capsys, *recipe, "--config", str(tmp_path / f"{name}.yaml"), "--device", "12GiB")
-        figures.append(report["peak"]["allocated_bytes"])
-    weights = 4 * report["num_parameters"]
-    assert figures[1] - figures[0] == pytest.approx(weights, rel=0.06)  # rounded up tensor by tensor
-
-
 def test_what_is_left_out_is_said(capsys, recipe):
     _, report = estimate(
         capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=fsdp",
@@ -195,13 +181,6 @@ def test_step_that_cannot_be_traced_says_how_to_measure(capsys, tmp_path, monkey
     assert any("Measured" in note for note in report["notes"])
 
 
-def test_missing_weights_are_a_mistake_with_a_way_out(capsys, recipe, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    arguments = [argument for argument in recipe if not argument.startswith("--model.config")]
-    assert main(["estimate", *arguments, "--model.pretrained=/no/such/folder", "--device", "12GiB"]) == 2
-    assert "no such folder" in capsys.readouterr().err
-
-
 # --- a named model ----------------------------------------------------------------------------------------------------
 
 
@@ -214,13 +193,6 @@ def test_named_model(capsys):
     assert report["num_parameters"] == 124_439_808
     assert report["peak"]["breakdown"]["device"]["optimizer_state"] == pytest.approx(8 * 124_439_808, rel=0.01)
     assert report["largest_micro_batch_size"] > 2
-
-
-@pytest.mark.nightly
-def test_batch_of_one_still_tells_the_largest(capsys):
-    _, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64", "--device", "12GiB")
-    assert report["micro_batch_size"] == 1
-    assert report["largest_micro_batch_size"] > 1
 
 
 @pytest.mark.nightly
@@ -264,7 +236,6 @@ def test_no_plan_is_made_for_an_amd_device(capsys, recipe):
     ("override", "message"),
     [
         ("--trainer.devices=0", "`trainer.devices=0` must be"),
-        ("--trainer.devices=-5", "`trainer.devices=-5` must be"),
         ("--trainer.devices=100000000000000000000", "must be from 1 to"),
         ("--trainer.num_nodes=0", "`trainer.num_nodes=0` must be"),
     ],
@@ -287,18 +258,6 @@ def test_a_recipe_under_fsdp2_has_the_figures_of_a_rank(capsys, recipe):
     assert rank["parameter"] == pytest.approx(alone["parameter"] / 4, rel=0.1)
     assert rank["communication"] > 0
     assert report["verdict"]["fits"]
-
-
-@pytest.mark.nightly
-def test_a_named_model_under_fsdp2_has_the_figures_of_a_rank(capsys):
-    options = ["--model", "gpt2", "--sequence-length", "32", "--device", "8x 24GiB", "--checkpointing", "full"]
-    _, report = estimate(capsys, *options, "--strategy", "fsdp2")
-    assert report["strategy"]["ranks"] == 8
-    weights = 4 * report["num_parameters"]
-    device = report["peak"]["breakdown"]["device"]
-    assert device["parameter"] == pytest.approx(weights / 8, rel=0.02)
-    assert device["optimizer_state"] == pytest.approx(2 * weights / 8, rel=0.02)
-    assert device["communication"] > 0
 
 
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
@@ -349,15 +308,6 @@ def test_a_named_model_is_divided_by_a_named_strategy(capsys, name):
     assert report["verdict"]["host_needed_bytes"] == 4 * sum(peak["host"].values())
 
 
-@pytest.mark.nightly
-def test_ddp_adds_its_buckets(capsys):
-    named = ["--model", "gpt2", "--sequence-length", "64", "--device", "12GiB"]
-    _, alone = estimate(capsys, *named)
-    _, ddp = estimate(capsys, *named, "--strategy", "ddp", "--devices", "2")
-    assert ddp["peak"]["by_phase"]["backward"] >= 20 * 124_439_808  # weights, two states, gradients twice
-    assert ddp["peak"]["total_bytes"] > alone["peak"]["total_bytes"]
-
-
 def test_all_gpus_of_this_machine_count_where_the_recipe_takes_all(monkeypatch):
     """Lightning makes it DDP, whose buckets were not in the figures."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -372,14 +322,6 @@ def test_all_gpus_of_this_machine_count_where_the_recipe_takes_all(monkeypatch):
     assert division_on(here, replace(run, devices=1)) is None
     assert division_on(cpu) is None
     assert division_on(unnamed_target()) is None
-
-
-@pytest.mark.nightly
-def test_named_model_without_device_gets_no_verdict(capsys, monkeypatch):
-    monkeypatch.setattr("lightning_memfit.estimate.target.live_target", lambda: None)
-    code, report = estimate(capsys, "--model", "gpt2", "--sequence-length", "64")
-    assert code == 2
-    assert report["device"]["capacity_bytes"] is None
 
 
 @pytest.mark.nightly
@@ -436,16 +378,11 @@ def test_techniques_that_a_trace_cannot_show_are_refused(capsys, arguments, mess
         (["--config", "quickstrat"], "quickstart"),
         (["--model", "gpt2", "--micro-batch-size", "0"], "at least 1"),
         (["--model", "gpt2", "--micro-batch-size", "-3"], "-3 must be at least 1"),
-        (["--model", "gpt2", "--micro-batch-size", "100000000000000000000"], "must be at most 2,147,483,647"),
-        (["--model", "gpt2", "--micro-batch-size", "1000000000000"], "must be at most 2,147,483,647"),
         (["--config", "quickstart", "--micro-batch-size", "100000000000000000000"], "must be at most 2,147,483,647"),
         (["--model", "gpt2", "--micro-batch-size", "9" * 5000], "999...' is no whole number"),
-        (["--model", "gpt2", "--micro-batch-size", "nan"], "'nan' is no whole number"),
-        (["--model", "gpt2", "--micro-batch-size", "inf"], "'inf' is no whole number"),
         (["--model", "gpt2", "--micro-batch-size", "1e3"], "'1e3' is no whole number"),
         (["--model", "gpt2", "--accumulate-grad-batches", "0"], "at least 1"),
         (["--model", "t5-small", "--sequence-length", "2000000000"], "at most 1,048,576 tokens are traced"),
-        (["--model", "gpt2", "--sequence-length", "2147483648"], "must be at most"),
         (["--model", "gpt2", "--device", ""], "`device=''` is unknown"),
         (["--model", "gpt2", "--device", "0GiB"], "positive size"),
         (["--model", "gpt2", "--device", "99999999999999999TiB"], "less than 8 EiB"),
@@ -453,8 +390,6 @@ def test_techniques_that_a_trace_cannot_show_are_refused(capsys, arguments, mess
         (["--model", "gpt2", "--device", "2x 24GiB"], "needs `--strategy`"),
         (["--model", "gpt2", "--device", "2x 24GiB", "--devices", "4", "--strategy", "ddp"], "Drop one"),
         (["--config", "quickstart", "--device", "2x 24GiB", "--trainer.devices=4"], "names 2 devices, the recipe 4"),
-        (["--model", "gpt2", "--devices", "0", "--strategy", "ddp"], "at least 1"),
-        (["--model", "gpt2", "--devices", "2147483648", "--strategy", "ddp"], "must be at most"),
         (["--model", "gpt2", "--strategy", "zero_9"], "Choose from: ddp"),
         (["--config", "quickstart", "--strategy", "zero_2"], "A recipe states it"),
         (["--model", "gpt2", "--technique", "lora:rank=many"], "an option has the wrong type"),

@@ -57,11 +57,6 @@ def test_mistakes_in_a_file_name_the_closest(write, capsys, content, message):
     assert len(error.splitlines()) <= 2
 
 
-def test_mistake_on_the_command_line(write, capsys):
-    assert main(["fit", "--config", write(), "--trainer.max_stepz=3"]) == 2
-    assert "Closest: trainer.max_steps" in capsys.readouterr().err
-
-
 def test_wrong_value_in_a_constructor(write, capsys):
     assert main(["fit", "--config", write(), "--model.learning_rate=-1"]) == 2
     assert "memfit: error: `learning_rate=-1.0` must be" in capsys.readouterr().err

@@ -77,12 +77,7 @@ HEADS = {"model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "
             {"init_args": HEADS},
             "transformers can't build this 'gpt2' model: `embed_dim` must be divisible by num_heads",
         ),
-        (
-            {"init_args": HEADS, "trainer": {"logger": None}},
-            "transformers can't build this 'gpt2' model: `embed_dim` must be divisible by num_heads",
-        ),
         ({"trainer": {"callbacks": [callback(LIMIT, limit="1e400GiB")]}}, "`limit='1e400GiB'` must be a positive size"),
-        ({"trainer": {"callbacks": [callback(LIMIT, limit=f"1e{10**20}GiB")]}}, "must be a positive size"),
         # Once accepted in silence:
         ({"trainer": {"accumulate_grad_batches": -1}}, "`trainer.accumulate_grad_batches=-1` must be a number greater"),
         ({"trainer": {"gradient_clip_val": float("nan")}}, "`trainer.gradient_clip_val=nan` must be a number"),

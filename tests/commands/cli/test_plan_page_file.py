@@ -1,6 +1,5 @@
 """`memfit plan --html`: where the page is written, and where nothing is."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +51,20 @@ def test_a_file_that_exists_is_refused_before_planning(planned: list[bool], caps
     assert planned == []
 
 
-def test_a_folder_that_is_missing_is_refused_before_planning(
-    planned: list[bool], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--html", "pages/page.html") == 2
-    assert "`--html pages/page.html`: there is no folder 'pages'" in capsys.readouterr().err
-    assert planned == []
-
-
-@pytest.mark.parametrize("option", ["--out", "--html"])
-@pytest.mark.parametrize("file", ["/proc/self/plan.file", "p" * 300])
+@pytest.mark.parametrize(
+    ("option", "file", "told"),
+    [
+        ("--out", "/proc/self/plan.file", "can't be written: "),
+        ("--html", "pages/page.html", ": there is no folder 'pages'"),
+    ],
+)
 def test_a_file_that_cannot_be_written_is_refused_before_planning(
-    planned: list[bool], option: str, file: str, capsys: pytest.CaptureFixture[str]
+    planned: list[bool], option: str, file: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A plan was made, lost, and not even printed."""
     assert run(option, file) == 2
-    assert f"`{option} {file}` can't be written: " in capsys.readouterr().err
+    assert f"`{option} {file}`" in (error := capsys.readouterr().err)
+    assert told in error
     assert planned == []
 
 
@@ -77,14 +74,11 @@ def test_so_are_those_of_estimates(capsys: pytest.CaptureFixture[str], monkeypat
     assert "`--timeline /proc/self/page.html` can't be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("other", ["same.file", "./same.file", "folder/../same.file", "{absolute}/same.file"])
 def test_one_file_for_page_and_plan_is_refused_before_planning(
-    planned: list[bool], other: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    planned: list[bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("folder").mkdir()
-    named = other.format(absolute=tmp_path)
-    assert run("--out", "same.file", "--html", named) == 2
-    assert f"`--html {named}` is the file of `--out`" in capsys.readouterr().err
+    assert run("--out", "same.file", "--html", "./same.file") == 2
+    assert "is the file of `--out`" in capsys.readouterr().err
     assert not Path("same.file").exists()
     assert planned == []
 
@@ -95,9 +89,3 @@ def test_a_dry_run_writes_no_file(planned: list[bool], capsys: pytest.CaptureFix
     assert sorted(tmp_path.iterdir()) == before
     assert "Written" not in capsys.readouterr().out
     assert planned == [True]
-
-
-def test_json_is_alone_on_stdout_with_a_page(planned: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--html", "page.html", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["fits"]
-    assert Path("page.html").read_text() == PAGE

@@ -1,6 +1,5 @@
 """What a run adds to resident memory, whatever was there before."""
 
-import os
 import subprocess
 import sys
 
@@ -69,35 +68,3 @@ def test_time_without_a_core_is_that_of_the_timed_steps(monkeypatch: pytest.Monk
     speed = clock.speed()
     assert speed is not None
     assert speed.queued_fraction == clock.queued_fraction
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts it")
-def test_another_program_on_the_same_core_is_noticed() -> None:
-    core = str(min(os.sched_getaffinity(0)))
-    spin = "import os; os.sched_setaffinity(0, {" + core + "})\nprint('ready', flush=True)\nwhile True: pass"
-    shared = f"import os; os.sched_setaffinity(0, {{{core}}})\n{SHARES}"
-    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        done = subprocess.run([sys.executable, "-c", shared], capture_output=True, text=True, check=True)
-        other.kill()
-    found = done.stdout.split("QUEUED ")[1].strip()
-    if found == "None":
-        pytest.skip("this kernel does not count it")
-    assert float(found) > 0.2  # about half
-
-
-SHARES = """
-import time, torch
-from lightning_memfit.bench.step_clock import StepClock
-torch.set_num_threads(1)
-clock = StepClock(0)
-clock.start()
-for _ in range(3):
-    end = time.perf_counter() + 0.3
-    while time.perf_counter() < end:
-        pass
-    clock.step_ends(torch.device("cpu"))
-print("QUEUED", clock.queued_fraction)
-"""

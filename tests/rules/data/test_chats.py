@@ -1,10 +1,8 @@
 import itertools
 import json
-import pickle
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,11 +83,6 @@ def test_packing_loses_nothing_and_fills_blocks(lengths):
     assert sum(2 * room <= 40 for room in filled) <= 1
 
 
-def test_packing_fills_gaps_exactly():
-    order, bounds = _pack(np.array([60, 40, 70, 30, 99, 1]), 100)
-    assert [sorted(order[a:b].tolist()) for a, b in itertools.pairwise(bounds)] == [[4, 5], [2, 3], [0, 1]]
-
-
 def test_without_packing_each_conversation_has_a_block():
     blocks = ConversationBlocks(tokens_of(CHATS), 256, PAD, packing=False)
     assert len(blocks) == 60
@@ -120,14 +113,6 @@ def test_a_first_token_is_never_predicted():
     tokens = np.concatenate([t for t, _ in ChatEncoder("messages", template).encode(rows, 0)])
     sample = ConversationBlocks(tokens, 64, PAD)[0]
     assert (sample["labels"][sample["position_ids"] == 0] == -100).all()
-
-
-def test_a_mapped_file_is_mapped_again_by_workers(tmp_path):
-    np.save(tmp_path / "tokens.npy", np.tile(tokens_of(CHATS), 20))
-    blocks = ConversationBlocks(np.load(tmp_path / "tokens.npy", mmap_mode="r"), 256, PAD)
-    copy = pickle.loads(pickle.dumps(blocks))
-    assert isinstance(copy.tokens, np.memmap)
-    assert all(torch.equal(copy[7][name], blocks[7][name]) for name in blocks[7])
 
 
 # --- the data module --------------------------------------------------------------------------------------------------
@@ -181,20 +166,6 @@ def test_a_run_goes_on_at_the_sample(tmp_path, num_workers):
     order = seen(first) + seen(other)
     assert order[:22] == seen(whole)  # of 23 blocks: the last one fills no batch of two
     assert len(order) == 23
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ([{"role": "user"}], "message 1 has nothing as 'content'"),
-        ("Hello", "message 1 has nothing"),
-        ([{"from": "human", "value": "Hi"}], "message 1 has nothing as 'role'.*Wanted: a list of messages"),
-    ],
-)
-def test_the_conversation_of_a_fault_is_named(row, reason):
-    encoder = ChatEncoder("messages", ChatTemplate(byte_tokenizer(), "chatml"))
-    with pytest.raises(ValueError, match=f"`messages` of conversation 31, .*{reason}"):
-        encoder.encode([{"messages": row}], 30)
 
 
 def test_missing_column_and_single_conversation(tmp_path, monkeypatch):

@@ -39,10 +39,7 @@ def test_epochs_are_alike_and_whole():
     ("name", "value"),
     [
         ("num_samples", 0),
-        ("sequence_length", 0),
-        ("batch_size", 0),
         ("vocab_size", 1),
-        ("num_labels", 1),
         ("num_workers", -1),
     ],
 )

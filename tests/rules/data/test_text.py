@@ -114,12 +114,6 @@ def test_missing_column(tmp_path, cache):
         TextData(folder, "bytes", text_column="body", cache_dir=cache).load_tokens()
 
 
-def test_broken_file(tmp_path, cache):
-    (tmp_path / "broken.jsonl").write_text("{not json\n")
-    with pytest.raises(ValueError, match=r"cannot be read as json files"):
-        TextData(str(tmp_path / "broken.jsonl"), "bytes", cache_dir=cache).load_tokens()
-
-
 @pytest.mark.parametrize(
     ("name", "row", "words"),
     [

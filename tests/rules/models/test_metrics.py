@@ -54,9 +54,3 @@ def test_a_loss_that_is_no_number_is_not_left_out():
     mean.update(torch.tensor(2.0), 5)
     mean.update(torch.tensor(float("nan")), 5)
     assert math.isnan(mean.compute())
-
-
-def test_metrics_go_to_another_device_and_back():
-    metric = WeightedMean()
-    metric.update(torch.tensor([1.0, 3.0]))
-    assert metric.to("meta").total.device.type == "meta"
