@@ -26,6 +26,9 @@ import lightning_memfit
 _CLASSES = ("model", "data", "trainer.callbacks", "trainer.logger")
 """Options that take a class by its bare name or path."""
 
+_PART = object()
+"""Stands for the value of an argument of which a part is given: `--model.config.n_layer=2`."""
+
 _MOST_SHOWN = 400
 """Characters of the parser's own message, where nothing was found, and a tenth of it of a value."""
 
@@ -47,9 +50,7 @@ def explain(
     given = [*(pair for recipe in recipes for pair in _sections(recipe)), *_options(arguments)]
     if arguments and arguments[-1].endswith(".help"):
         return f"`{arguments[-1]}` needs the name of a class, such as {', '.join(lightning_memfit.__all__)}."
-    for told in unknown_names(given, set(options_of(parser))):
-        return told
-    for told in _wrong_values(given):
+    for told in _mistakes(given, set(options_of(parser))):
         return told
     message = " ".join(str(error).split())
     return message if len(message) <= _MOST_SHOWN else f"{message[:_MOST_SHOWN]} ..."
@@ -81,8 +82,15 @@ def _plain(text: str) -> Any:
         return text
 
 
-def unknown_names(given: Iterable[tuple[str, Any]], valid: set[str]) -> Iterator[str]:
-    """Yield what is said of each option, class and argument that doesn't exist."""
+def _mistakes(given: Sequence[tuple[str, Any]], valid: set[str]) -> Iterator[str]:
+    """Yield what is said of options, classes and arguments that don't exist, then of values of another type."""
+    from lightning.pytorch import Trainer
+
+    of_trainer, values = arguments_of(Trainer), []
+    for key, value in given:
+        name = key.removeprefix("trainer.")
+        if name != key and not _takes(of_trainer.get(name), value):
+            values.append(f"`{key}={_shown(value)}` must be {_words(of_trainer[name])}. Change it, or leave it out.")
     for where, path, arguments in _of_classes(given, valid):
         if path is None:
             yield f"there is no option `{where}`. {_closest_option(where, valid)}"
@@ -90,28 +98,13 @@ def unknown_names(given: Iterable[tuple[str, Any]], valid: set[str]) -> Iterator
         cls, failure = _find_class(path)
         if failure is not None:
             yield f"`{where}`: {failure}"
-        known = arguments_of(cls)
-        for name in arguments:
-            if known and name not in known:
-                named = path.rpartition(".")[2]
-                yield f"`{where}`: {named} has no argument `{name}`. {closest(str(name), known)}"
-
-
-def _wrong_values(given: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    from lightning.pytorch import Trainer
-
-    of_trainer = arguments_of(Trainer)
-    given = list(given)
-    for key, value in given:
-        name = key.removeprefix("trainer.")
-        if name != key and not _takes(of_trainer.get(name), value):
-            yield f"`{key}={_shown(value)}` must be {_words(of_trainer[name])}. Change it, or leave it out."
-    for where, path, arguments in _of_classes(given, None):
-        known = arguments_of(_find_class(str(path))[0])
+        known, named = arguments_of(cls), path.rpartition(".")[2]
         for name, value in arguments.items():
-            if not _takes(known.get(name), value):
-                named = f"{str(path).rpartition('.')[2]}.{name}"
-                yield f"`{where}`: `{named}={_shown(value)}` must be {_words(known[name])}. Change it."
+            if known and name not in known:
+                yield f"`{where}`: {named} has no argument `{name}`. {closest(str(name), known)}"
+            elif not _takes(known.get(name), value):
+                values.append(f"`{where}`: `{named}.{name}={_shown(value)}` must be {_words(known[name])}. Change it.")
+    yield from values
 
 
 def _shown(value: Any) -> str:
@@ -120,13 +113,13 @@ def _shown(value: Any) -> str:
 
 
 def _of_classes(
-    given: Iterable[tuple[str, Any]], valid: set[str] | None
+    given: Iterable[tuple[str, Any]], valid: set[str]
 ) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
     """Yield each class that is named, where, and with which arguments; no class, and a value, for unknown options."""
     last: dict[str, str] = {}
     for key, value in given:
         option = next((name for name in _CLASSES if key == name or key.startswith(f"{name}.")), key)
-        if valid is not None and not any(key in (name, "trainer") or key.startswith(f"{name}.") for name in valid):
+        if not any(key in (name, "trainer") or key.startswith(f"{name}.") for name in valid):
             yield key, None, value
         elif option == key:
             found = list(_specs(key, value))
@@ -134,8 +127,8 @@ def _of_classes(
             last |= {where: path for where, path, _ in found if where == key}
         elif option in last:
             name, dot, _ = key.removeprefix(f"{option}.").removeprefix("init_args.").partition(".")
-            if name not in ("help", "class_path") and not (dot and valid is None):
-                yield option, last[option], {name: value}
+            if name not in ("help", "class_path"):
+                yield option, last[option], {name: _PART if dot else value}
 
 
 def _specs(where: str, value: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -258,7 +251,7 @@ def arguments_of(cls: Any) -> dict[str, Any]:
 
 def _takes(hint: Any, value: Any) -> bool:
     """Whether the parser takes a value for a type; True where that can't be told, or another class is to be made."""
-    if hint in (None, Any) or any(_specs("", value)):
+    if value is _PART or hint in (None, Any) or any(_specs("", value)):
         return True
     probe = ArgumentParser(exit_on_error=False)
     try:
