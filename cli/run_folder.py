@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -67,14 +66,12 @@ class RunFolder:
         root = str(getattr(logger, "save_dir", None) or trainer.default_root_dir)
         if trainer.fast_dev_run or "://" in root:  # type: ignore[attr-defined]
             return
-        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
-            self.path = Path(logger.log_dir)
-        else:
-            # Not of any logger: MLflow's asks a server for its name.
-            name = getattr(logger, "name", None) if type(logger).__name__ == "WandbLogger" else None
-            self.path = _next_version(Path(root) / (name or "lightning_logs"))
+        is_own = isinstance(logger, (CSVLogger, TensorBoardLogger))
+        # Not of any logger: MLflow's asks a server for its name.
+        name = getattr(logger, "name", None) if type(logger).__name__ == "WandbLogger" else None
+        self.path = Path((logger if is_own else CSVLogger(root, name or "lightning_logs")).log_dir)
         self._existed = {folder for folder in (self.path, *self.path.parents) if folder.exists()}
-        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+        if is_own:
             return
         if _is_first(trainer.num_nodes):
             self.path.mkdir(parents=True)  # at once, so that no other run takes the same number
@@ -111,12 +108,6 @@ class RunFolder:
                 return
             with contextlib.suppress(OSError):
                 above.rmdir()
-
-
-def _next_version(parent: Path) -> Path:
-    names = (path.name for path in parent.iterdir()) if parent.is_dir() else ()
-    numbers = [int(found[1]) for name in names if (found := re.fullmatch(r"version_(\d+)", name))]
-    return parent / f"version_{max(numbers, default=-1) + 1}"
 
 
 def _is_first(num_nodes: int) -> bool:
