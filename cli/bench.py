@@ -69,7 +69,9 @@ def add_run_options(parser: argparse.ArgumentParser, folder: Path) -> None:
 def main(argv: list[str]) -> int:
     """Run the command."""
     arguments = build_parser().parse_args(argv)
-    experiment = load_experiment(experiment_file(arguments.experiment), arguments.scale, arguments.device, read_recipe)
+    experiment = load_experiment(
+        file_of("--experiment", arguments.experiment, FOLDER), arguments.scale, arguments.device, read_recipe
+    )
     rows = experiment.only(arguments.only)
     if arguments.fork:  # asking NVML whether there is a device leaves this process without a context
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -188,20 +190,23 @@ FOLDER = next((path for path in (_ROOT / "benchmarks" / "experiments", _ROOT / "
 """Folder of the experiments, in a checkout or in an installed package."""
 
 
-def experiment_file(name: str) -> Path:
-    """Return the YAML file of an experiment given by name or path.
+def file_of(option: str, name: str, folder: Path) -> Path:
+    """Return the YAML file of an experiment or a sweep given by name or path.
+
+    Args:
+        option: The option that names it, for messages.
+        name: Its path, or the name of one in the folder.
+        folder: Where those that come with the package are.
 
     Raises:
-        ValueError: If there is no such file and no such experiment.
+        ValueError: If there is none.
     """
+    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    files = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
-    if name in files:
-        return files[name]
+    if path.is_file() or name in files:
+        return path if path.is_file() else files[name]
     hint = closest(name, list(files)) if files else "This installation has none by name: give a YAML file."
-    raise ValueError(f"`--experiment {name}` is neither a file nor an experiment. {hint}")
+    raise ValueError(f"`{option} {name}` is neither a file nor the name of one. {hint}")
 
 
 def read_recipe(name: str) -> Mapping[str, Any]:

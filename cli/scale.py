@@ -15,7 +15,7 @@ from lightning_memfit.bench.runner import Runner
 from lightning_memfit.bench.sweep import load_sweep, write_wandb_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
 
-from .bench import FOLDER, add_run_options, check_device, measure, read_recipe, show, worker_command
+from .bench import FOLDER, add_run_options, check_device, file_of, measure, read_recipe, show, worker_command
 
 _EPILOG = """\
 examples:
@@ -39,7 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--config",
-        type=Path,
         required=True,
         metavar="FILE",
         help="the matrix, by file or name (scaling); see docs/guides/scale.md",
@@ -64,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the command."""
     arguments = build_parser().parse_args(argv)
-    sweep = load_sweep(_sweep_file(arguments.config), arguments.device, read_recipe)
+    sweep = load_sweep(file_of("--config", arguments.config, FOLDER / "sweeps"), arguments.device, read_recipe)
     if arguments.sweep is not None:
         command = [*shlex.split(_command(arguments)), "--wandb", "online", "--project", arguments.project]
         write_wandb_sweep(sweep, arguments.sweep, command)
@@ -97,18 +96,6 @@ def main(argv: list[str]) -> int:
     return int(any(result.status == "failed" for result in results))
 
 
-def _sweep_file(path: Path) -> Path:
-    """Return the YAML file of a sweep given by path or name."""
-    known = {file.stem: file for file in sorted((FOLDER / "sweeps").glob("*.yaml"))}
-    found = path if path.is_file() else known.get(path.stem)
-    if found is None or not found.is_file():
-        raise ValueError(
-            f"`--config {path}` is no file. Give the YAML file of a sweep, or one that comes with the package: "
-            f"{', '.join(known)}."
-        )
-    return found
-
-
 def _tracking(arguments: argparse.Namespace, sweep: Experiment, folder: Path) -> Tracking:
     mode = arguments.wandb or os.environ.get("WANDB_MODE") or "offline"
     mode = {"disabled": "off", "dryrun": "offline", "run": "online"}.get(mode, mode)
@@ -121,5 +108,5 @@ def _tracking(arguments: argparse.Namespace, sweep: Experiment, folder: Path) ->
 
 
 def _command(arguments: argparse.Namespace, *more: str) -> str:
-    options = ["--config", str(arguments.config), "--device", arguments.device, "--folder", str(arguments.folder)]
+    options = ["--config", arguments.config, "--device", arguments.device, "--folder", str(arguments.folder)]
     return shlex.join(["memfit", "scale", *options, *more])

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.bench.record import Result
-from lightning_memfit.bench.scaling import Curve, Point, as_csv, curves_of, pareto_front, points_of, unit_of
+from lightning_memfit.bench.scaling import Point, as_csv, curves_of, pareto_front, points_of, unit_of
 from lightning_memfit.bench.table import markdown
 from lightning_memfit.extras import require
 from lightning_memfit.memory import GIB, MIB
@@ -28,14 +28,14 @@ _SOFT = "#5b5b5b"
 _BAND = 0.05
 
 
-def draw(points: Sequence[Point], curves: Sequence[Curve], unit: str) -> dict[str, Figure]:
+def draw(points: Sequence[Point], unit: str) -> dict[str, Figure]:
     """Draw every picture that the points allow, by name.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
     require("matplotlib", "Drawing the report's pictures")
-    figures = {}
+    figures, curves = {}, curves_of(points)
     if curves:
         figures["speedup"] = _speedup(curves)
     if any(point.predicted_bytes is not None for point in points):
@@ -62,18 +62,19 @@ def _legend(axes: Axes) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize=9)
 
 
-def _speedup(curves: Sequence[Curve]) -> Figure:
+def _speedup(curves: Mapping[str, Sequence[Point]]) -> Figure:
     figure, axes = _axes("processes", "speed-up (times the speed of one process)")
-    numbers = sorted({number for curve in curves for number in curve.devices})
+    numbers = sorted({point.devices for curve in curves.values() for point in curve})
     axes.plot(numbers, numbers, "--", color=_SOFT, label="ideal")
-    for index, curve in enumerate(curves):
-        below = [value - low for value, low in zip(curve.speedup, curve.speedup_low, strict=True)]
-        above = [high - value for value, high in zip(curve.speedup, curve.speedup_high, strict=True)]
+    for index, (label, curve) in enumerate(curves.items()):
+        below = [point.per_second - point.per_second_low for point in curve]
+        above = [point.per_second_high - point.per_second for point in curve]
+        most = curve[-1]
         axes.errorbar(
-            curve.devices,
-            curve.speedup,
+            [point.devices for point in curve],
+            [point.per_second for point in curve],
             yerr=[[0.0, *below[1:]], [0.0, *above[1:]]],  # the first is 1 by definition
-            label=f"{curve.label} ({curve.efficiency[-1]:.0%} efficient on {curve.devices[-1]})",
+            label=f"{label} ({most.per_second / most.devices:.0%} efficient on {most.devices})",
             color=COLOURS[index % len(COLOURS)],
             marker=_MARKERS[index % len(_MARKERS)],
             capsize=3,
@@ -201,7 +202,7 @@ def write_report(title: str, results: Sequence[Result], folder: Path, command: s
     written = [folder / "points.csv"]
     written[0].write_text(as_csv(results), encoding="utf-8")
     points = points_of(results)
-    figures = draw(points, curves_of(points), unit_of(results))
+    figures = draw(points, unit_of(results))
     for name, figure in figures.items():
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=150, bbox_inches="tight", metadata={"Software": None})

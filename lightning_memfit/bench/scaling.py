@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memfit.bench.record import Result
@@ -28,22 +28,14 @@ class Point:
     technique: str = ""
     row: str = ""
 
-
-@dataclass(frozen=True)
-class Curve:
-    """Speed over the number of processes, with everything else equal."""
-
-    label: str
-    devices: tuple[int, ...]
-    speedup: tuple[float, ...]
-    """Speed relative to that of the fewest processes, times their number."""
-    speedup_low: tuple[float, ...]
-    speedup_high: tuple[float, ...]
-
-    @property
-    def efficiency(self) -> tuple[float, ...]:
-        """Speed-up per process; 1 is ideal."""
-        return tuple(speed / number for speed, number in zip(self.speedup, self.devices, strict=True))
+    def times(self, factor: float) -> "Point":
+        """This point with its speeds on another scale."""
+        return replace(
+            self,
+            per_second=self.per_second * factor,
+            per_second_low=self.per_second_low * factor,
+            per_second_high=self.per_second_high * factor,
+        )
 
 
 def unit_of(results: Sequence[Result]) -> str:
@@ -79,26 +71,19 @@ def points_of(results: Sequence[Result]) -> list[Point]:
     return points
 
 
-def curves_of(points: Sequence[Point]) -> list[Curve]:
-    """Return one curve for each label that was measured with at least two numbers of processes."""
+def curves_of(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Return the points of every label that was measured with at least two numbers of processes, by that number.
+
+    Their speeds are relative to that of the fewest processes, times their number.
+    """
     by_label: dict[str, list[Point]] = {}
     for point in points:
         by_label.setdefault(point.label, []).append(point)
-    curves = []
+    curves = {}
     for label, group in by_label.items():
         group = sorted(group, key=lambda point: point.devices)
-        if len({point.devices for point in group}) < 2:
-            continue
-        scale = group[0].devices / group[0].per_second
-        curves.append(
-            Curve(
-                label,
-                tuple(point.devices for point in group),
-                tuple(point.per_second * scale for point in group),
-                tuple(point.per_second_low * scale for point in group),
-                tuple(point.per_second_high * scale for point in group),
-            )
-        )
+        if group[0].devices < group[-1].devices:
+            curves[label] = [point.times(group[0].devices / group[0].per_second) for point in group]
     return curves
 
 

@@ -113,7 +113,7 @@ def test_a_sweep_for_agents_names_every_point_and_a_command_that_measures_it(tmp
     *command, macro = document["command"]
     assert (command[:2], macro) == (["memfit", "scale"], "${args}")
     asked = build_parser().parse_args([*command[2:], f"--only={points[0]}"])  # as an agent calls it
-    assert (str(asked.config), asked.only, asked.wandb) == (config, [points[0]], "online")
+    assert (asked.config, asked.only, asked.wandb) == (config, [points[0]], "online")
     assert not (tmp_path / "runs").exists()
     assert main(options) == 2
     assert "can't be written: File exists" in capsys.readouterr().err
@@ -122,13 +122,13 @@ def test_a_sweep_for_agents_names_every_point_and_a_command_that_measures_it(tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--experiment", "nope"], "`--experiment nope` is neither a file nor an experiment"),
+        (["bench", "--experiment", "nope"], "`--experiment nope` is neither a file nor the name of one. Closest: "),
         (
             ["bench", "--experiment", "bert_large", "--scale", "tiny"],
             "`--scale tiny`: bert_large.yaml has no such scale",
         ),
         (["bench", "--experiment", "bert_large", "--only", "nope"], "`--only nope`: there is no such row"),
-        (["scale", "--config", "nope.yaml"], "`--config nope.yaml` is no file"),
+        (["scale", "--config", "nope.yaml"], "`--config nope.yaml` is neither a file nor the name of one. Closest: "),
     ],
 )
 def test_mistakes_are_explained(arguments, message, capsys):

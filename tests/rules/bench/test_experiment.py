@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cli.bench import FOLDER, experiment_file, read_recipe
+from cli.bench import FOLDER, file_of, read_recipe
 from lightning_memfit.bench.experiment import load_experiment, overlay
 
 MINIMAL = {
@@ -92,8 +92,8 @@ def test_a_file_that_is_no_mapping(tmp_path):
 
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"`--experiment bert_larg` is neither .* Closest: bert_large"):
-        experiment_file("bert_larg")
-    experiment = load_experiment(experiment_file("bert_large"), "small", "cpu", read_recipe)
+        file_of("--experiment", "bert_larg", FOLDER)
+    experiment = load_experiment(file_of("--experiment", "bert_large", FOLDER), "small", "cpu", read_recipe)
     with pytest.raises(ValueError, match=r"`--only vanila`: there is no such row. Closest: vanilla"):
         experiment.only(["vanila"])
     assert [row.name for row in experiment.only(["vanilla"])] == ["vanilla"]

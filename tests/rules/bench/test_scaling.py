@@ -23,24 +23,23 @@ RESULTS = [
 ]
 
 
-def test_speed_up_and_efficiency_against_the_fewest_processes():
-    none, small = curves_of(points_of(RESULTS))
-    assert none.label == "none"
-    assert none.devices == (1, 2, 4)
-    assert none.speedup == pytest.approx((1.0, 1.8, 3.2))
-    assert none.efficiency == pytest.approx((1.0, 0.9, 0.8))
-    assert none.speedup_low == pytest.approx((0.5, 0.9, 1.6))  # step times twice as long at the 95 % quantile
-    assert none.speedup_high == pytest.approx((1.25, 2.25, 4.0))
-    assert small.speedup == pytest.approx((1.0, 1.8))
+def test_speed_up_against_the_fewest_processes():
+    curves = curves_of(points_of(RESULTS))
+    assert [point.devices for point in curves["none"]] == [1, 2, 4]
+    assert [point.per_second for point in curves["none"]] == pytest.approx([1.0, 1.8, 3.2])
+    # Step times are twice as long at the 95 % quantile.
+    assert [point.per_second_low for point in curves["none"]] == pytest.approx([0.5, 0.9, 1.6])
+    assert [point.per_second_high for point in curves["none"]] == pytest.approx([1.25, 2.25, 4.0])
+    assert [point.per_second for point in curves["small"]] == pytest.approx([1.0, 1.8])
 
 
 def test_curves_that_start_at_two_processes_start_at_two():
-    [curve] = curves_of(points_of([RESULTS[1], RESULTS[2]]))
-    assert curve.speedup == pytest.approx((2.0, 2 * 320 / 180))
+    [curve] = curves_of(points_of([RESULTS[1], RESULTS[2]])).values()
+    assert [point.per_second for point in curve] == pytest.approx([2.0, 2 * 320 / 180])
 
 
 def test_one_number_of_processes_makes_no_curve():
-    assert curves_of(points_of([RESULTS[0], RESULTS[3]])) == []
+    assert curves_of(points_of([RESULTS[0], RESULTS[3]])) == {}
 
 
 def test_no_point_beats_one_on_the_front():
