@@ -313,8 +313,6 @@ def validation_mask(hashes: np.ndarray, fraction: float) -> np.ndarray:
     Raises:
         ValueError: If the documents cannot be split.
     """
-    if not 0 < fraction < 1:
-        raise ValueError(f"`val_fraction={fraction}` must lie between 0 and 1.")
     wanted = max(1, round(len(hashes) * fraction))
     mask = hashes <= np.partition(hashes, wanted - 1)[wanted - 1] if len(hashes) else np.zeros(0, bool)
     if not mask.any() or mask.all():

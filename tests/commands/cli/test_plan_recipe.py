@@ -150,12 +150,8 @@ def test_a_plan_keeps_the_samples_of_a_step(
 @pytest.mark.parametrize(
     ("devices", "wanted"),
     [
-        ([1], (1,)),
-        ("1,", (1,)),
         ("2,0", (2, 0)),
-        (2, (0, 1)),
         ("2", (0, 1)),
-        ("auto", None),
         (-1, None),
     ],
 )
@@ -179,11 +175,6 @@ def test_a_named_cpu_is_under_the_limit_of_the_recipe() -> None:
 def test_devices_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`trainer.devices=\['first', '1'\]` must be numbers"):
         device_numbers("first,1")
-
-
-def test_a_recipe_tells_its_devices() -> None:
-    with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=[1,3]"]) as run:
-        assert (run.devices, run.device_numbers) == (2, (1, 3))
 
 
 def test_machines_that_cannot_share_the_named_devices_are_refused() -> None:

@@ -48,12 +48,6 @@ def test_what_cannot_be_split_is_refused(texts):
         validation_mask(hashes(texts), 0.5)
 
 
-@pytest.mark.parametrize("fraction", [0, 1, -0.1])
-def test_fraction_out_of_range(fraction):
-    with pytest.raises(ValueError, match="val_fraction"):
-        validation_mask(hashes(["a", "b"]), fraction)
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
