@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_memfit.data.chat_template import ChatTemplate, read_template
 from lightning_memfit.data.pairs import set_languages
@@ -19,7 +19,7 @@ from lightning_memfit.models.trained import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 _DATA = "datamodule_hyper_parameters"
 _OF_CHATS = {"chat_template": "template", "date": "date", "template_options": "options"}
@@ -45,58 +45,50 @@ def main(argv: list[str]) -> int:
         print(f"Adapters: {folder}\nLoad them with `peft.PeftModel.from_pretrained(network, {str(folder)!r})`.")
         return 0
 
-    trained = load_trained(arguments.ckpt_path, arguments.tokenizer)
-    end_with_answers(trained)
-    folder = export_folder(trained.network, arguments.folder, trained.tokenizer)
-    kind = type(trained.network).__name__
+    path, checkpoint = arguments.ckpt_path, load_verified(arguments.ckpt_path)
+    name = arguments.tokenizer or checkpoint.get(_DATA, {}).get("tokenizer")
+    if name is None:
+        raise ValueError(f"`ckpt_path={path!r}` does not say which tokenizer its data had. Give `--tokenizer`.")
+    with asked_once():
+        tokenizer = tokenizer_of(checkpoint, name)
+        network = network_from_checkpoint(checkpoint)
+    end_with_answers(network, tokenizer, chats_of(checkpoint))
+    folder = export_folder(network, arguments.folder, tokenizer)
+    kind = type(network).__name__
     print(f"Model and tokenizer: {folder}\nLoad it with `transformers.{kind}.from_pretrained({str(folder)!r})`.")
     return 0
 
 
-class Trained(NamedTuple):
-    """A trained network, in evaluation mode, and what its data were made with."""
-
-    network: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    """With the chat template of the training in place of its own, if that was another one."""
-    chats: dict[str, Any] | None
-    """Arguments of the `ChatTemplate` of the training; None if it wasn't one on chats."""
-
-
-def load_trained(ckpt_path: str, tokenizer: str | None) -> Trained:
-    """Load the network of a checkpoint and the tokenizer that its data were made with.
-
-    Args:
-        ckpt_path: Checkpoint written by `memfit fit`; a sharded one is consolidated in memory.
-        tokenizer: Tokenizer to use instead of the one named in the checkpoint.
+def tokenizer_of(checkpoint: dict[str, Any], name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, with the chat template and the languages of a checkpoint's data in place of its own.
 
     Raises:
-        ValueError: If either cannot be read, or the tokenizer or its chat template is unknown.
+        ValueError: If it can't be read, or the chat template is gone.
     """
-    checkpoint = load_verified(ckpt_path)
+    data, chats = checkpoint.get(_DATA, {}), chats_of(checkpoint)
+    tokenizer = load_tokenizer(name)
+    if chats is not None:
+        tokenizer.chat_template = read_template(tokenizer, chats["template"])
+    if any(data.get(name) is not None for name in _LANGUAGES):
+        set_languages(tokenizer, *(data.get(name) for name in _LANGUAGES))
+    return tokenizer
+
+
+def chats_of(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments of the `ChatTemplate` of the training; None if it wasn't one on chats."""
     data = checkpoint.get(_DATA, {})
-    name = tokenizer or data.get("tokenizer")
-    if name is None:
-        raise ValueError(f"`ckpt_path={ckpt_path!r}` does not say which tokenizer its data had. Give `--tokenizer`.")
-    chats = {ours: data[name] for name, ours in _OF_CHATS.items() if name in data} if "chat_template" in data else None
-    with asked_once():
-        loaded = load_tokenizer(name)
-        if chats is not None:
-            loaded.chat_template = read_template(loaded, chats["template"])
-        if any(data.get(name) is not None for name in _LANGUAGES):
-            set_languages(loaded, *(data.get(name) for name in _LANGUAGES))
-        return Trained(network_from_checkpoint(checkpoint), loaded, chats)
+    return {ours: data[name] for name, ours in _OF_CHATS.items() if name in data} if "chat_template" in data else None
 
 
-def end_with_answers(trained: Trained) -> None:
+def end_with_answers(network: Any, tokenizer: PreTrainedTokenizerBase, chats: dict[str, Any] | None) -> None:
     """Let a network that was trained on chats end where its answers ended, whoever generates with it.
 
     Base models know the end of a text alone, and templates end a turn with a token of their own (Qwen, Llama 3).
     """
-    settings = getattr(trained.network, "generation_config", None)
-    if trained.chats is None or settings is None:
+    settings = getattr(network, "generation_config", None)
+    if chats is None or settings is None:
         return
-    end, known = ChatTemplate(trained.tokenizer, **trained.chats).end_of_answer, settings.eos_token_id
+    end, known = ChatTemplate(tokenizer, **chats).end_of_answer, settings.eos_token_id
     known = [] if known is None else known if isinstance(known, list) else [known]
     if end not in known:
         settings.eos_token_id = [*known, end]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from cli import export as trained
+from cli import export
 from cli.main import main
 from lightning_memfit.data.chat_template import CHATML, ChatTemplate
 from lightning_memfit.data.tokenization import byte_tokenizer
@@ -56,9 +56,7 @@ def test_an_answer_ends_where_the_template_ends_it(tmp_path, line_after):
 
 def test_the_languages_of_the_training_are_set(monkeypatch):
     asked = {"tokenizer": "nllb", "source_language": "deu", "target_language": "eng"}
-    monkeypatch.setattr(trained, "load_verified", lambda _: {"datamodule_hyper_parameters": asked})
-    monkeypatch.setattr(trained, "load_tokenizer", lambda _: translating())
-    monkeypatch.setattr(trained, "network_from_checkpoint", lambda _: None)
-    tokenizer = trained.load_trained("some.ckpt", None).tokenizer
+    monkeypatch.setattr(export, "load_tokenizer", lambda _: translating())
+    tokenizer = export.tokenizer_of({"datamodule_hyper_parameters": asked}, "nllb")
     assert tokenizer.decode(tokenizer("a")["input_ids"]) == "deua<|endoftext|>"
     assert tokenizer.decode(tokenizer(text_target="a")["input_ids"]) == "enga<|endoftext|>"
