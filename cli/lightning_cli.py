@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import Namespace, _typehints, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, _typehints, set_parsing_settings
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -101,7 +101,7 @@ class MemFitCLI(LightningCLI):
             planned, trainer = laid.get("trainer") or {}, _section(config).trainer
             # An option on the command line counts more than the plan, and is in batches of the plan's size.
             recounted = [one for one in made_for.COUNT_BATCHES if one in planned and trainer[one] == planned[one]]
-            found = made_for.differences(laid[MADE_FOR], made_for.written(_section(recipe)), recounted)
+            found = made_for.differences(laid[MADE_FOR], made_for.written(plain(parser, recipe)), recounted)
             if found:
                 shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
                 raise ValueError(
@@ -167,6 +167,13 @@ def _section(config: Namespace) -> Namespace:
     command = config.get("subcommand")
     section: Namespace = config if command is None else config[command]
     return section
+
+
+def plain(parser: ArgumentParser, config: Namespace) -> dict[str, Any]:
+    """Return what was parsed for the command that runs, if there is one, or everything, in values as YAML has them."""
+    written: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_link_targets=False))
+    command = config.get("subcommand")
+    return written if command is None else dict(written[command])
 
 
 def _check_choices(trainer: Mapping[str, Any]) -> None:

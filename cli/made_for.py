@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 from jsonargparse import Namespace
@@ -47,26 +46,25 @@ _LOADING = frozenset({"num_workers", "tokenize_workers", "pin_memory", "persiste
 """Arguments of data modules that change how fast batches come, and nothing about them."""
 
 
-def made_for(config: Namespace, device: str) -> dict[str, Any]:
+def made_for(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return what a plan names itself as made for.
 
     Args:
-        config: The recipe as parsed, nothing instantiated.
+        config: The recipe as parsed, in plain values.
         device: Name of the device.
     """
     return {"device": device, "recipe": written(config)}
 
 
-def written(config: Namespace) -> dict[str, Any]:
+def written(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a recipe says about model, data and a step, by keys such as `data.batch_size`."""
-    trainer = {name: value for name, value in vars(config.trainer).items() if name in (*_RELEVANT, *COUNT_BATCHES)}
+    trainer = {name: config["trainer"].get(name) for name in (*_RELEVANT, *COUNT_BATCHES)}
     kept = {"model": config.get("model"), "data": config.get("data"), "trainer": trainer}
     return {key: value for key, value in _flat(kept, "") if key.rpartition(".")[2] not in _LOADING}
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield every value below one that is set, classes by their names instead of their places in a list."""
-    value = vars(value) if isinstance(value, Namespace) else value
     if isinstance(value, Mapping):
         if isinstance(value.get("class_path"), str):
             yield key, value["class_path"]
@@ -75,7 +73,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
                 yield from _flat(item, key)
             elif name != "class_path":
                 yield from _flat(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, (list, tuple)) and any(_class_name(item) for item in value):
+    elif isinstance(value, list) and any(map(_class_name, value)):
         seen = Counter[str]()
         for item in value:
             name = _class_name(item)
@@ -83,24 +81,12 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
             if name not in _WATCHERS:
                 yield from _flat(item, f"{key}.{name}" + (f"[{seen[name]}]" if seen[name] > 1 else ""))
     elif value is not None:
-        yield key, _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as YAML has it."""
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if callable(value) and hasattr(value, "__qualname__"):  # whose text has an address
-        return f"{value.__module__}.{value.__qualname__}"
-    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
+        yield key, value
 
 
 def _class_name(spec: Any) -> str:
     """Return the name of the class that a part of a configuration stands for; empty if it is none."""
-    path = spec.get("class_path") if isinstance(spec, (Namespace, Mapping)) else None
-    return str(path).rpartition(".")[2] if isinstance(path, str) else ""
+    return str(spec.get("class_path", "")).rpartition(".")[2] if isinstance(spec, Mapping) else ""
 
 
 def differences(stamp: Mapping[str, Any], now: Mapping[str, Any], recounted: Collection[str] = ()) -> list[str]:

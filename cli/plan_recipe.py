@@ -131,7 +131,7 @@ def plan_recipe(
         if not workload.target.device_kind.is_host:  # of processors, Lightning takes a number
             devices = _devices_as_named(run, devices)
         recounted = _counted_in_batches(run, trainer["accumulate_grad_batches"])
-        stamp = {MADE_FOR: made_for(run.parsed[1], workload.target.name)}
+        stamp = {MADE_FOR: made_for(run.config, workload.target.name)}
         return {**stamp, **overlay, "trainer": {**trainer, "devices": devices, **recounted}}
 
     data["overlay"] = laid(plan) if plan.fits else None

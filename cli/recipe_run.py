@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -40,7 +39,7 @@ from lightning_memfit.techniques.core.precision import TechniquePrecision
 
 from .arguments import LARGEST_COUNT
 from .explain import import_public_names
-from .lightning_cli import MemFitCLI
+from .lightning_cli import MemFitCLI, plain
 from .recipe_files import configs_of
 
 if TYPE_CHECKING:
@@ -90,9 +89,7 @@ class RecipeRun:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The recipe's whole configuration as plain values."""
-        parser, config = self.parsed
-        plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_link_targets=False))
-        return plain
+        return plain(*self.parsed)
 
     @property
     def batching(self) -> Any:

@@ -107,7 +107,7 @@ def test_an_option_beside_a_plan_counts_its_batches(
 ) -> None:
     out = tmp_path / "plan.yaml"
     with load_recipe(["--config", recipe], None, False) as run:
-        stamp = made_for.made_for(run.parsed[1], "CPU")
+        stamp = made_for.made_for(run.config, "CPU")
     out.write_text(yaml.safe_dump({"made_for": stamp, "trainer": {"limit_train_batches": 16}}))
     both = ["fit", "--config", recipe, "--config", str(out), "--print_config"]
     for options, expected in (([], 16), (["--trainer.limit_train_batches=3"], 3)):

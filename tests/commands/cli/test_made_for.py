@@ -1,11 +1,12 @@
 """What a plan's file names itself as made for."""
 
+from typing import Any
+
 import pytest
 from jsonargparse import Namespace
 
 from cli.made_for import differences, laid_over, written
 from cli.recipe_files import without_config
-from lightning_memfit.device.catalogue import find_device
 
 EIGHT_BIT = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
 FEEDBACK = "lightning_memfit.PlanFeedback"
@@ -44,11 +45,11 @@ def test_a_list_that_replaces_the_plans_is_refused() -> None:
 
 
 def test_callbacks_of_one_class_and_modules_of_one_name_are_told_apart() -> None:
-    def recipe(model: str, *factors: float) -> Namespace:
-        callbacks = [Namespace(class_path="mine.Scale", init_args=Namespace(factor=factor)) for factor in factors]
-        watchers = specs("lightning.pytorch.callbacks.EarlyStopping", "lightning_memfit.Preemption")
-        trainer = Namespace(callbacks=[*callbacks, *watchers], max_steps=3)
-        return Namespace(model=Namespace(class_path=model, init_args=Namespace()), trainer=trainer)
+    def recipe(model: str, *factors: float) -> dict[str, Any]:
+        callbacks: list[Any] = [{"class_path": "mine.Scale", "init_args": {"factor": factor}} for factor in factors]
+        watchers = ("lightning.pytorch.callbacks.EarlyStopping", "lightning_memfit.Preemption")
+        callbacks += [{"class_path": name, "init_args": {"number": 1}} for name in watchers]
+        return {"model": {"class_path": model, "init_args": {}}, "trainer": {"callbacks": callbacks, "max_steps": 3}}
 
     first = written(recipe("a.Model", 1.0, 2.0))
     assert not any("EarlyStopping" in key or "Preemption" in key or "max_steps" in key for key in first)
@@ -71,10 +72,3 @@ def test_differences_are_named() -> None:
 def test_a_file_is_left_out_of_arguments() -> None:
     arguments = ["--config", "a.yaml", "-c", "plan.yaml", "--x=1", "--config=plan.yaml", "plan.yaml"]
     assert without_config(arguments, "plan.yaml") == ["--config", "a.yaml", "--x=1", "plan.yaml"]
-
-
-def test_functions_are_told_by_their_names() -> None:
-    """Another process has the same one at another address."""
-    batching = Namespace(class_path="lightning_memfit.MicroBatching", init_args=Namespace(loss_weight=find_device))
-    found = written(Namespace(trainer=Namespace(callbacks=[batching])))
-    assert found["trainer.callbacks.MicroBatching.loss_weight"] == "lightning_memfit.device.catalogue.find_device"

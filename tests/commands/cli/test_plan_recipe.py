@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cli import estimate_recipe, plan_recipe
@@ -327,7 +328,7 @@ def test_a_plan_is_for_the_batch_that_micro_batching_gives_a_step_with_its_argum
     path = "lightning_memfit.fitting.step.callback.MicroBatching"
     config = {"trainer": {"callbacks": [{"class_path": path, "init_args": written | {"last_resort": "recompute"}}]}}
     parser: Any = SimpleNamespace(dump=lambda *_, **__: yaml.safe_dump(config))
-    run = replace(recipe(), callbacks=(own,), parsed=(parser, parser))
+    run = replace(recipe(), callbacks=(own,), parsed=(parser, Namespace()))
     setting, _ = plan_recipe.own_setting(run, 1)
     assert setting is not None
     assert (setting.micro_batch_size, setting.accumulate_grad_batches) == (32, 2)
