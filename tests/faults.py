@@ -291,11 +291,9 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "Caches and plans": (
         *_cases(
             "rules/memory/test_cache_files.py",
-            ("an entry was changed", "it is not believed", "test_an_entry_that_was_changed_is_not_believed"),
             ("the drive is full", "one warning; the command goes on", "test_a_full_drive"),
             ("the drive is read-only", "the same", "test_a_read_only_drive"),
             ("a file is where the folder should be", "the same", "test_a_file_where_the_folder_should_be"),
-            ("others may write into the folder", "it is not used", "test_a_folder_in_which_others_may_write"),
         ),
         *_cases(
             "commands/test_plan.py",

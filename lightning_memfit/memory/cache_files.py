@@ -1,15 +1,9 @@
-"""Files of the cache folder: never the reason why a run stops, and believed only if they are what was written.
-
-Every entry carries a checksum, which tells damage and changes by hand. It is no signature: what keeps others from
-writing entries is that a folder in which they can is not used.
-"""
+"""Files of the cache folder: never the reason why a run stops. They hold plain data and no code."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import stat
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -17,8 +11,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
-
-_CHECKSUM = "sha256"
 
 
 def default_cache_folder() -> Path:
@@ -29,49 +21,20 @@ def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-memfit"
 
 
-def checksum(content: Any) -> str:
-    """Return the checksum of plain values, or of bytes."""
-    data = content if isinstance(content, bytes) else json.dumps(content, sort_keys=True).encode()
-    return hashlib.sha256(data).hexdigest()
-
-
-def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values with their checksum beside them."""
-    return {**content, _CHECKSUM: checksum(content)}
-
-
-def opened(content: Any) -> dict[str, Any]:
-    """Return what `sealed` was given.
-
-    Raises:
-        ValueError: If it isn't what was written.
-    """
-    if not isinstance(content, dict) or _CHECKSUM not in content:
-        raise ValueError("it has no checksum")
-    inside = {name: value for name, value in content.items() if name != _CHECKSUM}
-    if content[_CHECKSUM] != checksum(inside):
-        raise ValueError("it was changed after it was written, or is damaged")
-    return inside
-
-
 def read_entry(path: Path) -> dict[str, Any] | None:
-    """Return the plain values of an entry; None if there is none that can be believed, which is said once.
+    """Return the plain values of an entry; None if there is none, or none that can be read, which is said once.
 
     Args:
         path: The entry's file, written by `write_entry`.
     """
     try:
-        if not path.is_file() or not is_own(path.parent):
-            return None
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
         tell_once(path.parent, f"{path.name} can't be read: {error}")
         return None
-    try:
-        return opened(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        tell_once(path.parent, f"{path.name} is not used: {error}")
-        return None
+    return content if isinstance(content, dict) else None
 
 
 def write_entry(path: Path, content: dict[str, Any]) -> bool:
@@ -81,7 +44,7 @@ def write_entry(path: Path, content: dict[str, Any]) -> bool:
         path: The entry's file.
         content: Plain values.
     """
-    text = json.dumps(sealed(content), indent=1) + "\n"
+    text = json.dumps(content, indent=1) + "\n"
     return write_file(path, lambda file: file.write(text.encode()))
 
 
@@ -97,8 +60,6 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> bool:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not is_own(path.parent):
-            return False
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".partial")
         try:
             with open(handle, "wb") as file:
@@ -110,26 +71,6 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> bool:
             raise
     except OSError as error:
         tell_once(path.parent, f"entries can't be written: {error}")
-        return False
-    return True
-
-
-def is_own(folder: Path) -> bool:
-    """Whether nobody else can have written into a folder: it belongs to this user or root.
-
-    Neither others nor a group may write there, but for the user's own.
-
-    A folder that isn't is said once.
-    """
-    status = folder.stat()
-    if hasattr(os, "geteuid") and os.geteuid() not in (0, status.st_uid) and status.st_uid != 0:
-        tell_once(folder, "it belongs to another user")
-        return False
-    if status.st_mode & stat.S_IWOTH:
-        tell_once(folder, "everybody may write there")
-        return False
-    if status.st_mode & stat.S_IWGRP and hasattr(os, "getegid") and status.st_gid != os.getegid():
-        tell_once(folder, "a group may write there")
         return False
     return True
 

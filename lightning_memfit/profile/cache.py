@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_memfit.memory.cache_files import default_cache_folder, is_own, tell_once, write_file
+from lightning_memfit.memory.cache_files import default_cache_folder, tell_once, write_file
 from lightning_memfit.profile.fingerprint import describe, settings_of
 from lightning_memfit.profile.record import ModelProfile
 
@@ -27,10 +27,10 @@ class ProfileCache:
         self.folder = (folder or default_cache_folder()) / "profiles"
 
     def load(self, key: str) -> ModelProfile | None:
-        """The profile of a key; None where there is none that can be believed."""
+        """The profile of a key; None where there is none that can be read."""
         path = self.folder / f"{key}.npz"
         try:
-            return ModelProfile.load(path) if path.is_file() and is_own(self.folder) else None
+            return ModelProfile.load(path) if path.is_file() else None
         except Exception as error:  # cut off, damaged, or made by something else; a file may hold anything
             tell_once(self.folder, f"{path.name} is not used: {error}")
         return None

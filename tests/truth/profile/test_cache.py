@@ -50,15 +50,10 @@ def test_a_file_that_can_not_be_read_is_traced_anew(tmp_path, monkeypatch, damag
 
 
 def rewrite(path, change):
-    """Write an entry anew as somebody would who doesn't know the checksum, or does."""
     with np.load(path) as data:
         arrays = {name: data[name] for name in data.files}
     change(arrays)
     np.savez_compressed(path, **arrays)
-
-
-def poison(arrays):
-    arrays["sizes"] = arrays["sizes"] * 1000
 
 
 def other_header(arrays):
@@ -75,7 +70,7 @@ class Payload:
         return (exec, (f"open({str(self.marker)!r}, 'w')",))
 
 
-def test_entries_that_were_changed_are_not_believed(tmp_path, monkeypatch):
+def test_entries_of_another_form_are_not_believed(tmp_path, monkeypatch):
     calls = count_traces(monkeypatch)
     marker = tmp_path / "ran"
 
@@ -88,7 +83,7 @@ def test_entries_that_were_changed_are_not_believed(tmp_path, monkeypatch):
 
     true = peak()
     (path,) = (tmp_path / "profiles").iterdir()
-    for number, change in enumerate((poison, other_header, hidden), 2):
+    for number, change in enumerate((other_header, hidden), 2):
         rewrite(path, change)
         tell_once.cache_clear()
         with pytest.warns(UserWarning, match=r"npz is not used"):
