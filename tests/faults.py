@@ -327,7 +327,6 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         *_cases(
             "commands/test_tracker_faults.py",
             ("a logger raises", "said once; training goes on", "test_a_logger_that_raises_is_said_once"),
-            ("the folder of a CSV log vanishes", "it is made anew", "test_a_folder_that_vanishes_is_made_again"),
         ),
         *_cases(
             "numerics/reliability/test_non_finite.py",

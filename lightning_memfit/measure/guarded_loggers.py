@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.memory.wrapping import wrap_method
@@ -18,8 +17,7 @@ _METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "
 def guard_loggers(loggers: Sequence[Logger]) -> Callable[[], None]:
     """Let the calls that a run makes to its loggers fail without an end of the run.
 
-    A `CSVLogger` whose folder has vanished makes it again, and goes on writing what it has; rows that were in the old
-    folder are gone with it. Making a logger's experiment, before training, may still fail: then nothing is lost.
+    Making a logger's experiment, before training, may still fail: then nothing is lost.
 
     Args:
         loggers: Those of a Trainer.
@@ -49,15 +47,4 @@ def _guarded(logger: Logger, told: set[str], method: Callable[..., Any], *args: 
                 f"{type(logger).__name__} failed ({type(error).__name__}: {error}). Training goes on; figures that it "
                 "can't take are lost to it. This is said once."
             )
-        if isinstance(error, FileNotFoundError) and isinstance(logger, CSVLogger):
-            return _in_a_new_folder(logger)
     return None
-
-
-def _in_a_new_folder(logger: CSVLogger) -> None:
-    """Write the rows that a logger still has into a folder made anew."""
-    try:
-        Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
-        logger.experiment.save()
-    except OSError:
-        return  # said already; the rows stay in memory until the next time

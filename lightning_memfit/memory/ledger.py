@@ -111,10 +111,10 @@ class StorageLedger(TorchDispatchMode):
     def track(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Enter a tensor's storage, or re-label it if it is entered already.
 
-        For a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered. One in
-        oneDNN's layout shows no storage, and one of a lazy module, which the first forward makes, has none yet.
+        For a tensor without memory of its own (sparse, a DTensor, quantized) the tensors inside are entered. One of a
+        lazy module, which the first forward makes, has none yet.
         """
-        if is_lazy(tensor) or tensor.is_mkldnn:
+        if is_lazy(tensor):
             return
         if tensor.layout in SPARSE:
             for inner in sparse_parts(tensor):
@@ -141,7 +141,7 @@ class StorageLedger(TorchDispatchMode):
         """Whether the tensor's storage is entered, or for a sparse tensor, the storages of the tensors inside."""
         if tensor.layout in SPARSE:
             return all(map(self.is_tracked, sparse_parts(tensor)))
-        return memory_key(tensor) in self._entries
+        return tensor.untyped_storage()._cdata in self._entries
 
     def track_module(self, module: torch.nn.Module) -> None:
         """Enter parameters, buffers and gradients of a module and label its later gradients."""
@@ -323,25 +323,17 @@ class StorageLedger(TorchDispatchMode):
 
 
 def is_without_memory(tensor: torch.Tensor) -> bool:
-    """Whether a storage has a size and no memory: of a shape alone, or of forward-mode differentiation's zeros.
-
-    So has, as far as anybody can tell, a tensor in oneDNN's layout.
-    """
+    """Whether a storage has a size and no memory: of a shape alone, or of forward-mode differentiation's zeros."""
     # `is_meta` of a fake tensor asks every dispatch mode for its device.
-    return tensor.device.type == "meta" or tensor.is_mkldnn or tensor._is_zerotensor()
-
-
-def memory_key(tensor: torch.Tensor) -> int:
-    """What tells a tensor's memory from others': its storage, or the tensor itself where that is hidden (oneDNN)."""
-    return tensor._cdata if tensor.is_mkldnn else tensor.untyped_storage()._cdata
+    return tensor.device.type == "meta" or tensor._is_zerotensor()
 
 
 def held_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The strided tensors that hold a tensor's memory: itself, or the parts of a sparse tensor or a wrapper.
 
-    One that a lazy module has yet to make has none, and one in oneDNN's layout shows none.
+    One that a lazy module has yet to make has none.
     """
-    if is_lazy(tensor) or tensor.is_mkldnn:
+    if is_lazy(tensor):
         return
     if tensor.layout in SPARSE:
         yield from sparse_parts(tensor)

@@ -19,7 +19,6 @@ from lightning_memfit.memory.host import is_on_host, keep_on_host, sparse_parts
 from lightning_memfit.memory.ledger import (
     StorageLedger,
     held_tensors,
-    memory_key,
     python_kernel,
     state_tensors,
     tensors_among,
@@ -447,7 +446,7 @@ class EventRecorder(Uncompiled, StorageLedger):
         """The ledger's entry of a tensor, of a sparse tensor's values, or of the tensor in a DTensor; None if none."""
         if self._wrappers and type(tensor) in self._wrappers:
             return next(filter(None, map(self._entry_of, held_tensors(tensor))), None)
-        return self._entries.get(memory_key(sparse_parts(tensor)[-1]))
+        return self._entries.get(sparse_parts(tensor)[-1].untyped_storage()._cdata)
 
     def _number_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage; None if it isn't entered."""

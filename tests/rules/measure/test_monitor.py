@@ -507,25 +507,6 @@ def test_averages_of_weights_are_in_the_measured_peak(tmp_path, exact):
     assert more == pytest.approx(sum(p.nbytes for p in Compared().parameters()), abs=16)
 
 
-class InOneDnn(Compared):
-    """Keeps a table in oneDNN's layout, and computes with another in every step."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = {"kept": torch.ones(300, 512).to_mkldnn()}
-        self.register_buffer("buffer", torch.ones(200, 512).to_mkldnn(), persistent=False)
-
-    def training_step(self, batch, batch_idx):
-        made = batch.detach().to_mkldnn()
-        return super().training_step(batch + made.to_dense(), batch_idx)
-
-
-def test_tensors_that_show_no_storage_end_no_run(tmp_path):
-    monitor = MemoryMonitor()
-    train(tmp_path, monitor, module=InOneDnn())
-    assert monitor.report.measured.total() > 0
-
-
 def test_a_prediction_is_compared_with_the_exact_peak(tmp_path):
     profile = profile_module(Compared(), torch.rand(64, 512), emulation=Emulation("cpu"))
     monitor = MemoryMonitor(exact=True)

@@ -62,18 +62,3 @@ def test_what_users_put_back_is_seen(
     assert draw() == second
     generator.restore(state)
     assert draw() == second
-
-
-def test_a_generator_that_replaces_numpys_is_asked_itself() -> None:
-    own = numpy.random.get_bit_generator()
-    state = NUMPY.state()
-    try:
-        numpy.random.set_bit_generator(numpy.random.PCG64(3))
-        other = NUMPY.state()
-        expected = drawn(numpy.random.rand)
-        NUMPY.restore(other)
-        assert drawn(numpy.random.rand) == expected
-    finally:
-        numpy.random.set_bit_generator(own)
-    NUMPY.restore(state)
-    assert NUMPY.state()["bit_generator"] == "MT19937"
