@@ -1,14 +1,17 @@
 """Write a benchmark's figures with what they depend on, and read what a run of `memfit fit` left."""
 
 import csv
+import gc
 import json
 import multiprocessing
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
-from importlib.metadata import version
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +19,38 @@ import lightning.pytorch as pl
 import psutil
 import torch
 
-from lightning_memfit.bench.record import versions
+from lightning_memfit.bench import record
+from lightning_memfit.memory import GIB
 
 ROOT = Path(__file__).parents[1]
-_PACKAGES = ("lightning-memfit", "torch", "lightning", "transformers", "bitsandbytes")
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+"""Options of a Trainer that leaves nothing behind and says nothing."""
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:
     """Write one JSON file: figures, versions, hardware and commit."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    record = {
+    document = {
         "command": " ".join(["python -m", module.name if module else Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": versions(),
+        "versions": record.versions(),
         "hardware": {
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
+            **record.hardware(""),
+            "cpu": _processor(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         },
         "threads": torch.get_num_threads(),
-        "commit": commit(),
+        "commit": record.commit(),
         **figures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return models[0].partition(":")[2].strip() if models else platform.processor()
 
 
 def write_aside(path: Path, figures: dict[str, Any]) -> None:
@@ -48,37 +60,87 @@ def write_aside(path: Path, figures: dict[str, Any]) -> None:
     process.join()
 
 
-def commit() -> str:
-    """The checkout's commit."""
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+# --- ranks on the CPU -------------------------------------------------------------------------------------------------
+
+
+def answer_of(module: str, *arguments: Any, **environment: str) -> Any:
+    """Run `python -m MODULE ARGUMENTS FILE` on the CPU, and return what it wrote into FILE as JSON.
+
+    Args:
+        module: A module of a benchmark.
+        arguments: What it is told.
+        environment: Further variables.
+    """
+    variables = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | environment
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", module, *map(str, arguments), str(answer)]
+        subprocess.run(command, cwd=ROOT, env=variables, check=True, stdout=subprocess.DEVNULL)
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def host_tensors() -> Iterator[torch.Tensor]:
+    """Tensors of this process on the CPU that Python can reach; parts of distributed ones, not these themselves."""
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
+            yield found
+
+
+def host_tensor_bytes() -> int:
+    """Bytes of their storages, each once."""
+    storages = (tensor.untyped_storage() for tensor in host_tensors())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 # --- long runs on a CPU -----------------------------------------------------------------------------------------------
 
 
-def provenance(packages: tuple[str, ...] = _PACKAGES) -> dict[str, Any]:
-    """What figures of a CPU depend on: hardware, versions, commit."""
-    return {
-        "hardware": hardware(),
-        "versions": {package: version(package) for package in packages} | {"python": platform.python_version()},
-        "commit": commit(),
-    }
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
+"""Have the C library give freed memory back, so that the resident set says something about live bytes."""
 
 
-def hardware() -> dict[str, str | int]:
-    """This machine's processor and memory."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "cores": os.cpu_count() or 0,
-        "threads": os.environ.get("OMP_NUM_THREADS", "default"),
-        "memory_bytes": psutil.virtual_memory().total,
-    }
+@dataclass(frozen=True)
+class Fitted:
+    """What a run of `memfit fit` left."""
+
+    command: str
+    report: dict[str, Any]
+    """From the file `report.json` of its folder."""
+    steps: list[dict[str, float]]
+    """Everything logged at each optimizer step."""
+    peak_rss_bytes: int
+    seconds: float
 
 
-def run(command: list[str]) -> tuple[int, int]:
+def fit(configs: list[str], options: list[str], overlay: str, needed_gib: int) -> Fitted:
+    """Run `memfit fit` to the end in a process of its own.
+
+    Args:
+        configs: Recipe and overlays.
+        options: Of the command.
+        overlay: A last one, as text, in which `{folder}` stands for a folder of this run. It tells logger and report.
+        needed_gib: Free memory that it needs.
+    """
+    free = psutil.virtual_memory().available
+    if free < needed_gib * GIB:
+        raise SystemExit(f"{free / GIB:.1f} GiB are free, {needed_gib} are needed.")
+    command = ["python", "-m", "cli", "fit", *(part for config in configs for part in ("--config", config)), *options]
+    with tempfile.TemporaryDirectory() as folder:
+        places = Path(folder) / "places.yaml"
+        places.write_text(overlay.format(folder=folder), encoding="utf-8")
+        started = time.perf_counter()
+        code, peak_rss_bytes = run([sys.executable, *command[1:], "--config", str(places)], MALLOC)
+        if code:
+            size = f"{peak_rss_bytes / GIB:.1f} GiB"
+            raise SystemExit(f"`{' '.join(command)}` ended with {code}, largest resident set {size}.")
+        seconds = time.perf_counter() - started
+        report = json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
+        return Fitted(" ".join(command), report, read_metrics(Path(folder)), peak_rss_bytes, round(seconds, 1))
+
+
+def run(command: list[str], variables: dict[str, str] | None = None) -> tuple[int, int]:
     """Run to the end; return exit code and the kernel's own figure for the largest resident set, in bytes."""
-    process = subprocess.Popen(command, cwd=ROOT)
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | (variables or {}))
     _, status, usage = os.wait4(process.pid, 0)
     return os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
 

@@ -6,15 +6,10 @@ the tables of the technique's page. The mixed-integer program needs scipy.
 """
 
 import argparse
-import json
-import os
-import platform
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +18,7 @@ import torch
 
 from benchmarks.checkpointing_budget.milp import milp_bound_seconds
 from benchmarks.estimator.cases import HuggingFaceModule
+from benchmarks.record import write
 from lightning_memfit.checkpointing.knapsack import PlanFrontier
 from lightning_memfit.estimate.checkpointing_budget import BudgetPlanner, cpu_rate, device_rate
 from lightning_memfit.profile.build import measure_step
@@ -140,25 +136,10 @@ def _peak(events: EventList, rounding_bytes: int) -> int:
     return int(events.live_bytes(rounding_bytes)[events.phases[0][0] :].max())
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT)
-    out = parser.parse_args().out
-    versions = {name: version(name) for name in ("torch", "lightning", "transformers", "scipy")}
-    hardware = {"python": platform.python_version(), "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
-    document = {
-        "command": "python -m benchmarks.checkpointing_budget.run",
-        "commit": _commit(),
-        "versions": {**versions, **hardware},
-        "cases": [run_case(case) for case in CASES],
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    write(parser.parse_args().out, {"cases": [run_case(case) for case in CASES]})
 
 
 if __name__ == "__main__":

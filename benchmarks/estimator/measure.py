@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.estimator.cases import Batches, Case, build_batch, build_callbacks, build_module
+from benchmarks.record import QUIET
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -49,10 +50,7 @@ def _fit(case: Case, batch: dict[str, torch.Tensor], accelerator: str, on_start:
         max_steps=steps,
         accumulate_grad_batches=count,
         callbacks=[*build_callbacks(case), _Start(on_start)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, Batches(batch, steps * count))
 

@@ -5,7 +5,7 @@
 The published figures are NVML's after a run: the CUDA context and what torch's allocator had reserved. "Of its time" is
 what torch 1.10, transformers 4.17 and their Trainer did, as far as memory depends on it, written out here:
 
-- softmax's backward keeps its input beside its output (`saved_bytes` counts both versions' saved tensors)
+- softmax's backward keeps its input beside its output
 - attention is computed operator by operator
 - `zero_grad` fills gradients with zeros instead of letting go of them, so that they are alive in forward, too
 - transformers' own AdamW goes over parameters one by one, so that a step needs scratch memory for the largest only

@@ -7,27 +7,19 @@ bitsandbytes' CPU kernels included (not so before commit 00b5eed).
 """
 
 import json
-import os
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.record import ROOT, provenance, read_metrics, run
+from benchmarks.record import ROOT, fit, write
+from lightning_memfit.memory import GIB
 
 HERE = Path(__file__).resolve().parent
-GIB = 1 << 30
-NEEDED_BYTES = 15 * GIB
+RESULT = HERE / "result.json"
 CASES: dict[str, tuple[tuple[str, ...], float]] = {
     "gradients released": (("release.yaml",), 7.0),
     "gradients kept": ((), 9.5),
 }
 """Overlays and the bar in GiB of each case."""
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
-"""Have the C library give freed memory back, so that the resident set says something about live bytes."""
 PLACES = """
 trainer:
   logger: {{init_args: {{save_dir: {folder}}}}}
@@ -37,70 +29,35 @@ trainer:
 """
 
 
-def main() -> int:
-    free = psutil.virtual_memory().available
-    if free < NEEDED_BYTES:
-        print(f"{free / GIB:.1f} GiB are free, {NEEDED_BYTES / GIB:.0f} are needed.", file=sys.stderr)
-        return 2
-    os.environ.update(MALLOC)
-    failed = 0
+def main() -> None:
     for name, (overlays, bar_gib) in CASES.items():
         row = measure(name, overlays, round(bar_gib * GIB))
-        if row is None:
-            failed = 1
-        else:
-            write(row)
-    return failed
+        known = json.loads(RESULT.read_text(encoding="utf-8"))["cases"] if RESULT.exists() else []
+        cases = [*(case for case in known if case["name"] != name), row]
+        write(RESULT, {"benchmark": "gpt2xl_live_bytes", "tokens": "1 x 1024", "cases": cases})
 
 
-def write(row: dict[str, Any]) -> None:
-    """Put a case into the result, in the place of its last figures."""
-    path = HERE / "result.json"
-    known = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
-    cases = [*(case for case in known if case["name"] != row["name"]), row]
-    result = {
-        "benchmark": "gpt2xl_live_bytes",
-        "command": "python -m benchmarks.gpt2xl_live_bytes.run",
-        "tokens": "1 x 1024",
-        "cases": cases,
-        **provenance(),
-    }
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def measure(name: str, overlays: tuple[str, ...], bar_bytes: int) -> dict[str, Any] | None:
-    """Fit once; None if that failed."""
-    here = HERE.relative_to(ROOT)
-    configs = ["recipes/gpt2xl.yaml", *(f"{here}/{file}" for file in ("override.yaml", *overlays))]
-    command = ["python", "-m", "cli", "fit", *(part for config in configs for part in ("--config", config))]
-    with tempfile.TemporaryDirectory() as folder:
-        places = Path(folder) / "places.yaml"
-        places.write_text(PLACES.format(folder=folder), encoding="utf-8")
-        started = time.perf_counter()
-        code, peak_rss_bytes = run([sys.executable, *command[1:], "--config", str(places)])
-        if code:
-            print(f"`{' '.join(command)}` ended with {code}, largest resident set {peak_rss_bytes / GIB:.1f} GiB.")
-            return None
-        seconds = time.perf_counter() - started
-        report = json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
-        steps = read_metrics(Path(folder))
-    predicted, measured = (report[key]["device"] for key in ("predicted", "measured"))
+def measure(name: str, overlays: tuple[str, ...], bar_bytes: int) -> dict[str, Any]:
+    """Fit once."""
+    configs = ["recipes/gpt2xl.yaml", *(f"{HERE.relative_to(ROOT)}/{file}" for file in ("override.yaml", *overlays))]
+    run = fit(configs, [], PLACES, needed_gib=15)
+    predicted, measured = (run.report[key]["device"] for key in ("predicted", "measured"))
     row = {
         "name": name,
-        "command": " ".join(command),
+        "command": run.command,
         "predicted_bytes": sum(predicted.values()),
         "measured_bytes": sum(measured.values()),
         "bar_bytes": bar_bytes,
         "under_the_bar": sum(measured.values()) <= bar_bytes,
         "predicted": predicted,
         "measured": measured,
-        "peak_rss_bytes": peak_rss_bytes,
-        "seconds_total": round(seconds, 1),
-        "optimizer_steps": steps,
+        "peak_rss_bytes": run.peak_rss_bytes,
+        "seconds_total": run.seconds,
+        "optimizer_steps": run.steps,
     }
     print(json.dumps(row, indent=2), flush=True)
     return row
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

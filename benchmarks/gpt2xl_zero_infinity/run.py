@@ -19,16 +19,15 @@ from typing import Any
 
 import psutil
 
-from benchmarks.record import commit, hardware, provenance, read_metrics, run
+from benchmarks.record import ROOT, read_metrics, run, write
+from lightning_memfit.bench.record import commit, hardware
 from lightning_memfit.device.storage import measure_storage
 from lightning_memfit.memory import GIB
 from lightning_memfit.nvme.folder import find_runs
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 BAR_BYTES = 12 * GIB
 RAW_GIB = 2
-PACKAGES = ("lightning-memfit", "torch", "lightning", "transformers", "deepspeed")
 
 
 def main() -> int:
@@ -74,12 +73,11 @@ def main() -> int:
             "seconds_per_step_at_least": predicted["seconds_per_step"],
             "problems": predicted["problems"],
         },
-        "hardware": hardware() | {"file_system": file_system(drive)},
-        "versions": provenance(PACKAGES)["versions"],
+        "hardware": hardware("") | {"file_system": file_system(drive)},
         "commit": at_start,
     }
     if not options:
-        (HERE / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write(HERE / "result.json", result)
     print(json.dumps(result, indent=2))
     return 0
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memfit.bench.record import commit, hardware, versions
+from benchmarks.record import write
 from lightning_memfit.memory.process import peak_rss_bytes
 from lightning_memfit.optim.host_master import HostMaster
 
@@ -107,16 +107,9 @@ def main() -> int:
         lines = ended.stdout.splitlines()
         rows.append(json.loads(lines[-1]) if lines else {"name": method, "failed": f"ended with {ended.returncode}"})
         print(json.dumps(rows[-1]), flush=True)
-    document = {
-        "command": " ".join(command),
-        "versions": versions(),
-        "hardware": hardware(""),
-        "commit": commit(),
-        "rows": rows,
-    }
-    out = arguments.out or RESULTS / f"host_master_{arguments.device}.json"
-    out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    print(out)
+    write(
+        arguments.out or RESULTS / f"host_master_{arguments.device}.json", {"command": " ".join(command), "rows": rows}
+    )
     return 0
 
 

@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from benchmarks.micro_batching.models import CASES, CURVED, Case, Lit
-from benchmarks.record import write
+from benchmarks.record import QUIET, write
 from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.search import MAX_STEPS
@@ -60,14 +60,13 @@ class EarlyLimit(pl.Callback):
 
 
 def trainer_of(*callbacks: pl.Callback, max_steps: int = 2, device: str = "cpu", **options: Any) -> pl.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     precision = options.pop("precision", None)  # a Trainer takes it, or a plugin of it
     return pl.Trainer(
         accelerator="gpu" if device == "cuda" else device,
         devices=1,
         max_steps=max_steps,
         max_epochs=-1,  # an epoch may have two steps only
-        **(quiet | options | trainer_options(callbacks, precision)),
+        **(QUIET | options | trainer_options(callbacks, precision)),
     )
 
 

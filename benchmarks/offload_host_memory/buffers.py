@@ -6,22 +6,16 @@ the right to lock it (root, or `ulimit -l unlimited`) and ten minutes; writes
 `benchmarks/results/deepspeed_buffers.json`.
 """
 
-import gc
 import json
-import os
-import platform
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.record import QUIET, ROOT, answer_of, host_tensors, write
+
 RESULTS = ROOT / "benchmarks" / "results" / "deepspeed_buffers.json"
 SIZE = "8M"
-PACKAGES = ("torch", "lightning", "transformers", "deepspeed")
 
 KINDS: dict[str, dict[str, Any]] = {
     "zero_1": {"stage": 1},
@@ -71,30 +65,9 @@ ATTRIBUTES = (
 def main() -> None:
     rows = []
     for case in CASES:
-        rows.append(measure(case))
+        rows.append(answer_of("benchmarks.offload_host_memory.buffers", *case, DS_PIN_MEMORY_BACKEND="native"))
         print(json.dumps(rows[-1]), flush=True)
-    document = {
-        "command": "python -m benchmarks.offload_host_memory.buffers",
-        "size": SIZE,
-        "rows": rows,
-        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
-    }
-    RESULTS.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def measure(case: tuple[str, int, str, int]) -> dict[str, Any]:
-    """Run a case and return what its first rank keeps."""
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "DS_PIN_MEMORY_BACKEND": "native",
-        "OMP_NUM_THREADS": "1",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "row.json"
-        command = [sys.executable, "-m", "benchmarks.offload_host_memory.buffers", *map(str, case), str(result)]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        row: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return row
+    write(RESULTS, {"size": SIZE, "rows": rows})
 
 
 def train(kind: str, ranks: str, precision: str, accumulate: str, result: str) -> None:
@@ -132,10 +105,7 @@ def train(kind: str, ranks: str, precision: str, accumulate: str, result: str) -
         max_steps=2,
         accumulate_grad_batches=int(accumulate),
         callbacks=[look],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     module = CausalLM(config=config, learning_rate=1e-4)
     trainer.fit(module, RandomTokens(64, SEQUENCE_LENGTH, batch_size=1, vocab_size=config["vocab_size"]))
@@ -169,7 +139,7 @@ def buffers(optimizer: Any) -> dict[str, dict[str, int]]:
                 add(f"{name}.grad", tensor.grad)
     for tensor in tensors(dict(optimizer.optimizer.state)):
         add("optimizer.state", tensor)
-    for tensor in every_tensor():
+    for tensor in host_tensors():
         add("others", tensor)
     return found
 
@@ -188,15 +158,6 @@ def tensors(value: Any) -> Iterator[Any]:
             yield from tensors(item)
     elif type(value).__name__ == "IPGBucket":
         yield from tensors(value.buffer)
-
-
-def every_tensor() -> Iterator[Any]:
-    """Tensors of the process that Python can reach."""
-    import torch
-
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
-            yield found
 
 
 def locked_bytes() -> int:

@@ -7,20 +7,15 @@ looks, is what a prediction is held against. Needs 5 GiB of memory, 10 GB on FOL
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.offload_host_memory.cases import LARGEST, cases
 from benchmarks.offload_host_memory.predict import activation_bytes
-from benchmarks.record import provenance
+from benchmarks.record import ROOT, answer_of, write
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "offload_host_memory.json"
-PACKAGES = ("lightning-memfit", "torch", "lightning", "transformers", "deepspeed")
+WORKER = "benchmarks.offload_host_memory.worker"
 MOMENTS = ("build", "setup", "passes", "update")
 
 
@@ -30,21 +25,10 @@ def main() -> None:
     drive = Path(parser.parse_args().drive).resolve()
     rows = []
     for case in cases():
-        rows.append(row_of(case, measure(case, drive)))
+        rows.append(row_of(case, answer_of(WORKER, *case, drive, "returned")))
         print(json.dumps(rows[-1]), flush=True)
-    write(rows, row_of(LARGEST, measure(LARGEST, drive, "kept")))
-
-
-def measure(case: tuple[str, str, int, str], drive: Path, freed: str = "returned") -> list[dict[str, Any]]:
-    """Marks of the first rank of a case's run, with freed memory `returned` to the system, or `kept`."""
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "marks.json"
-        worker = [sys.executable, "-m", "benchmarks.offload_host_memory.worker"]
-        command = [*worker, *map(str, case), str(drive), str(result), freed]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        marks: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
-    return marks
+    kept = row_of(LARGEST, answer_of(WORKER, *LARGEST, drive, "kept"))
+    write(RESULTS, {"rows": rows, "largest_with_freed_memory_kept": kept})
 
 
 def row_of(case: tuple[str, str, int, str], marks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -66,22 +50,6 @@ def row_of(case: tuple[str, str, int, str], marks: list[dict[str, Any]]) -> dict
         "tensor_bytes": later[-1]["tensor_bytes"],
         "locked_bytes": later[-1]["locked_bytes"],
     }
-
-
-def write(rows: list[dict[str, Any]], largest_kept: dict[str, Any]) -> None:
-    """Write the results.
-
-    Args:
-        rows: Of every case, in their order.
-        largest_kept: Of the largest, where freed memory was kept.
-    """
-    document = {
-        "command": "python -m benchmarks.offload_host_memory.run --drive FOLDER",
-        "rows": rows,
-        "largest_with_freed_memory_kept": largest_kept,
-        **provenance(PACKAGES),
-    }
-    RESULTS.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

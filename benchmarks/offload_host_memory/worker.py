@@ -1,6 +1,6 @@
-"""Host memory of a case: `python -m benchmarks.offload_host_memory.worker KIND SIZE RANKS PRECISION DRIVE RESULT`.
+"""Host memory of a case: `python -m ....worker KIND SIZE RANKS PRECISION DRIVE FREED RESULT`.
 
-With `kept` behind, glibc keeps freed memory as it likes.
+Where FREED is `kept`, glibc keeps freed memory as it likes.
 """
 
 import gc
@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.offload_host_memory.cases import SEQUENCE_LENGTH, config_of, strategy_of
+from benchmarks.record import QUIET, host_tensor_bytes
 from lightning_memfit import CausalLM, RandomTokens
 from lightning_memfit.strategies import zero, zero_infinity
 
@@ -37,20 +38,10 @@ class Moments:
             "resident_bytes": kib["VmRSS:"] * 1024,
             "file_bytes": kib["RssFile:"] * 1024,
             "locked_bytes": kib["VmLck:"] * 1024,
-            "tensor_bytes": tensor_bytes(),
+            "tensor_bytes": host_tensor_bytes(),
         }
         self.rows.append(row)
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def tensor_bytes() -> int:
-    """Storages of all tensors that Python can reach, each once."""
-    storages = {}
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 MOMENTS = Moments()
@@ -99,7 +90,7 @@ def mark_after_shapes() -> None:
     zero_infinity.parameters_once_built = parameters_once_built
 
 
-def main(kind: str, size: str, ranks: str, precision: str, drive: str, result: str, freed: str = "returned") -> None:
+def main(kind: str, size: str, ranks: str, precision: str, drive: str, freed: str, result: str) -> None:
     if freed == "kept":
         zero.return_freed_memory = lambda: False
     os.environ["MEMFIT_NVME_PATH"] = drive
@@ -114,10 +105,7 @@ def main(kind: str, size: str, ranks: str, precision: str, drive: str, result: s
         precision=precision,  # type: ignore[arg-type]
         max_steps=STEPS,
         callbacks=[Steps()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     vocabulary = config["vocab_size"]
     trainer.fit(module, RandomTokens(64, SEQUENCE_LENGTH, batch_size=1, vocab_size=vocabulary))

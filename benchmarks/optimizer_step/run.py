@@ -11,7 +11,6 @@ as such. On the CPU one thread computes and times are of the processor, which ot
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
-from lightning_memfit.bench.record import commit, hardware, versions
+from benchmarks.record import write
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.float32_step import Float32Step
@@ -168,19 +167,10 @@ def main() -> int:
         gc.collect()
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
-    document = {
-        "command": f"python -m benchmarks.optimizer_step.run --device {arguments.device} --model {model}",
-        "versions": versions(),
-        "hardware": {**hardware(""), "device": device},
-        "threads": torch.get_num_threads(),
-        "commit": commit(),
-        "num_parameters": sum(torch.Size(shape).numel() for shape in shapes),
-        "rows": rows,
-    }
+    command = f"python -m benchmarks.optimizer_step.run --device {arguments.device} --model {model}"
+    num_parameters = sum(torch.Size(shape).numel() for shape in shapes)
     out = arguments.out or RESULTS / f"optimizer_step_{arguments.device}.json"
-    out.write_text(json.dumps(document, indent=2) + "\n")
-    print(out)
+    write(out, {"command": command, "num_parameters": num_parameters, "rows": rows})
     return 0
 
 

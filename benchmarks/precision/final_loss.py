@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.record import write
+from benchmarks.record import QUIET, write
 from lightning_memfit.data import StandardLibraryText
 from lightning_memfit.models import CausalLM
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
@@ -72,10 +72,7 @@ def train(technique: str, seed: int, learning_rate: float, steps: int) -> dict[s
         gradient_clip_val=1.0,
         limit_val_batches=0,
         **trainer_options(callbacks(), precision),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     started = time.perf_counter()
     trainer.fit(model, text)

@@ -9,9 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lightning_memfit.bench.record import commit, hardware, versions
+from benchmarks.record import ROOT, write
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quickstart_cpu.json"
 FIT = "python -m cli fit --config recipes/quickstart.yaml"
 KEEP = """
@@ -24,14 +23,12 @@ trainer:
 
 
 def main() -> None:
-    facts = {"hardware": hardware(""), "versions": versions(), "commit": commit()}
     with tempfile.TemporaryDirectory() as folder:
         report, overlay = Path(folder) / "report.json", Path(folder) / "keep.yaml"
         overlay.write_text(KEEP.format(path=report), encoding="utf-8")
         subprocess.run([sys.executable, *FIT.split()[1:], "--config", str(overlay)], cwd=ROOT, check=True)
         figures = json.loads(report.read_text(encoding="utf-8"))
-    document = {"command": "python -m benchmarks.quickstart.run", "runs": FIT, **facts, "report": figures}
-    RESULTS.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write(RESULTS, {"runs": FIT, "report": figures})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.record import write
+from benchmarks.record import QUIET, write
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.trace import Emulation
@@ -72,10 +72,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         accelerator="cpu",
         max_steps=STEPS,
         **trainer_options(setting.callbacks(), setting.precision),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, batches())
     steps = sorted(after - before for before, after in zip(module.times[-21:-1], module.times[-20:], strict=True))

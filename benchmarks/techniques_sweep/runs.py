@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_memfit
+from benchmarks.record import QUIET
 from lightning_memfit.techniques.core.precision import trainer_options
 
 STEPS = 3
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 _OURS = str(Path(lightning_memfit.__file__).parent)
 _CONVERTED = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
