@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.peers.peer import Options, check_options
+from benchmarks.peers.peer import Options
 from benchmarks.peers.task import Task, named
 
 
@@ -25,8 +25,10 @@ class ByHand:
         Raises:
             ValueError: If an option is unknown.
         """
-        check_options(peer, options, ("gradient_checkpointing", "optimizer", "optimizer_options"))
-        return cls(**options)
+        try:
+            return cls(**options)
+        except TypeError as error:
+            raise ValueError(f"`options` of peer {peer!r}: {error}.") from error
 
     def make_optimizer(self, network: Any, task: Task) -> Any:
         """Make the optimizer over all parameters, at the task's learning rate and without decay."""

@@ -39,17 +39,6 @@ class Peer:
             raise UnsupportedError(f"This peer needs {', '.join(missing)}: `pip install {self.install}`.")
 
 
-def check_options(peer: str, options: Options, known: tuple[str, ...]) -> None:
-    """Refuse options that would be ignored.
-
-    Raises:
-        ValueError: If an option is unknown.
-    """
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ValueError(f"`options.{unknown[0]}` is nothing that peer {peer!r} knows. It takes {', '.join(known)}.")
-
-
 # --- the tools that a row can name; importing this file imports none of them ------------------------------------------
 
 

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers.by_hand import ByHand
@@ -64,15 +63,7 @@ def run_steps(
 
 
 def _checkpoint_each(network: Any, name: str) -> None:
-    try:
-        blocks = network.get_submodule(name)
-    except AttributeError as error:
-        raise ValueError(
-            f"`options.checkpoint={name}`: {type(network).__name__} has no such blocks. {error}."
-        ) from None
-    if not isinstance(blocks, nn.ModuleList):
-        raise ValueError(f"`options.checkpoint={name}` is a {type(blocks).__name__}; name a ModuleList of blocks.")
-    for block in blocks:
+    for block in network.get_submodule(name):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 

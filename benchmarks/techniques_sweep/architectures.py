@@ -26,8 +26,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -316,36 +315,21 @@ def _rounded(value: float) -> float | str:
     return float(f"{value:.0e}") if math.isfinite(value) else "inf"
 
 
-class _Job:
-    """`examine` with columns, for another process."""
-
-    def __init__(self, techniques: Sequence[str]) -> None:
-        self.techniques = tuple(techniques)
-
-    def __call__(self, name: str) -> dict[str, Any]:
-        return examine(name, self.techniques)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="MODEL,...", help="model types, as in the table")
+    parser.add_argument("--only", nargs="+", choices=tiny.architectures(), metavar="MODEL", help="as in the table")
     parser.add_argument("--techniques", nargs="+", default=list(TECHNIQUES), metavar="NAME")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="leave rows that are there as they are")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--output", type=Path, default=RESULT)
     chosen = parser.parse_args(arguments)
     known = tiny.architectures()
-    names = chosen.only.split(",") if chosen.only else list(known)
+    names = chosen.only or list(known)
     techniques = [full for one in chosen.techniques for full in TECHNIQUES if full.startswith(one)]
-    for wanted, valid, what in ((names, known, "only"), (chosen.techniques, TECHNIQUES, "techniques")):
-        for name in wanted:
-            if not any(one == name or (what == "techniques" and one.startswith(name)) for one in valid):
-                near = get_close_matches(name, valid) or list(valid)[:5]
-                parser.error(f"--{what}: there is no {name!r}. Did you mean {', '.join(near)}?")
     rows = {row["model"]: row for row in _read(chosen.output)}
     if chosen.go_on:
         names = [name for name in names if name not in rows]
-    for name, row in each(_Job(techniques), names, SECONDS, chosen.processes):
+    for name, row in each(partial(examine, techniques=techniques), names, SECONDS, chosen.processes):
         if isinstance(row, Exception):
             failed = {"verdict": "crashed", "words": f"{type(row).__name__}: {row}"[:MESSAGE]}
             row = {"model": name, "class": known[name], "verdicts": dict.fromkeys(techniques, failed)}

@@ -32,12 +32,6 @@ class Finding:
     fix: str = ""
     """What to do; empty if nothing is wrong."""
 
-    def __post_init__(self) -> None:
-        if (self.level == "ok") == bool(self.fix):
-            raise ValueError(
-                f"`fix={self.fix!r}` of {self.name}: say one for a note or problem, none where all is well."
-            )
-
 
 def hinders(findings: list[Finding]) -> bool:
     """Whether any finding is a problem."""

@@ -145,8 +145,16 @@ class MemoryLimit(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin on the CPU."""
-        self._start(trainer, pl_module)
+        """Begin on the CPU, unless this is the validation of a fit, which has begun."""
+        if not DeviceKind.of(trainer.strategy.root_device).is_host or self._attachment is not None:
+            return
+        self._check_weights(pl_module)
+        self.ledger = SimulatedDevice(self.limit_bytes)
+        self.ledger.track_module(pl_module)
+        self._attachment = TrainerAttachment(self.ledger, trainer.strategy)
+        rank_zero_info(f"Memory limit: {format_bytes(self.limit_bytes)} on a simulated device (CPU).")
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,21 +162,6 @@ class MemoryLimit(Callback):
         if self.ledger is not None:
             for optimizer in trainer.optimizers:
                 self.ledger.track_optimizer(optimizer)
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin on the CPU, unless the validation is part of a fit."""
-        self._start(trainer, pl_module)
-
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin on the CPU."""
-        self._start(trainer, pl_module)
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin on the CPU."""
-        self._start(trainer, pl_module)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -179,15 +172,6 @@ class MemoryLimit(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lift the limit; Lightning calls no `teardown` after an exception."""
         self._stop()
-
-    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not DeviceKind.of(trainer.strategy.root_device).is_host or self._attachment is not None:
-            return
-        self._check_weights(pl_module)
-        self.ledger = SimulatedDevice(self.limit_bytes)
-        self.ledger.track_module(pl_module)
-        self._attachment = TrainerAttachment(self.ledger, trainer.strategy)
-        rank_zero_info(f"Memory limit: {format_bytes(self.limit_bytes)} on a simulated device (CPU).")
 
     def _stop(self) -> None:
         if self._attachment is not None:

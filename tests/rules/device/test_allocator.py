@@ -132,20 +132,6 @@ def replay(allocator, sequence):
             allocator.free(identity)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_invariants_hold_for_random_sequences(seed):
-    allocator = CachingAllocator()
-    for position, (identity, size) in enumerate(events(seed, 2000)):
-        replay(allocator, [(identity, size)])
-        assert allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.peak_reserved_bytes
-        if position % 100 == 0:
-            check_layout(allocator)
-    for identity, _, _ in list(allocator.blocks_in_use()):
-        allocator.free(identity)
-    assert allocator.allocated_bytes == 0
-    assert sum(size for _, size in allocator.cached_blocks()) == allocator.reserved_bytes
-
-
 def check_layout(allocator):
     spans = [(address, size) for _, address, size in allocator.blocks_in_use()]
     assert sum(size for _, size in spans) == allocator.allocated_bytes

@@ -263,14 +263,6 @@ def test_commands_name_modules_that_exist() -> None:
         assert find_spec(step.command[1]) is not None, step.command
 
 
-def test_a_dry_run_lists_every_step_and_runs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--folder", str(tmp_path / "out"), "--dry-run", "--more"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [step.name for step in STEPS]
-    assert f"--out {tmp_path}/out/plan.yaml" in "\n".join(lines)
-    assert not (tmp_path / "out").exists()
-
-
 def test_files_and_experiments_of_the_commands_exist() -> None:
     root = Path(__file__).parents[3]
     for step in STEPS:

@@ -74,12 +74,6 @@ def test_a_loop_with_torch_alone_trains_the_same(
     check(run_peer(tmp_path, "torch", options), lightning)
 
 
-@pytest.mark.parametrize("name", ["transformer.blocks", "transformer.ln_f"])
-def test_blocks_to_checkpoint_must_be_there(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"`options.checkpoint={name}`"):
-        run_peer(tmp_path, "torch", {"checkpoint": name})
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed_trains_the_same(lightning: dict[str, Any], tmp_path: Path) -> None:
@@ -104,10 +98,9 @@ def test_what_a_peer_is_told_shows(lightning: dict[str, Any], tmp_path: Path) ->
     assert saved["measured"]["allocated_bytes"] < lightning["measured"]["allocated_bytes"]
 
 
-@pytest.mark.parametrize("peer", ["lightning", "torch", "torchao"])
-def test_unknown_options_are_refused(peer: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"`options.optimiser` is nothing that peer '\w+' knows"):
-        run_peer(tmp_path, peer, {"optimiser": "x"})
+def test_unknown_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`options` of peer '\w+'.*'optimiser'"):
+        run_peer(tmp_path, "torch", {"optimiser": "x"})
 
 
 def test_an_optimizer_that_is_not_there(tmp_path: Path) -> None:

@@ -71,11 +71,6 @@ def test_the_results_meet_their_bar() -> None:
     assert all(row["locked_bytes"] for row in to_disk)
 
 
-def test_how_far_apart_needs_both_figures() -> None:
-    assert apart({"true_bytes": 200, "predicted_bytes": 199}) == -0.005
-    assert apart({"true_bytes": 200}) is None
-
-
 def test_published_figures_are_between_the_estimates_of_a_named_model() -> None:
     """What keeps every second product needs more than what keeps none, and less than what keeps all."""
     rows = json.loads(published.RESULT.read_text())["rows"]

@@ -7,14 +7,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.processes import each
 from benchmarks.techniques_sweep import tiny
 from benchmarks.techniques_sweep.adapters import ByHand, rounded
-from benchmarks.techniques_sweep.architectures import TOLERANCE, Model, Tried, examine, judged
+from benchmarks.techniques_sweep.architectures import TOLERANCE, Tried, examine, judged
 from benchmarks.techniques_sweep.architectures import main as run_architectures
-from benchmarks.techniques_sweep.combinations import Drawn
 from benchmarks.techniques_sweep.combinations import examine as combine
 from benchmarks.techniques_sweep.runs import Trained, difference, is_refusal, was_refused
 from lightning_memfit.techniques.core.technique import TOLERANCES, Numerics
@@ -63,12 +61,6 @@ def test_what_precision_converts_is_not_a_change() -> None:
     assert was_refused(run)
     run.after = {"w": half["w"] * 2}
     assert not was_refused(run)
-
-
-def test_seeds_choose_the_same_again() -> None:
-    assert Drawn(7).setting == Drawn(7).setting
-    assert len({Drawn(seed).setting for seed in range(30)}) > 20
-    assert {Drawn(seed).name for seed in range(40)} == set(Drawn.names())
 
 
 def test_every_kind_of_numerics_has_a_tolerance() -> None:
@@ -153,28 +145,6 @@ def test_rounding_by_hand(bits: int, bound: float) -> None:
 # --- the machinery --------------------------------------------------------------------------------------------------
 
 
-def _job(name: str) -> str:
-    if name == "dies":
-        import os
-
-        os._exit(3)
-    if name == "hangs":
-        import time
-
-        time.sleep(60)
-    if name == "raises":
-        raise ValueError("no")
-    return name.upper()
-
-
-def test_processes_that_die_or_hang_are_rows() -> None:
-    found = dict(each(_job, ["fine", "dies", "raises", "hangs"], seconds=8, processes=2))
-    assert found["fine"] == "FINE"
-    assert "exit code 3" in str(found["dies"])
-    assert str(found["raises"]) == "ValueError: no"
-    assert str(found["hangs"]) == "was killed after 8 s"
-
-
 def test_what_cannot_be_built_says_why() -> None:
     row = examine("gemma3n", ())
     assert row["not_built"] or row["verdicts"] == {}
@@ -182,24 +152,10 @@ def test_what_cannot_be_built_says_why() -> None:
         tiny.build("nothing of this name")
 
 
-def test_unknown_names_are_refused(tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit):
-        run_architectures(["--only", "lama", "--output", str(tmp_path / "a.json")])
-    assert "llama" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run_architectures(["--techniques", "Laro", "--output", str(tmp_path / "a.json")])
-    assert not list(tmp_path.iterdir())
-
-
 def test_rows_are_replaced_one_by_one(tmp_path) -> None:
     output = tmp_path / "a.json"
-    run_architectures(["--only", "llama,gpt2", "--techniques", "ChunkedLoss", "--output", str(output)])
+    run_architectures(["--only", "llama", "gpt2", "--techniques", "ChunkedLoss", "--output", str(output)])
     run_architectures(["--only", "gpt2", "--techniques", "ActivationCheckpointing, full", "--output", str(output)])
     rows = {row["model"]: row["verdicts"] for row in json.loads(output.read_text())["rows"]}
     assert list(rows["llama"]) == ["ChunkedLoss"]
     assert list(rows["gpt2"]) == ["ChunkedLoss", "ActivationCheckpointing, full"]
-
-
-def test_modules_compute_their_own_loss() -> None:
-    model, batch = tiny.build("llama")
-    assert isinstance(Model(model).training_step(batch, 0), Tensor)
