@@ -53,6 +53,25 @@ def _processor() -> str:
     return models[0].partition(":")[2].strip() if models else platform.processor()
 
 
+class Repeated:
+    """A loader that gives one batch again and again, and makes nothing in memory."""
+
+    def __init__(self, batch: Any, times: int) -> None:
+        self.batch, self.times = batch, times
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.times)
+
+    def __len__(self) -> int:
+        return self.times
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of `write`; none where there is no file."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return rows
+
+
 def write_aside(path: Path, figures: dict[str, Any]) -> None:
     """Write in a process of its own: asking a device for its name leaves a context, which can't be forked."""
     process = multiprocessing.get_context("fork").Process(target=write, args=(path, figures))

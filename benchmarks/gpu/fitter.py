@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
 
-from benchmarks.micro_batching.compare import EarlyLimit, trainer_of
+from benchmarks.micro_batching.compare import EarlyLimit, largest_that, trainer_of
 from benchmarks.micro_batching.models import Case, Lit
 from benchmarks.processes import Job, in_a_process, rows_of
 from benchmarks.record import write_aside
@@ -128,17 +129,6 @@ def _fits(search: Search, size: int) -> bool:
     return True
 
 
-def _true_maximum(search: Search) -> int:
-    low, high = 0, search.share
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _fits(search, middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def run(search: Search) -> dict[str, Any]:
     """What a search finds."""
     _quiet(search.device)
@@ -154,7 +144,7 @@ def run(search: Search) -> dict[str, Any]:
 def hold(search: Search, row: dict[str, Any]) -> dict[str, Any]:
     """The row of a search, beside the true maximum."""
     _quiet(search.device)
-    true_maximum = _true_maximum(search)
+    true_maximum = largest_that(partial(_fits, search), 0, search.share)
     return {**row, "true_maximum": true_maximum, "fraction": round((row["largest"] or 0) / max(true_maximum, 1), 4)}
 
 

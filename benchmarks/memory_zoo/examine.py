@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.record import Repeated
 from lightning_memfit.memory.allocations import allocation_events
 
 _MARK = 7_654_321
@@ -83,23 +84,10 @@ def true_peak(entry: Any) -> int:
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, precision=entry.precision, max_epochs=1, logger=False, **SILENT_TRAINER
         )
-        trainer.fit(module, _Repeated(batch))
+        trainer.fit(module, Repeated(batch, _BATCHES))
     gc.unfreeze()
     start = changes.index(_MARK)
     return max(list(accumulate(changes))[start + 1 :])
-
-
-class _Repeated:
-    """A loader that gives one batch again and again."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Any:
-        return iter([self.batch] * _BATCHES)
-
-    def __len__(self) -> int:
-        return _BATCHES
 
 
 def _state(module: Any, batch: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import json
 import logging
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,23 +92,11 @@ def ours_fits(case: Case, size: int, limit_bytes: int, share: int = SHARE) -> bo
     return fits(case, size, limit_bytes, callback, share=share)
 
 
-def true_maximum_with(case: Case, limit_bytes: int, low: int, share: int) -> int:
-    """The largest micro-batch that trains; `low` is one that does."""
-    high = share - 1
+def largest_that(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number up to `high` that fits, where `low` and all below it do."""
     while low < high:
         middle = (low + high + 1) // 2
-        if ours_fits(case, middle, limit_bytes, share):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def true_maximum_without(case: Case, limit_bytes: int) -> int:
-    low, high = 0, 2 * SHARE
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(case, middle, limit_bytes, share=middle):
+        if fits(middle):
             low = middle
         else:
             high = middle - 1
@@ -169,7 +158,11 @@ def run_curved(case: Case) -> dict[str, Any]:
         largest += 1
     limit_bytes = (at + above) // 2
     row: dict[str, Any] = {"model": case.name, "kind": case.kind, "limit_bytes": limit_bytes, "share": share}
-    row["true_maximum"] = true_maximum_with(plain, limit_bytes, largest, share) if case.longer else largest
+    row["true_maximum"] = (
+        largest_that(lambda size: ours_fits(plain, size, limit_bytes, share), largest, share - 1)
+        if case.longer
+        else largest
+    )
     row["checked"] = ours_fits(plain, row["true_maximum"], limit_bytes, share) and not ours_fits(
         plain, row["true_maximum"] + 1, limit_bytes, share
     )
@@ -202,7 +195,9 @@ def compare(case: Case) -> dict[str, Any]:
     limit_bytes = (at + above) // 2
     row: dict[str, Any] = {"model": case.name, "limit_bytes": limit_bytes, "true_maximum": case.largest}
     row["checked"] = ours_fits(case, case.largest, limit_bytes) and not ours_fits(case, case.largest + 1, limit_bytes)
-    row["true_maximum_without_micro_batches"] = true_maximum_without(case, limit_bytes)
+    row["true_maximum_without_micro_batches"] = largest_that(
+        lambda size: fits(case, size, limit_bytes, share=size), 0, 2 * SHARE
+    )
     row["memfit"] = run_linear(case, limit_bytes)
     for mode in ("power", "binsearch"):
         row[f"lightning_{mode}"] = run_lightning(case, limit_bytes, mode)

@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from benchmarks.record import Repeated
 from benchmarks.sharded_traces.cases import CASES, Case
 from lightning_memfit.memory.allocations import allocation_events
 from lightning_memfit.profile.quiet import LIGHTNING, SILENT_TRAINER, loggers_at
@@ -36,19 +37,6 @@ class _Marks(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not batch_idx % trainer.accumulate_grad_batches:
             torch.empty(_MARK + batch_idx // trainer.accumulate_grad_batches, dtype=torch.uint8)
-
-
-class _Repeated:
-    """A loader that gives one batch again and again."""
-
-    def __init__(self, batch: Any, times: int) -> None:
-        self.batch, self.times = batch, times
-
-    def __iter__(self) -> Any:
-        return iter([self.batch] * self.times)
-
-    def __len__(self) -> int:
-        return self.times
 
 
 _PATIENCE = "MEMFIT_PATIENCE"
@@ -146,7 +134,7 @@ def measure(case: Case) -> dict[str, Any]:
             callbacks=[*case.make_callbacks(), _Marks()],
             **SILENT_TRAINER,
         )
-        trainer.fit(module, _Repeated(batch, _BATCHES * case.accumulate))
+        trainer.fit(module, Repeated(batch, _BATCHES * case.accumulate))
     levels = list(accumulate(changes))
     starts = [changes.index(_MARK + number) for number in range(_BATCHES)]
     at_starts = [levels[start] - changes[start] for start in starts]

@@ -21,7 +21,6 @@ module whose weights were quantized and dequantized by bitsandbytes (4 bits) or 
 """
 
 import argparse
-import json
 import math
 import time
 import warnings
@@ -36,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.processes import each
-from benchmarks.record import write
+from benchmarks.record import read_rows, write
 from benchmarks.techniques_sweep import tiny
 from benchmarks.techniques_sweep.adapters import ByHand, CountedAdapters
 from benchmarks.techniques_sweep.runs import Trained, difference, train, unchanged, was_refused
@@ -326,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = tiny.architectures()
     names = chosen.only or list(known)
     techniques = [full for one in chosen.techniques for full in TECHNIQUES if full.startswith(one)]
-    rows = {row["model"]: row for row in _read(chosen.output)}
+    rows = {row["model"]: row for row in read_rows(chosen.output)}
     if chosen.go_on:
         names = [name for name in names if name not in rows]
     for name, row in each(partial(examine, techniques=techniques), names, SECONDS, chosen.processes):
@@ -340,10 +339,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows[name] = row
         _show(row)
         _write(chosen.output, [rows[name] for name in known if name in rows])
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

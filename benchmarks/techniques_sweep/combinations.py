@@ -18,7 +18,6 @@ Verdicts:
 """
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.processes import each
-from benchmarks.record import write
+from benchmarks.record import read_rows, write
 from benchmarks.techniques_sweep import modules
 from benchmarks.techniques_sweep.adapters import Adapters, ByHand
 from benchmarks.techniques_sweep.runs import Trained, of_losses, train, was_refused
@@ -240,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--output", type=Path, default=RESULT)
     chosen = parser.parse_args(arguments)
-    rows = {row["seed"]: row for row in _read(chosen.output)}
+    rows = {row["seed"]: row for row in read_rows(chosen.output)}
     seeds = chosen.only or range(chosen.number)
     left = [str(seed) for seed in seeds if not (chosen.go_on and seed in rows)]
     for seed, row in each(_job, left, SECONDS, chosen.processes):
@@ -256,10 +255,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = [{k: v for k, v in rows[s].items() if k != "seconds"} for s in sorted(rows)]
         command = "python -m benchmarks.techniques_sweep.combinations"
         write(chosen.output, {"command": command, "steps": 3, "tolerances": dict(TOLERANCES), "rows": kept})
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -83,19 +83,6 @@ def test_tensors_of_another_device_are_on_the_host() -> None:
     assert held.by_category(Tier.HOST) == {Category.PARAMETER: 128}
 
 
-def test_float32_copies_that_only_the_optimizer_knows_are_its_states() -> None:
-    """As DeepSpeed does, whose optimizers wrap the one that steps."""
-    module = nn.Linear(8, 4, bias=False, dtype=torch.bfloat16)
-    master = nn.Parameter(module.weight.detach().float())
-    inner = torch.optim.SGD([master], lr=0.1)
-
-    class Wrapper:
-        optimizer = inner
-
-    held = held_bytes(module, [Wrapper()], CPU).by_category()
-    assert held == {Category.PARAMETER: 64, Category.OPTIMIZER_STATE: 128}
-
-
 def test_copies_of_a_stage_that_empties_its_groups_count() -> None:
     """As DeepSpeed's stage 3 does between steps."""
     stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
@@ -115,11 +102,3 @@ def test_shards_of_emptied_parameters_count() -> None:
     module.weight.ds_tensor = torch.zeros(16)  # half of it, as DeepSpeed's stage 3 has it on two ranks
     module.weight.data = torch.empty(0)
     assert held_bytes(module, [], CPU).by_category() == {Category.PARAMETER: 64}
-
-
-def test_states_in_lists_of_an_optimizer_count() -> None:
-    module = nn.Linear(16, 16, bias=False)
-    optimizer = torch.optim.SGD(module.parameters())
-    optimizer.state[module.weight]["factors"] = [torch.zeros(16, 16), torch.zeros(16, 16)]
-    found = held_bytes(module, [optimizer], torch.device("cpu"))
-    assert found.get(Category.OPTIMIZER_STATE, Tier.DEVICE) == 2 * 16 * 16 * 4

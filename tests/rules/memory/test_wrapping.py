@@ -116,15 +116,3 @@ def test_copies_have_the_method_without_layers(copied, name):
     other = copied(module)
     assert getattr(other, name).__self__ is other
     assert isinstance(vars(module)[name], Layered)
-
-
-def test_copies_keep_a_method_that_was_put_on_the_object():
-    module = nn.Linear(2, 3)
-    module.extra_repr = repr_of_its_own
-    wrap_method(module, "extra_repr", plus("layer "))
-    assert module.extra_repr() == "layer own"
-    assert copy.deepcopy(module).extra_repr() == "own"
-
-
-def repr_of_its_own():
-    return "own"
