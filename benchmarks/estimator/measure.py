@@ -1,9 +1,10 @@
-"""What a case really needs: allocator events of torch's profiler on the CPU, allocator counters on CUDA."""
+"""What a case really needs: the allocator's events on the CPU, allocator counters on CUDA."""
 
 import gc
 import json
 import warnings
 from contextlib import nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.estimator.cases import Batches, Case, build_batch, build_callbacks, build_module
 from benchmarks.record import QUIET
+from lightning_memfit.memory.allocations import allocation_events
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -56,41 +58,17 @@ def _fit(case: Case, batch: dict[str, torch.Tensor], accelerator: str, on_start:
 
 
 def measure_cpu(case: Case) -> dict[str, int]:
-    """Peak of what the CPU allocator gave out, from the profiler's allocation events (kernel scratch included)."""
-    from torch._C._profiler import _EventType
-    from torch.profiler import ProfilerActivity, profile
-
-    marks: list[int] = []
+    """Peak of what the CPU allocator gave out from the first batch on, kernels' scratch memory included."""
     batch = build_batch(case)  # the dataset, so to speak: not part of the step
     gc.collect()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), allocation_events() as changes:
         warnings.simplefilter("ignore")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            _fit(case, batch, "cpu", lambda: marks.append(_mark()))
-    live = peak = 0
-    started = False
-    for event in _in_order(profiler.profiler.kineto_results.experimental_event_tree()):
-        if event.tag == _EventType.TorchOp and event.name == "memfit::start":
-            started, peak = True, live
-        elif event.tag == _EventType.Allocation:
-            live += event.extra_fields.alloc_size
-            peak = max(peak, live) if started else peak
-    return {"allocated_bytes": peak}
+        _fit(case, batch, "cpu", lambda: torch.empty(_MARK, dtype=torch.uint8))
+    return {"allocated_bytes": max(list(accumulate(changes))[changes.index(_MARK) + 1 :])}
 
 
-def _mark() -> int:
-    with torch.profiler.record_function("memfit::start"):
-        return 0
-
-
-def _in_order(roots: Any) -> list[Any]:
-    """All events of a profile by start time."""
-    events, stack = [], list(roots)
-    while stack:
-        event = stack.pop()
-        events.append(event)
-        stack.extend(event.children)
-    return sorted(events, key=lambda event: event.start_time_ns)
+_MARK = 7_654_321
+"""Bytes of a tensor that marks among the allocator's events where the first batch begins."""
 
 
 def measure_cuda(case: Case, history: Path | None = None) -> dict[str, Any]:

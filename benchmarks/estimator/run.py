@@ -10,8 +10,6 @@ each was measured on, which need not be here.
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from torch.nn.attention import sdpa_kernel
 from benchmarks.estimator.cases import Batches, Case, build_batch, build_callbacks, build_module, cpu_cases, cuda_cases
 from benchmarks.estimator.measure import BACKENDS
 from benchmarks.processes import Job, in_a_process, rows_of
+from lightning_memfit.bench.record import versions
 from lightning_memfit.device.catalogue import find_device
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -161,15 +160,6 @@ class Run:
 
 _CONTEXT_BYTES = 1 << 30
 """Set aside for the context of every process beside what its allocator reserves."""
-
-
-def versions() -> dict[str, str]:
-    """Packages and hardware of this run."""
-    from importlib.metadata import version
-
-    names = ("torch", "lightning", "transformers", "bitsandbytes")
-    found = {name: version(name) for name in names}
-    return {**found, "python": platform.python_version(), "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
 
 
 def main() -> int:
