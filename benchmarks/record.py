@@ -21,12 +21,25 @@ import torch
 
 from lightning_memfit.bench import record
 from lightning_memfit.memory import GIB
+from lightning_memfit.techniques.core.precision import trainer_options
 
 ROOT = Path(__file__).parents[1]
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
 """Options of a Trainer that leaves nothing behind and says nothing."""
+
+
+def trainer_of(*callbacks: pl.Callback, max_steps: int = 2, device: str = "cpu", **options: Any) -> pl.Trainer:
+    """A Trainer of one device that leaves nothing behind, with what the callbacks ask of its options."""
+    precision = options.pop("precision", None)  # a Trainer takes it, or a plugin of it
+    return pl.Trainer(
+        accelerator="gpu" if device == "cuda" else device,
+        devices=1,
+        max_steps=max_steps,
+        max_epochs=-1,  # an epoch may have two steps only
+        **(QUIET | options | trainer_options(callbacks, precision)),
+    )
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:

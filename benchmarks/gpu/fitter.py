@@ -27,10 +27,10 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
 
-from benchmarks.micro_batching.compare import EarlyLimit, largest_that, trainer_of
+from benchmarks.micro_batching.compare import EarlyLimit, largest_that
 from benchmarks.micro_batching.models import Case, Lit
 from benchmarks.processes import Job, in_a_process, rows_of
-from benchmarks.record import write_aside
+from benchmarks.record import trainer_of, write_aside
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.memory import GIB, MIB

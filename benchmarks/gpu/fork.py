@@ -38,8 +38,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.micro_batching.compare import trainer_of
-from benchmarks.record import write
+from benchmarks.record import trainer_of, write
 from lightning_memfit.profile import process
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.course import TraceLimits

@@ -24,9 +24,8 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.micro_batching.compare import trainer_of
 from benchmarks.processes import Job, in_a_process, rows_of
-from benchmarks.record import write_aside
+from benchmarks.record import trainer_of, write_aside
 from lightning_memfit.estimate.target import Target, host_target, live_target
 from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.models import CausalLM

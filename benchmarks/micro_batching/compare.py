@@ -26,12 +26,11 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from benchmarks.micro_batching.models import CASES, CURVED, Case, Lit
-from benchmarks.record import QUIET, write
+from benchmarks.record import trainer_of, write
 from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.search import MAX_STEPS
 from lightning_memfit.memory.attach import TrainerAttachment
-from lightning_memfit.techniques.core.precision import trainer_options
 
 SHARE = 1024  # at least two full micro-batches of the largest case
 HUGE = 1 << 40
@@ -58,17 +57,6 @@ class EarlyLimit(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")
-
-
-def trainer_of(*callbacks: pl.Callback, max_steps: int = 2, device: str = "cpu", **options: Any) -> pl.Trainer:
-    precision = options.pop("precision", None)  # a Trainer takes it, or a plugin of it
-    return pl.Trainer(
-        accelerator="gpu" if device == "cuda" else device,
-        devices=1,
-        max_steps=max_steps,
-        max_epochs=-1,  # an epoch may have two steps only
-        **(QUIET | options | trainer_options(callbacks, precision)),
-    )
 
 
 def peak_with(case: Case, size: int, share: int = SHARE) -> int:

@@ -21,11 +21,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.record import QUIET, write
+from benchmarks.record import trainer_of, write
 from lightning_memfit.data import StandardLibraryText
 from lightning_memfit.models import CausalLM
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
-from lightning_memfit.techniques.core.precision import trainer_options
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 
@@ -66,14 +65,7 @@ def train(technique: str, seed: int, learning_rate: float, steps: int) -> dict[s
     )
     model.configure_model()  # in float32, whatever the precision of the run
     text = StandardLibraryText(sequence_length=128, batch_size=8, num_workers=0, seed=seed)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        gradient_clip_val=1.0,
-        limit_val_batches=0,
-        **trainer_options(callbacks(), precision),
-        **QUIET,
-    )
+    trainer = trainer_of(*callbacks(), max_steps=steps, precision=precision, gradient_clip_val=1.0, limit_val_batches=0)
     started = time.perf_counter()
     trainer.fit(model, text)
     seconds = time.perf_counter() - started

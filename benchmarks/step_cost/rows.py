@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import lightning_memfit as memfit
-from benchmarks.micro_batching.compare import trainer_of
+from benchmarks.record import trainer_of
 from benchmarks.step_cost.count import STEPS, Cost, StepCost
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

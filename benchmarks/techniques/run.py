@@ -17,12 +17,11 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.record import QUIET, write
+from benchmarks.record import trainer_of, write
 from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.core.facts import Facts
-from lightning_memfit.techniques.core.precision import trainer_options
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 from lightning_memfit.techniques.core.setting import Setting
 
@@ -68,13 +67,7 @@ def batches() -> DataLoader[Any]:
 def measure(setting: Setting) -> dict[str, Any]:
     """Figures of one setting."""
     module = Bytes()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=STEPS,
-        **trainer_options(setting.callbacks(), setting.precision),
-        **QUIET,
-    )
-    trainer.fit(module, batches())
+    trainer_of(*setting.callbacks(), max_steps=STEPS, precision=setting.precision).fit(module, batches())
     steps = sorted(after - before for before, after in zip(module.times[-21:-1], module.times[-20:], strict=True))
     return {**memory(setting), "cpu_s_per_step": steps[len(steps) // 2]}
 

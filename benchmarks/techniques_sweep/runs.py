@@ -15,8 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_memfit
-from benchmarks.record import QUIET
-from lightning_memfit.techniques.core.precision import trainer_options
+from benchmarks.record import trainer_of
 
 STEPS = 3
 _OURS = str(Path(lightning_memfit.__file__).parent)
@@ -83,17 +82,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            trainer = pl.Trainer(
-                **{
-                    "accelerator": "cpu",
-                    "devices": 1,
-                    "max_steps": STEPS,
-                    "num_sanity_val_steps": 0,
-                    **QUIET,
-                    **options,
-                    **trainer_options([*callbacks, _Watch(run)], options.get("precision")),
-                }
-            )
+            trainer = trainer_of(*callbacks, _Watch(run), **{"max_steps": STEPS, **options})
             trainer.fit(module, loader)
         except Exception as error:
             run.error = error
