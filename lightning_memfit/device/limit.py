@@ -130,7 +130,6 @@ class MemoryLimit(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Limit CUDA before the weights are moved there."""
-        self._stop()  # where an error in another callback's hook kept this one's from being called
         limits = [callback for callback in trainer.callbacks if isinstance(callback, MemoryLimit)]  # type: ignore[attr-defined]
         if len(limits) > 1:
             named = ", ".join(format_bytes(callback.limit_bytes) for callback in limits)

@@ -210,23 +210,6 @@ def test_on_cuda_weights_above_the_limit_are_explained_in_every_run(tmp_path, cp
     run.fit(Regression())
 
 
-def test_on_cuda_a_limit_is_lifted_though_another_callback_fails_first(tmp_path, cpu_as_cuda):
-    class Fails(Callback):
-        has_failed = False
-
-        def on_exception(self, trainer, pl_module, exception):
-            if not self.has_failed:
-                self.has_failed = True
-                raise RuntimeError("fails before the limit hears of it") from exception
-
-    module, run = FailsEarly(), trainer(tmp_path, Fails(), MemoryLimit("4GiB"))
-    with pytest.raises(RuntimeError, match="fails before"):
-        run.fit(module)
-    module.is_mended = True
-    run.fit(module)
-    assert cpu_as_cuda.fraction == 1
-
-
 def test_on_cuda_an_allocator_that_knows_no_limit_gets_the_whole_card_back(tmp_path, cpu_as_cuda):
     cpu_as_cuda.fraction = 2.0**64 / (80 * GIB)  # what cudaMallocAsync says
     trainer(tmp_path, MemoryLimit("4GiB")).fit(Regression())
