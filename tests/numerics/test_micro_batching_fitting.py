@@ -394,7 +394,7 @@ class Table(pl.LightningModule):
 @pytest.mark.parametrize("predicts", [True, False])
 def test_sizes_that_the_module_cannot_run_are_left_out(predicts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not predicts:
-        monkeypatch.setattr("lightning_memfit.fitting.step.callback.predict_sizes", lambda *_: None)
+        monkeypatch.setattr("lightning_memfit.fitting.size.prediction.predict_sizes", lambda *_: None)
     module = Table()
     callback = MicroBatching(allow_batch_statistics=True)
     trainer = seeded_fit(module, callback, MemoryLimit(200_000), max_steps=6, max_epochs=-1)

@@ -1,20 +1,15 @@
 """`Recomputation`: what is done when not even one sample fits, in the middle of training."""
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
-from lightning_memfit.checkpointing.apply import (
-    AppliedCheckpointing,
-    CheckpointedForward,
-    apply_checkpointing,
-    disable_caches,
-    is_checkpointed,
-)
-from lightning_memfit.checkpointing.blocks import find_blocks
-from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.reliability.consensus import RankConsensus
+
+if TYPE_CHECKING:
+    from lightning_memfit.checkpointing.apply import AppliedCheckpointing, CheckpointedForward
+    from lightning_memfit.checkpointing.policies import Choice
 
 LastResort = Literal["none", "recompute"]
 """What follows when one sample doesn't fit: an error, or recomputation."""
@@ -51,6 +46,8 @@ class Recomputation:
         """Start it and return what it did; None if nothing is left to do."""
         if not self._is_allowed or self._is_on:
             return None
+        from lightning_memfit.checkpointing.apply import apply_checkpointing, disable_caches
+
         plain, partial = self._blocks()
         self._num_blocks = len(plain) + len(partial)
         if not self._consensus.any_of([self._num_blocks > 0])[0]:
@@ -83,8 +80,11 @@ class Recomputation:
     def _description(self) -> str:
         return f"the activations of {self._num_blocks} more blocks recomputed in backward"
 
-    def _blocks(self) -> tuple[list[nn.Module], list[CheckpointedForward]]:
+    def _blocks(self) -> "tuple[list[nn.Module], list[CheckpointedForward]]":
         """Return the blocks that keep everything, and the forwards of those that keep a part."""
+        from lightning_memfit.checkpointing.apply import CheckpointedForward, is_checkpointed
+        from lightning_memfit.checkpointing.blocks import find_blocks
+
         plain: list[nn.Module] = []
         partial: list[CheckpointedForward] = []
         for block in (module for group in find_blocks(self._module) for module in group.modules):

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
@@ -25,7 +25,6 @@ from lightning_memfit.fitting.recovery.last_resort import LAST_RESORTS, LastReso
 from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
-from lightning_memfit.fitting.size.prediction import MemoryPrediction, SizePrediction, is_divided, predict_sizes
 from lightning_memfit.fitting.size.search import SizeSearch
 from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
@@ -46,6 +45,9 @@ from lightning_memfit.reliability.rank_watch import RankWatch, watch_ranks
 from lightning_memfit.reliability.whole_steps import WholeSteps
 from lightning_memfit.techniques.core.facts import run_of
 from lightning_memfit.techniques.micro_batching import unsupported
+
+if TYPE_CHECKING:
+    from lightning_memfit.fitting.size.prediction import SizePrediction
 
 
 class MicroBatching(KeepsRandomNumbers):
@@ -177,8 +179,11 @@ class MicroBatching(KeepsRandomNumbers):
         if self.global_batch_size is not None:
             self._lent = lend_batch_size(trainer, pl_module, local_batch_size_for(trainer, self.global_batch_size))
         self._predictor = None
-        self._is_divided = is_divided(trainer)
         if self.may_trace and self._wants_prediction(trainer):
+            # Traces are most of this package, and a size that is given needs none.
+            from lightning_memfit.fitting.size.prediction import is_divided, predict_sizes
+
+            self._is_divided = is_divided(trainer)
             self._predictor = predict_sizes(trainer, pl_module)
         self._whole_steps.setup(trainer, pl_module, stage)
         self.follow_random_numbers(trainer, stage)
@@ -268,7 +273,7 @@ class MicroBatching(KeepsRandomNumbers):
         if any(self._hook(trainer.lightning_module, name) for name in ("split_batch", "num_samples")):
             return False
         if self.options.micro_batch_size != "auto":
-            return any(isinstance(callback, MemoryPrediction) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+            return run_of(trainer, trainer.lightning_module).has("MemoryPrediction")
         return self.options.limit_bytes is not None or knows_limit(trainer)
 
     def _note(self, size: int, reason: str) -> None:

@@ -32,7 +32,6 @@ from lightning_memfit.fitting.step.noise import SameNoise, without_recurrent_dro
 from lightning_memfit.fitting.step.outputs import StepOutputs, returned
 from lightning_memfit.fitting.step.sketches import Sketches, move_weights
 from lightning_memfit.fitting.step.split import with_own_tensors
-from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory.float32_products import exact_products
 from lightning_memfit.memory.oom import is_out_of_memory
 
@@ -137,8 +136,8 @@ class Passes:
                 del self._snapshot  # which holds gradients
                 self.logger_names.update(name for logger in loggers for name in logger.names)
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                    if isinstance(callback, MemoryMonitor):
-                        callback.reset_peak()
+                    if reset := getattr(callback, "reset_peak", None):  # of a `MemoryMonitor`
+                        reset()
 
     def _settle(self) -> None:
         """Divide what a pass has left gathered, so that the next one begins with the weights that are put back."""

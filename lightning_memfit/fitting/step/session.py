@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -26,7 +26,6 @@ from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.last_resort import LastResort, Recomputation
 from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.fitting.size.prediction import SizePrediction
 from lightning_memfit.fitting.size.search import (
     SizeSearch,
     StepMemory,
@@ -46,6 +45,9 @@ from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.replicas import num_replicas, sum_by_loop
 from lightning_memfit.reliability.consensus import At, RankConsensus
 from lightning_memfit.reliability.upstream.deepspeed import engine_of
+
+if TYPE_CHECKING:
+    from lightning_memfit.fitting.size.prediction import SizePrediction
 
 _ON_DISK = (
     "`MicroBatching` compares steps, which can't be taken back where DeepSpeed keeps optimizer states or "
@@ -177,7 +179,7 @@ class FitSession:
         self,
         loop: MicroBatchLoop,
         options: Options,
-        prediction: SizePrediction | None,
+        prediction: "SizePrediction | None",
         splitter: BatchSplitter,
         weights: LossWeights,
         device_memory: DeviceMemory | None,
