@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -174,6 +175,8 @@ class TraceStore:
         key = ("stepping", pure, num_blocks)
         if not self._may_trace or key in self._known:
             return lambda: self._stepping(pure, num_blocks)
+        for package in {choice.technique.package for choice in pure.chosen} - {""}:
+            import_module(package)  # once here, and in neither of the two processes
         traced = beside(self._stepping_task(pure, num_blocks))
 
         def result() -> ModelProfile:
@@ -333,10 +336,21 @@ def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
     trainer = getattr(module, "_trainer", None)
     if trainer is not None:  # a copy loses it, and with it callbacks that keep something, such as averages of weights
         alike.trainer = trainer
-    changed = {"training_step": _sum_of_parameters, "configure_model": configure_model}
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = object.__reduce_ex__(self, 2)
+        return _remade, (base, num_blocks), *state
+
+    # Where there are no forks, it is sent to another process, which doesn't have this class.
+    changed = {"training_step": _sum_of_parameters, "configure_model": configure_model, "__reduce_ex__": reduce}
     alike.__class__ = type(f"Stepping{base.__name__}", (base,), changed)
     alike.memfit_num_blocks = num_blocks  # simple attributes are part of a profile's key
     return alike
+
+
+def _remade(base: type, num_blocks: int | None) -> Any:
+    """What `only_stepping` makes of a module of this class, without its attributes."""
+    return only_stepping(base.__new__(base), num_blocks)
 
 
 def _keep_blocks(module: Any, num_blocks: int) -> None:

@@ -1,3 +1,4 @@
+import pickle
 from typing import Any
 
 import lightning.pytorch as pl
@@ -7,7 +8,7 @@ from torch import nn
 
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner.rates import rates_of
-from lightning_memfit.planner.trace_store import TraceStore
+from lightning_memfit.planner.trace_store import TraceStore, only_stepping
 from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.cache import ProfileCache
@@ -59,3 +60,11 @@ def test_a_checked_profile_answers_who_asks_for_none(tmp_path: Any, monkeypatch:
     profile_module(module, torch.zeros(16, 8), **settings)
     monkeypatch.setattr("lightning_memfit.profile.build.trace_step", None)
     profile_module(module, torch.zeros(16, 8), check_assumptions=False, **settings)
+
+
+def test_a_module_that_only_steps_can_be_sent_to_another_process() -> None:
+    stepping = only_stepping(Steady(), 3)
+    sent = pickle.loads(pickle.dumps(stepping))
+    assert isinstance(sent, Steady)
+    assert sent.memfit_num_blocks == 3
+    assert sent.training_step(None, 0) == stepping.training_step(None, 0)
