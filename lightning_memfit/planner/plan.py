@@ -279,7 +279,7 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
         as_made = [TechniqueChoice(path, arguments) for path, arguments in sorted(made.items())]
         as_written = [TechniqueChoice(path, arguments_of(one)) for path, one in zip(found, own, strict=True)]
         if as_made != sorted(as_written, key=lambda one: one.name):
-            adapter, reason = None, "arguments of one name, which a plan gives to all of its callbacks, differ in them"
+            adapter, reason = None, "plans give it other arguments"
     if adapter is None:
         raise ValueError(
             f"`trainer.callbacks` has {found[0].rpartition('.')[2]}, and no plan can keep it: {reason}. Choose the "

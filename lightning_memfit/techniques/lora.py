@@ -275,7 +275,12 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
 
 
 _LORA = CallbackSpec("lightning_memfit.techniques.lora.Lora")
-_QUANTIZED = "lightning_memfit.techniques.quantized_weights.QuantizedWeights"
+
+
+def _quantized(bits: int) -> CallbackSpec:
+    """Every linear layer is quantized, whichever get adapters, as in the QLoRA paper (arXiv 2305.14314) and by peft."""
+    arguments = {"bits": bits, "target_modules": AUTO}
+    return CallbackSpec("lightning_memfit.techniques.quantized_weights.QuantizedWeights", arguments)
 
 
 def _cost(profile: "ModelProfile", options: Options) -> Cost:
@@ -312,7 +317,7 @@ QLORA = replace(
     name="qlora",
     summary="adapters beside frozen weights in 4 bits",
     numerics=frozenset({"lora", "4bit"}),
-    callbacks=(CallbackSpec(_QUANTIZED, {"bits": 4}), _LORA),
+    callbacks=(_quantized(4), _LORA),
     cost=_quantized_cost,
     page="lora",
 )
@@ -322,6 +327,6 @@ LORA_8BIT = replace(
     name="lora_8bit",
     summary="adapters beside frozen weights in 8 bits",
     numerics=frozenset({"lora", "8bit"}),
-    callbacks=(CallbackSpec(_QUANTIZED, {"bits": 8}), _LORA),
+    callbacks=(_quantized(8), _LORA),
     cost=lambda profile, options: _quantized_cost(profile, {"bits": 8, **options}),
 )
