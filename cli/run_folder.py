@@ -66,12 +66,12 @@ class RunFolder:
         root = str(getattr(logger, "save_dir", None) or trainer.default_root_dir)
         if trainer.fast_dev_run or "://" in root:  # type: ignore[attr-defined]
             return
-        is_own = isinstance(logger, (CSVLogger, TensorBoardLogger))
+        own = logger if isinstance(logger, (CSVLogger, TensorBoardLogger)) else None
         # Not of any logger: MLflow's asks a server for its name.
         name = getattr(logger, "name", None) if type(logger).__name__ == "WandbLogger" else None
-        self.path = Path((logger if is_own else CSVLogger(root, name or "lightning_logs")).log_dir)
+        self.path = Path((own or CSVLogger(root, name or "lightning_logs")).log_dir)
         self._existed = {folder for folder in (self.path, *self.path.parents) if folder.exists()}
-        if is_own:
+        if own is not None:
             return
         if _is_first(trainer.num_nodes):
             self.path.mkdir(parents=True)  # at once, so that no other run takes the same number

@@ -338,8 +338,7 @@ def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
         alike.trainer = trainer
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = object.__reduce_ex__(self, 2)
-        return _remade, (base, num_blocks), *state
+        return _remade, (base, num_blocks), *tuple(object.__reduce_ex__(self, 2))[2:]
 
     # Where there are no forks, it is sent to another process, which doesn't have this class.
     changed = {"training_step": _sum_of_parameters, "configure_model": configure_model, "__reduce_ex__": reduce}
@@ -348,7 +347,7 @@ def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
     return alike
 
 
-def _remade(base: type, num_blocks: int | None) -> Any:
+def _remade(base: Any, num_blocks: int | None) -> Any:
     """What `only_stepping` makes of a module of this class, without its attributes."""
     return only_stepping(base.__new__(base), num_blocks)
 
