@@ -332,15 +332,14 @@ def only_stepping(module: Any, num_blocks: int | None = None) -> Any:
         if num_blocks is not None:
             _keep_blocks(self, num_blocks)
 
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # Where there are no forks, it is sent to another process, which doesn't have this class.
+        return _remade, (base, num_blocks), *tuple(object.__reduce_ex__(self, 2))[2:]
+
     alike = copy.copy(module)
     trainer = getattr(module, "_trainer", None)
     if trainer is not None:  # a copy loses it, and with it callbacks that keep something, such as averages of weights
         alike.trainer = trainer
-
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return _remade, (base, num_blocks), *tuple(object.__reduce_ex__(self, 2))[2:]
-
-    # Where there are no forks, it is sent to another process, which doesn't have this class.
     changed = {"training_step": _sum_of_parameters, "configure_model": configure_model, "__reduce_ex__": reduce}
     alike.__class__ = type(f"Stepping{base.__name__}", (base,), changed)
     alike.memfit_num_blocks = num_blocks  # simple attributes are part of a profile's key
