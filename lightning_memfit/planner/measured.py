@@ -7,8 +7,6 @@ tensors in every run, more of them than caches hold: a training step meets its w
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -19,15 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, synchronize
-from lightning_memfit.planner.rates import Measured
+from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind
+from lightning_memfit.planner.rates import Measured, seconds_of
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.core.step_cost import cpu_seconds
 
 _CACHES = 1 << 28
 """Bytes of operands and results that no cache holds."""
-_LAPS, _LAP_SECONDS = 5, 0.1
+_EACH_S = 0.5
+"""Seconds for which each figure is measured."""
 
 Run = Callable[[Tensor], object]
 
@@ -57,12 +56,12 @@ def _operators(device: torch.device, large: bool) -> dict[str, float]:
         "function": functional.gelu,
         "indexing": lambda x: functional.embedding(places, x),
     }
-    rates = {kind: 2 * rows.nbytes / _in_turns(run, rows, device) for kind, run in moving.items()}
+    rates = {kind: 2 * rows.nbytes / _in_turns(run, rows) for kind, run in moving.items()}
     for dtype in (torch.float32, torch.bfloat16, *((torch.float16,) if large else ())):
         for kind, (run, given, flops) in _multiplying(dtype, device, large).items():
             moved = 3 * given.nbytes / rates["elementwise"]
             name = f"{kind} {str(dtype).removeprefix('torch.')}"
-            rates[name] = flops / max(1e-9, _in_turns(run, given, device) - moved)
+            rates[name] = flops / max(1e-9, _in_turns(run, given) - moved)
     return rates
 
 
@@ -94,7 +93,7 @@ def _with_backward(forward: Callable[[Tensor], Tensor]) -> Run:
     return run
 
 
-def _in_turns(run: Run, given: Tensor, device: torch.device) -> float:
+def _in_turns(run: Run, given: Tensor) -> float:
     """Seconds of a run on one of many tensors after another, whose result is kept until its turn comes again."""
     copies = [given.clone() for _ in range(max(2, _CACHES // (2 * given.nbytes)))]
     results, turn = dict[int, object](), count()
@@ -103,7 +102,7 @@ def _in_turns(run: Run, given: Tensor, device: torch.device) -> float:
         at = next(turn) % len(copies)
         results[at] = run(copies[at])
 
-    return _seconds(next_one, device)
+    return seconds_of(next_one, _EACH_S)
 
 
 class _Small(pl.LightningModule):
@@ -130,7 +129,7 @@ def _launch_seconds(device: torch.device) -> float:
     emulation = Emulation(CUDA if DeviceKind.of(device).has_own_memory else CPU)
     work = profile_module(module, batch, emulation=emulation, any_micro_batch=False).work
     module, batch = module.to(device), batch.to(device)
-    taken = _seconds(lambda: module.training_step(batch).backward(), device)
+    taken = seconds_of(lambda: module.training_step(batch).backward(), _EACH_S)
     return taken / sum(row.times for phase in ("forward", "backward") for row in work[phase])
 
 
@@ -140,28 +139,10 @@ def _host_seconds() -> float:
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW(weights, foreach=False)
-    return _seconds(optimizer.step, torch.device("cpu")) / sum(weight.numel() for weight in weights)
+    return seconds_of(optimizer.step, _EACH_S) / sum(weight.numel() for weight in weights)
 
 
 def _link_rate(device: torch.device) -> float:
     there, here = torch.empty(1 << 28, dtype=torch.uint8, device=device), torch.empty(1 << 28, dtype=torch.uint8)
     here = here.pin_memory()
-    return there.nbytes / _seconds(lambda: here.copy_(there, non_blocking=True), device)
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a run over some laps."""
-    for _ in range(2):
-        synchronize(device)
-        began = time.perf_counter()
-        run()
-        synchronize(device)
-        once = time.perf_counter() - began
-    times, laps = max(1, int(_LAP_SECONDS / max(once, 1e-6))), []
-    for _ in range(_LAPS):
-        began = time.perf_counter()
-        for _ in range(times):
-            run()
-        synchronize(device)
-        laps.append((time.perf_counter() - began) / times)
-    return statistics.median(laps)
+    return there.nbytes / seconds_of(lambda: here.copy_(there, non_blocking=True), _EACH_S)

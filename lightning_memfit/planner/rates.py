@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -234,7 +233,7 @@ def _matmul_rate(dtype: object) -> float:
 
     size = 384
     a = torch.ones(size, size, dtype=dtype)  # type: ignore[call-overload]
-    return 2 * size**3 / _best_seconds(lambda: a @ a)
+    return 2 * size**3 / seconds_of(lambda: a @ a)
 
 
 def _copy_rate() -> float:
@@ -242,17 +241,22 @@ def _copy_rate() -> float:
     import torch
 
     a = torch.ones(1 << 22)
-    return 2 * a.nbytes / _best_seconds(lambda: a * 2.0)
+    return 2 * a.nbytes / seconds_of(lambda: a * 2.0)
 
 
-def _best_seconds(run: object, repeats: int = 8) -> float:
-    assert callable(run)
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - started)
-    return best
+def seconds_of(run: Callable[[], object], least_seconds: float = 0.05) -> float:
+    """Median seconds of a call with all threads of this process, on any device.
+
+    Args:
+        run: What is called.
+        least_seconds: How long to measure.
+    """
+    import torch
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    median: float = timer.blocked_autorange(min_run_time=least_seconds).median
+    return median
 
 
 def _cores() -> int:

@@ -137,12 +137,15 @@ class SizePrediction:
         trainer: The Trainer that is about to fit.
         module: Its module, in a callback's `setup`.
 
+    Attributes:
+        is_divided: Whether the run's device holds less, or more, than a plain step on one device does.
+
     Raises:
         NoProcessError: If this process can't be copied.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._module = module
+        self._module, self.is_divided = module, is_divided(trainer)
         self._techniques = tuple(techniques_of(trainer))
         self._options = step_options(trainer)
         self._emulation = emulation_of(trainer)

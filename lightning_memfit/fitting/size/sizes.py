@@ -11,11 +11,10 @@ def prefer(local_batch_size: int, largest: int) -> int:
     micro-batches equal), then multiples of 8 (tensor cores), then `largest` itself. The number of micro-batches
     stays the same.
 
-    Raises:
-        ValueError: If `largest` is below 1.
+    Args:
+        local_batch_size: At least 1.
+        largest: At least 1.
     """
-    if largest < 1:
-        raise ValueError(f"`largest={largest}` must be at least 1.")
     largest = min(largest, local_batch_size)
     fewest = -(-local_batch_size // -(-local_batch_size // largest))
     candidates = range(largest, fewest - 1, -1)

@@ -142,7 +142,6 @@ class MicroBatching(KeepsRandomNumbers):
         self._lent: tuple[Any, int] | None = None
         self._predictor: SizePrediction | None = None
         self.may_trace = True  # to predict sizes; `MemFit` says so where it found that there can be no traces
-        self._is_divided = False
         hide_idle_hooks(self)
 
     @property
@@ -181,9 +180,8 @@ class MicroBatching(KeepsRandomNumbers):
         self._predictor = None
         if self.may_trace and self._wants_prediction(trainer):
             # Traces are most of this package, and a size that is given needs none.
-            from lightning_memfit.fitting.size.prediction import is_divided, predict_sizes
+            from lightning_memfit.fitting.size.prediction import predict_sizes
 
-            self._is_divided = is_divided(trainer)
             self._predictor = predict_sizes(trainer, pl_module)
         self._whole_steps.setup(trainer, pl_module, stage)
         self.follow_random_numbers(trainer, stage)
@@ -266,7 +264,7 @@ class MicroBatching(KeepsRandomNumbers):
     @property
     def predicts_memory(self) -> bool:
         """Whether this callback predicts memory for the size in use."""
-        return self._predictor is not None and not self._is_divided
+        return self._predictor is not None and not self._predictor.is_divided
 
     def _wants_prediction(self, trainer: Trainer) -> bool:
         """Whether a prediction can help a search for the size, or tell a `MemoryPrediction` what a given one takes."""

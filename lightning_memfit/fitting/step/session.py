@@ -26,11 +26,7 @@ from lightning_memfit.fitting.recovery.guard import StepGuard
 from lightning_memfit.fitting.recovery.last_resort import LastResort, Recomputation
 from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.fitting.size.search import (
-    SizeSearch,
-    StepMemory,
-    longest_samples,
-)
+from lightning_memfit.fitting.size.search import SizeSearch, StepMemory, longest_samples
 from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
 from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
