@@ -16,8 +16,6 @@ LastResort = Literal["none", "recompute"]
 
 LAST_RESORTS: tuple[LastResort, ...] = get_args(LastResort)
 
-_NO_BLOCK = "there is no repeated block that keeps activations"
-
 
 class Recomputation:
     """Recompute every repeated block of a module in backward, on all ranks together.
@@ -64,7 +62,7 @@ class Recomputation:
         """Describe what was done, or why it could not be, for the error when that was not enough."""
         if self._is_on:
             return f" even with {self._description}."
-        return f". No recomputation: {_NO_BLOCK}." if self._is_allowed else "."
+        return ". No recomputation: there is no repeated block that keeps activations." if self._is_allowed else "."
 
     def close(self) -> None:
         """Make blocks keep what they kept before."""
