@@ -279,8 +279,8 @@ _LORA = CallbackSpec("lightning_memfit.techniques.lora.Lora")
 
 def _quantized(bits: int) -> CallbackSpec:
     """Every linear layer is quantized, whichever get adapters, as in the QLoRA paper (arXiv 2305.14314) and by peft."""
-    arguments = {"bits": bits, "target_modules": AUTO}
-    return CallbackSpec("lightning_memfit.techniques.quantized_weights.QuantizedWeights", arguments)
+    path = "lightning_memfit.techniques.quantized_weights.QuantizedWeights"
+    return CallbackSpec(path, {"bits": bits}, kept=("target_modules",))
 
 
 def _cost(profile: "ModelProfile", options: Options) -> Cost:

@@ -74,6 +74,8 @@ class CallbackSpec:
 
     class_path: str
     init_args: Mapping[str, Any] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    """Arguments that stay at their defaults, whatever options of these names the technique is given."""
 
     @property
     def name(self) -> str:
@@ -193,7 +195,7 @@ class Technique:
         specs = []
         known = list(self.trainer)
         for spec in self.callbacks:
-            names = [name for name in defaults_of(spec.load()) if name not in spec.init_args]
+            names = [name for name in defaults_of(spec.load()) if name not in (*spec.init_args, *spec.kept)]
             taken = {name: options[name] for name in names if name in options}
             known += names
             specs.append(CallbackSpec(spec.class_path, {**spec.init_args, **taken}))
