@@ -83,7 +83,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     version, words, spare = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(words), spare],
-        "numpy": _mapped(_ask_numpy(), numpy.ndarray, torch.from_numpy),
+        "numpy": _of_numpy(),
         "torch": torch.get_rng_state(),
     }
     if DeviceKind.of(device.type).has_own_memory:
@@ -91,10 +91,27 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def _of_numpy() -> list[Any] | dict[str, Any]:
+    """The state of NumPy's global generator; as its own dict, with tensors, where the user has replaced it."""
+    state = _ask_numpy()
+    if state["bit_generator"] != "MT19937":
+        tensors: dict[str, Any] = _mapped(state, numpy.ndarray, torch.from_numpy)
+        return tensors
+    words = torch.from_numpy(state["state"]["key"].astype(numpy.int64))
+    return ["MT19937", words, state["state"]["pos"], state["has_gauss"], state["gauss"]]
+
+
 def _set_numpy(saved: list[Any] | dict[str, Any]) -> None:
+    before = saved["bit_generator"] if isinstance(saved, dict) else saved[0]
+    now = _ask_numpy()["bit_generator"]
+    if before != now:
+        raise ValueError(
+            f"`ckpt_path` has random numbers of `numpy.random.{before}`, and NumPy's global generator is {now}. Set it "
+            f"as before (`numpy.random.set_bit_generator(numpy.random.{before}())`) when the run begins."
+        )
     if isinstance(saved, dict):
         _put_numpy(_mapped(saved, torch.Tensor, torch.Tensor.numpy))
-    else:  # of version 0.2
+    else:
         kind, keys, *numbers = saved
         _put_numpy((kind, keys.numpy().astype(numpy.uint32), *numbers))
 
@@ -111,9 +128,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     Args:
         state: From `random_state`, on whichever device of a machine.
         device: The rank's device.
-
-    Raises:
-        ValueError: If NumPy's global generator is of another kind now (`numpy.random.set_bit_generator`).
     """
     if "python" in state:
         version, words, spare = state["python"]

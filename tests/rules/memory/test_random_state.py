@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy
 import torch
 
 from lightning_memfit.memory.generators import random_state, set_random_state
@@ -17,13 +16,3 @@ def test_a_run_goes_on_with_the_state_of_the_device_that_was_used(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     set_random_state(random_state(torch.device("cuda", 1)), torch.device("cuda", 0))
     assert {index: int(state) for index, state in states.items()} == {0: 1, 1: 1, 2: 2, 3: 3}
-
-
-def test_states_of_version_0_2_are_read():
-    state = random_state(torch.device("cpu"))
-    kind, words, *numbers = numpy.random.get_state()  # noqa: NPY002
-    expected = numpy.random.rand(3)  # noqa: NPY002
-    set_random_state(
-        {**state, "numpy": [kind, torch.from_numpy(words.astype(numpy.int64)), *numbers]}, torch.device("cpu")
-    )
-    assert (numpy.random.rand(3) == expected).all()  # noqa: NPY002
