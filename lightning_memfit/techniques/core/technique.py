@@ -186,8 +186,6 @@ class Technique:
     def configured(self, **options: Any) -> tuple[dict[str, Any], tuple[CallbackSpec, ...]]:
         """Trainer options and callbacks. Every option goes to the trainer options and callbacks that have that name.
 
-        Arguments that the record itself gives a callback are no options: they are what the technique is.
-
         Raises:
             ValueError: If none has it.
         """
@@ -195,7 +193,7 @@ class Technique:
         specs = []
         known = list(self.trainer)
         for spec in self.callbacks:
-            names = [name for name in defaults_of(spec.load()) if name not in (*spec.init_args, *spec.kept)]
+            names = [name for name in defaults_of(spec.load()) if name not in spec.kept]
             taken = {name: options[name] for name in names if name in options}
             known += names
             specs.append(CallbackSpec(spec.class_path, {**spec.init_args, **taken}))
