@@ -38,9 +38,9 @@ PHASES = ("forward", "backward")
 _BACKWARD = 2 / 3
 """Share of a pass that is backward, during which gradients are exchanged: two of three products."""
 
-RECOMPUTED: Mapping[str, tuple[float, float]] = {"full": (3.2, 36.0), "keep_matmul_attention": (9.5, 92.0)}
-"""Cost of a recomputed operator and of a recomputed block to the program, in launches of a plain operator: Python's
-hooks on saved tensors, and for selective checkpointing a Python mode that sees all operators twice.
+RECOMPUTED: Mapping[str, tuple[float, float]] = {"full": (1.4, 28.0), "keep_matmul_attention": (9.6, 103.0)}
+"""Cost of a recomputed operator and of a recomputed block to the program, in launches of a plain operator: a backward
+pass inside another, and for selective checkpointing a Python mode that sees all operators twice.
 `benchmarks/planner/operators` measures them."""
 
 
