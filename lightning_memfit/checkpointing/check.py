@@ -18,10 +18,22 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_memfit.checkpointing.policies import WatchedWrites, selective_contexts
-from lightning_memfit.checkpointing.recompute import Around, Function, Inside, Knowledge, in_trace
-from lightning_memfit.memory.comparison import Reading, explain_difference, projected
+from lightning_memfit.checkpointing.recompute import (
+    SIMPLE,
+    Around,
+    Function,
+    Inside,
+    Knowledge,
+    LightCall,
+    OpaqueResultError,
+    in_trace,
+)
+from lightning_memfit.memory.comparison import EQUAL, Reading, explain_difference, projected, relative_difference
 from lightning_memfit.memory.generators import drawing_from, random_states
 from lightning_memfit.memory.state import State
+
+_SAME_SHARE = 1e-2
+"""Largest relative difference, off the CPU, of two gradients of one tensor that may come from rounding."""
 
 
 class InexactRecomputationError(RuntimeError):
@@ -49,10 +61,12 @@ class FirstCall:
         self._known = known
         self._kept = kept
         self._around = around
+        self._may_be_light = around is None and not kept
         self._has_values = not in_trace()
         self._has_run = False
         self._returned: Reading | None = None
         self._given: dict[int, Tensor] = {}
+        self._share: Tensor | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,20 +78,30 @@ class FirstCall:
         """
         known = self._known
         _refuse_caches(known.name, (*args, *kwargs.values()))
+        known.is_light = False
         known.look_at_devices(_tensors_in(args))
+        children = (child for module in known.modules for child in module.modules())
+        # Such layers are known to write buffers before a trace has seen it.
+        have_statistics = any(one.training and getattr(one, "track_running_stats", False) is True for one in children)
+        self._may_be_light &= known.look_at_parameters() and not have_statistics
         self._state = State(known.groups(), copies_tensors=self._has_values)
         self._inputs = _Inputs(args, kwargs)
         self._random = random_states(known.devices) if self._has_values else {}
         result = self._run_checkpointed(args, kwargs)
         self._note_written()
         self._look_at_results(result)
-        (known.settled if self._has_values else known.traced).add(known.block.training)
+        (known.settled if self._has_values else known.traced).add(known.modules[0].training)
         return result
 
     # --- forward ---
 
     def _run_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._known
+        if not self._has_values and self._may_be_light and known.takes_light(args, kwargs):
+            try:
+                return LightCall(self, known).run(args, kwargs)
+            except OpaqueResultError:
+                self._may_be_light = self._has_run = False
         if not self._kept:
             return known.checkpointed(self, args, kwargs, self._around)
         writes = WatchedWrites()
@@ -92,23 +116,43 @@ class FirstCall:
         known = self._known
         known.written = tuple(dict.fromkeys((*known.written, *self._state.changed())))
         known.moves_generators |= self._state.have_generators_moved()
+        self._may_be_light &= not (known.written or known.moves_generators)
         self._state = self._state.only(known.written, known.moves_generators)
         if self._inputs.are_written():
             self._refuse("its forward writes one of its arguments in place. Let it change a copy (`x = x * 2`).")
 
     def _look_at_results(self, result: Any) -> None:
         """Read what was returned, and follow the gradients that come back."""
+        leaves = tree_flatten(result)[0]
+        inputs = self._inputs.needing_grad()
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        are_found = all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves)
+        self._may_be_light &= are_found and len(outputs) <= 1 and len(inputs) <= 1
         if not self._kept:
             del self._inputs  # they may lie on the host; backward brings them
         if not self._has_values:
+            self._known.is_light = self._may_be_light
             return
         self._returned = _returned(result)
-        for number, output in enumerate(output for output in _tensors_in(result) if output.requires_grad):
+        for number, output in enumerate(outputs):
             output.register_hook(partial(self._keep_gradient, number))
+        if self._may_be_light and inputs:
+            inputs[0].register_hook(self._compare_share)
 
     def _keep_gradient(self, number: int, gradient: Tensor) -> None:
         if self._returned is not None:
             self._given[number] = gradient
+
+    def _compare_share(self, gradient: Tensor) -> None:
+        """Let later calls be light if no other code uses the argument that needs gradients.
+
+        torch sums the gradients of all uses in the order in which they come. A `LightCall` sums those of a block first,
+        which rounds otherwise.
+        """
+        if self._share is not None:
+            most = EQUAL if gradient.device.type == "cpu" else _SAME_SHARE
+            self._known.is_light = relative_difference(self._share, projected(gradient)) <= most
+            self._share = None
 
     # --- backward ---
 
@@ -142,13 +186,37 @@ class FirstCall:
         plain = self._repeat(self._function)
         again = self._reader(self._function, "returned", plain)
         self._refuse_difference(returned, again, plain, "run plainly from where it began")
-        again = self._reader(self._checkpointed, "gradients")
-        self._refuse_difference(plain.gradients, again, plain, "when it was recomputed")
+        self._known.constant_outputs = plain.constant_outputs
+        if self._is_light(plain):
+            self._share = plain.gradients.values[0] if plain.gradients.values else None
+            self._known.is_light = not self._inputs.needing_grad()
+        else:
+            again = self._reader(self._checkpointed, "gradients")
+            self._refuse_difference(plain.gradients, again, plain, "when it was recomputed")
+
+    def _is_light(self, plain: "_Run") -> bool:
+        """Whether a `LightCall` returns and gives what the plain run does.
+
+        Its forward pass runs without gradients, in which some kernels are others (attention whose mask is trained).
+        """
+        if not (self._may_be_light and plain.has_own_leaves and self._known.takes_light(*self._inputs.given)):
+            return False
+        try:
+            first = self._repeat(self._light)
+        except InexactRecomputationError:
+            return False
+        return all(
+            self._difference(getattr(plain, read), self._reader(self._light, read, first), plain) is None
+            for read in ("returned", "gradients")
+        )
 
     def _reader(self, function: Function, read: str, first: "_Run | None" = None) -> Callable[[], Reading]:
         """A function that reads the block's first run, and with each further call another one."""
         runs = [] if first is None else [first]
         return lambda: getattr(runs.pop() if runs else self._repeat(function), read)
+
+    def _light(self, *args: Any, **kwargs: Any) -> Any:
+        return LightCall(self._function, self._known).run(args, kwargs)
 
     def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         return self._known.run(self._function, self._kept, args, kwargs, None)
@@ -159,7 +227,7 @@ class FirstCall:
         apart = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
         with drawing_from(self._random), self._state.put_back(), apart:
             try:
-                return _Run(function, self._inputs, dict(self._known.block.named_parameters()), self._given)
+                return _Run(function, self._inputs, self._known.named_parameters(), self._given)
             except (InexactRecomputationError, torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
@@ -170,10 +238,13 @@ class FirstCall:
     def _refuse(self, found: str, cause: Exception | None = None) -> NoReturn:
         raise InexactRecomputationError(self._known.name, found) from cause
 
-    def _refuse_difference(self, first: Reading, again: Callable[[], Reading], plain: "_Run", when: str) -> None:
+    def _difference(self, first: Reading, again: Callable[[], Reading], plain: "_Run") -> str | None:
         device = self._known.devices[-1]
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else plain.dtype
-        found = explain_difference(first, again, dtype, device)
+        return explain_difference(first, again, dtype, device)
+
+    def _refuse_difference(self, first: Reading, again: Callable[[], Reading], plain: "_Run", when: str) -> None:
+        found = self._difference(first, again, plain)
         if found is not None:
             self._refuse(
                 f"{found} {when}. It reads something that changes or that has changed since its forward, and that its "
@@ -213,6 +284,10 @@ class _Inputs:
         """Whether any tensor among them has been written in place."""
         return any(tensor._version != version for tensor, version in self._versions)
 
+    def needing_grad(self) -> list[Tensor]:
+        """Those of the tensors that need gradients, each once."""
+        return list(dict.fromkeys(tensor for tensor, _ in self._versions if tensor.requires_grad))
+
     def apart(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """The arguments in a new graph, and its leaves. As in a plain run, what needs gradients is no leaf itself."""
         new: dict[int, Tensor] = {}
@@ -245,6 +320,8 @@ class _Run:
     Attributes:
         returned: What it returned.
         gradients: The gradients that it gave.
+        has_own_leaves: Whether its outputs depend on nothing that needs gradients but its inputs and parameters.
+        constant_outputs: Numbers of the outputs that need no gradients.
         dtype: The coarsest type of what it returned.
     """
 
@@ -255,15 +332,19 @@ class _Run:
             args, kwargs, leaves = inputs.apart()
             result = function(*args, **kwargs)
         self.returned = _returned(result)
-        outputs = _tensors_in(result)
+        outputs, everything = _tensors_in(result), tree_flatten(result)[0]
+        self.constant_outputs = tuple(
+            number for number, leaf in enumerate(everything) if isinstance(leaf, Tensor) and not leaf.requires_grad
+        )
         dtypes = (one.dtype for one in outputs if one.is_floating_point())
         self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
         differentiable = [output for output in outputs if output.requires_grad]
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         wanted = [*leaves, *trained.values()]
+        self.has_own_leaves = _leaves_of(differentiable) <= set(map(id, wanted))
         weights = [_weight_of(output, given.get(number)) for number, output in enumerate(differentiable)]
         edges = [get_gradient_edge(output) for output in differentiable]
-        del result, outputs, args, kwargs, differentiable  # not needed while gradients are computed
+        del result, outputs, everything, args, kwargs, differentiable  # not needed while gradients are computed
         gradients: Sequence[Tensor | None] = []
         if edges and wanted:
             gradients = torch.autograd.grad(edges, wanted, weights, allow_unused=True)
@@ -279,3 +360,19 @@ def _weight_of(output: Tensor, given: Tensor | None) -> Tensor:
             return given
     values = torch.arange(output.numel(), device=output.device, dtype=torch.float32).mul_(0.7).sin_()
     return values.reshape(output.shape).to(output.dtype)
+
+
+def _leaves_of(outputs: Sequence[Tensor]) -> set[int]:
+    """Identities of the leaves that outputs depend on."""
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    found = {id(output) for output in outputs if output.grad_fn is None}
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                nodes.append(below)
+    return found

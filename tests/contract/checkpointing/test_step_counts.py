@@ -5,11 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.policies import kept_operators
+from lightning_memfit.checkpointing.recompute import Knowledge
 from lightning_memfit.memory.ledger import StorageLedger
 from tests.contract.checkpointing.models import gpt2
 
@@ -71,15 +73,39 @@ def torchs(blocks, **options):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
-@pytest.mark.parametrize("case", ["plain", "autocast", "written"])
-def test_full_recomputation_costs_what_torchs_checkpoint_costs(case):
+def releasing(blocks):
+    """With a step in backward, where torch's own way is taken."""
+    for parameter in nn.ModuleList(blocks).parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def test_full_recomputation_takes_less_than_half_of_torchs_calls_and_no_more_operators():
+    calls, operators = costs(ours)
+    torch_calls, _ = costs(torchs)
+    _, torch_operators = costs(partial(torchs, early_stop=False))
+    assert calls <= 0.5 * torch_calls
+    assert operators <= torch_operators
+
+
+@pytest.mark.parametrize("case", ["autocast", "released", "device", "written"])
+def test_where_torchs_own_way_is_taken_it_costs_as_much(case, monkeypatch):
     def first(blocks):
-        for block in blocks if case == "written" else ():
-            block.ln_1.register_forward_pre_hook(count)
+        if case == "released":
+            releasing(blocks)
+        if case == "written":
+            for block in blocks:
+                block.ln_1.register_forward_pre_hook(count)
 
     def count(module, args):
         module.count = getattr(module, "count", 0) + 1
 
+    if case == "device":  # its random state is kept beside that of the CPU
+
+        def look(known, tensors, inputs):
+            known.devices = (torch.device("cpu"), torch.device("cpu", 0))
+
+        monkeypatch.setattr(Knowledge, "look_at_devices", look)
+        monkeypatch.setattr(Knowledge, "takes_light", lambda known, args, kwargs: False)
     calls, operators = costs(lambda blocks: [first(blocks), ours(blocks)], case == "autocast")
     torch_calls, torch_operators = costs(lambda blocks: [first(blocks), torchs(blocks)], case == "autocast")
     assert calls <= (1.3 if case == "written" else 1.1) * torch_calls
