@@ -101,7 +101,7 @@ def test_where_torchs_own_way_is_taken_it_costs_as_much(case, monkeypatch):
 
     if case == "device":  # its random state is kept beside that of the CPU
 
-        def look(known, tensors, inputs):
+        def look(known, inputs):
             known.devices = (torch.device("cpu"), torch.device("cpu", 0))
 
         monkeypatch.setattr(Knowledge, "look_at_devices", look)
