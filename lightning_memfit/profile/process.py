@@ -361,10 +361,32 @@ def _answer(function: Callable[[], Any]) -> bytes:
         told = pickle.dumps((lost, None))
         for cause in () if is_program else (None, _without_traceback(error.__cause__)):
             with contextlib.suppress(Exception):  # they may hold what can't be pickled
-                pickled = pickle.dumps((error, cause))
+                pickled = _error_pickle((error, cause))
                 pickle.loads(pickled)  # nosec B301
                 told = pickled
     return pickle.dumps((value, told, [collect() for collect, _ in _BROUGHT]))
+
+
+def _error_pickle(errors: object) -> bytes:
+    buffer = io.BytesIO()
+    _ErrorPickler(buffer).dump(errors)
+    return buffer.getvalue()
+
+
+class _ErrorPickler(pickle.Pickler):
+    """Writes errors without calling their constructors, which may take other arguments than they hold."""
+
+    @override
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, BaseException):
+            return _remade_error, (type(value), value.args, vars(value))
+        return NotImplemented
+
+
+def _remade_error(kind: type[BaseException], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(attributes)
+    return error
 
 
 def _taken(answer: bytes) -> Any:

@@ -68,7 +68,7 @@ def raise_of_two() -> None:
     [
         (lambda: 3, "returned 3"),
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-        (raise_of_two, "LostError: TakesTwo: 1 and 2"),
+        (raise_of_two, "TakesTwo: 1 and 2"),
         (lambda: os._exit(3), r"LostError: it ended its process \(exit code 3\)"),
         (os.abort, r"LostError: it ended its process \(signal 6\)"),
         (lambda: sys.exit(4), r"LostError: it ended the program \(SystemExit: 4\)"),
