@@ -16,6 +16,7 @@ from lightning_memfit.checkpointing.apply import (
 )
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
+from lightning_memfit.checkpointing.recompute import in_trace
 from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
@@ -119,7 +120,7 @@ class ActivationCheckpointing(TechniqueCallback):
     def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the plan, unless this is a copy, inside a trace, of a callback that already has one."""
         assert self.budget is not None
-        if not self.in_trace:
+        if not in_trace():  # a measured step makes its own plan, too
             # Traces, which only a budget needs, are most of this package.
             from lightning_memfit.techniques.checkpointing_budget import resolve_budget
 
