@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.process import beside
+from lightning_memfit.profile.process import beside, import_too
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
@@ -175,8 +174,7 @@ class TraceStore:
         key = ("stepping", pure, num_blocks)
         if not self._may_trace or key in self._known:
             return lambda: self._stepping(pure, num_blocks)
-        for package in {choice.technique.package for choice in pure.chosen} - {""}:
-            import_module(package)  # once here, and in neither of the two processes
+        import_too([choice.technique.package for choice in pure.chosen if choice.technique.package])
         traced = beside(self._stepping_task(pure, num_blocks))
 
         def result() -> ModelProfile:

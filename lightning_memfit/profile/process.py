@@ -138,8 +138,8 @@ def _imported() -> list[str]:
     return [name for name, file in new if file and owner_of(file) != "user"]
 
 
-def _import_too(names: list[str]) -> None:
-    """Import in a command what a copy did, which the next one needs not do again."""
+def import_too(names: list[str]) -> None:
+    """Import what copies of this process need, so that none of them has to; what can't be imported fails there."""
     for name in names:
         with contextlib.suppress(Exception):
             import_module(name)
@@ -148,7 +148,7 @@ def _import_too(names: list[str]) -> None:
 _modules: frozenset[str] = frozenset()
 """What was imported when this copy of a command was made."""
 
-_BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(_imported, _import_too)]
+_BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(_imported, import_too)]
 
 
 def can_fork(backward: bool = True) -> bool:
