@@ -183,7 +183,7 @@ class _RecipeCLI(MemFitCLI):
 def _with_weights(weightless: Weightless, error: Exception, make: Callable[[], None]) -> str:
     """Make a recipe's model with its weights, and say what for and at which cost."""
     from lightning_memfit.estimate.target import host_target
-    from lightning_memfit.hub import asked_once
+    from lightning_memfit.hub import offline_if_unreachable
     from lightning_memfit.memory.error_chain import error_chain
     from lightning_memfit.profile.culprit import Culprit
 
@@ -195,7 +195,7 @@ def _with_weights(weightless: Weightless, error: Exception, make: Callable[[], N
         raise ValueError(f"{reads}: {size}, where {format_bytes(free)} of RAM is free. {fix}")
     begun = time.perf_counter()
     try:
-        with asked_once():
+        with offline_if_unreachable():
             make()
     except Exception as failed:
         missing = next((one for one in error_chain(failed) if isinstance(one, OSError)), None)  # of transformers
