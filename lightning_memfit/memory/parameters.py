@@ -2,6 +2,9 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -23,3 +26,10 @@ class ParameterInfo:
 def trained(parameters: Collection[ParameterInfo]) -> list[ParameterInfo]:
     """Trainable parameters, tied ones once."""
     return [p for p in parameters if p.trainable and not p.shared_with]
+
+
+def groups_of(optimizer: Optimizer) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Package and class, as `torch.AdamW`, and hyper-parameters of each parameter group."""
+    cls = type(optimizer)
+    name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+    return tuple((name, {key: v for key, v in group.items() if key != "params"}) for group in optimizer.param_groups)

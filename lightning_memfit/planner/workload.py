@@ -21,6 +21,7 @@ from lightning_memfit.memory import MemoryBreakdown, Tier, format_bytes
 from lightning_memfit.planner.rates import Rates
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.fake import tensors_in
+from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import of_built
 from lightning_memfit.techniques.core.facts import Facts
@@ -179,17 +180,15 @@ class Workload:
         waiting = max(0, self.loaded_samples(setting) - (setting.micro_batch_size or 1))
         return sum(tensor.nbytes for tensor in tensors_in(self.batch)) * waiting // batch_size(self.batch)
 
-    def knowing_optimizers(self, names: str) -> Workload:
-        """This workload, with facts that name the module's own optimizers as a trace of its step has found them.
+    def knowing_optimizers(self, profile: ModelProfile) -> Workload:
+        """This workload, with facts that have the module's own optimizers and groups as a trace of its step found them.
 
         Without them no rule could tell that a technique would exchange, say, SGD for AdamW.
-
-        Args:
-            names: Class names, joined by " + " as `ModelProfile.optimizer` has them.
         """
-        if not names or self.facts.optimizers:
+        if not profile.optimizer or self.facts.optimizers:
             return self
-        return replace(self, facts=replace(self.facts, optimizers=tuple(names.split(" + "))))
+        names = tuple(profile.optimizer.split(" + "))
+        return replace(self, facts=replace(self.facts, optimizers=names, groups=profile.optimizer_groups))
 
     def on(self, capacity_bytes: int) -> Workload:
         """This workload on a device of another size."""

@@ -49,6 +49,8 @@ class RecordedStep:
     """Whether the training step calls the root module, as `self(...)` does; True where that isn't known."""
     optimizer: str = ""
     """Class names of the optimizers."""
+    optimizer_groups: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """Package and class, as `torch.AdamW`, and hyper-parameters of their parameter groups, equal ones once."""
     flops: dict[str, int] = field(default_factory=dict)
     """FLOPs of one micro-batch by phase, of the whole module."""
     block_flops: dict[str, int] = field(default_factory=dict)
@@ -217,6 +219,7 @@ class ModelProfile(RecordedStep):
         header["parameters"] = tuple(ParameterInfo(**{**p, "shape": tuple(p["shape"])}) for p in header["parameters"])
         header["work"] = {phase: tuple(OperatorWork(**row) for row in own) for phase, own in header["work"].items()}
         header["assumptions"], header["remarks"] = tuple(header["assumptions"]), tuple(header["remarks"])
+        header["optimizer_groups"] = tuple((name, group) for name, group in header["optimizer_groups"])
         header["growth"] = None if header["growth"] is None else Growth(**header["growth"])
         return cls(events=events, slopes=slopes, larger=larger, **header)
 

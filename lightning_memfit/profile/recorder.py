@@ -23,6 +23,7 @@ from lightning_memfit.memory.ledger import (
     state_tensors,
     tensors_among,
 )
+from lightning_memfit.memory.parameters import groups_of
 from lightning_memfit.profile.collectives import buffers, communicates, composed_of, scratch_bytes
 from lightning_memfit.profile.cuda_scratch import scratch
 from lightning_memfit.profile.dispatch import CUDA_RESULTS
@@ -58,6 +59,10 @@ _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
 _NOT_OF_MODULE = (Category.ACTIVATION, Category.TEMPORARY, Category.BUFFER)
 """Categories of what a strategy makes, before the first batch or later, until it is known to be for communication."""
+
+
+_OPTION_TYPES = (bool, int, float, str, tuple, type(None))
+"""Types of hyper-parameters; others, such as tensors and what a group's owner keeps there, are left out."""
 
 
 class Mark(NamedTuple):
@@ -102,6 +107,7 @@ class EventRecorder(Uncompiled, StorageLedger):
         self._module: torch.nn.Module | None = None
         self._owner_names: dict[str, int] = {}
         self.optimizers: list[str] = []
+        self.optimizer_groups: list[tuple[str, dict[str, Any]]] = []
         self.kernels = KernelMemory() if python_kernels else None
         self._zeros: int | None = None
         self.calls_itself = False
@@ -170,6 +176,10 @@ class EventRecorder(Uncompiled, StorageLedger):
     def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Enter the optimizer's states and note its class."""
         self.optimizers.append(type(optimizer).__name__)
+        for name, group in groups_of(optimizer):
+            entry = name, {key: value for key, value in group.items() if isinstance(value, _OPTION_TYPES)}
+            if entry not in self.optimizer_groups:
+                self.optimizer_groups.append(entry)
         super().track_optimizer(optimizer)
 
     def _follow(self, name: str, module: torch.nn.Module) -> None:

@@ -457,6 +457,7 @@ def recorded(
         parameters=parameters,
         calls_itself=recorder.calls_itself,
         optimizer=" + ".join(recorder.optimizers),
+        optimizer_groups=tuple(recorder.optimizer_groups),
         num_blocks=num_blocks,
         flops=flops,
         block_flops=per_block,

@@ -1,11 +1,16 @@
 from dataclasses import replace
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.memory import GIB
-from lightning_memfit.planner.workload import facts_of
+from lightning_memfit.planner.rates import rates_of
+from lightning_memfit.planner.search import Search
+from lightning_memfit.planner.trace_store import TraceStore
+from lightning_memfit.planner.workload import Workload, facts_of
+from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
 from tests.rules.planner.made import made_workload
@@ -59,3 +64,23 @@ def test_facts_are_read_of_modules_that_read_values_of_weights() -> None:
     assert facts == facts_of(made, target, StepOptions())
     assert made.layer.weight.device.type == "cpu"
     assert facts.hugging_face is False  # known, so that it was built
+
+
+class Penalized(ReadsWhenMade):
+    """Its optimizer has a penalty in one of two groups, as deeptab 2.1.0 has in its only one."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [{"params": [self.layer.bias, self.head.bias], "weight_decay": 0.0}, {"params": [self.layer.weight]}]
+        return torch.optim.Adam(groups, lr=1e-3, weight_decay=1e-2)
+
+
+def test_plans_know_parameter_groups(tmp_path: Path) -> None:
+    """A plan took `fused_adamw`, which the run then refused: Adam's penalty is no decoupled decay."""
+    module, target, batch = Penalized(), host_target(GIB), torch.zeros(4, 8)
+    facts = facts_of(module, target, StepOptions())
+    for _ in range(2):  # the second time from the cache
+        workload = Workload(module, batch, StepOptions(), 4, target, rates_of(target), facts)
+        known = Search(TraceStore(workload, ProfileCache(tmp_path))).workload.facts
+        (said,) = Setting().choose("fused_adamw").validate(known)
+        assert "`weight_decay=0.01`" in said
+    assert [group["weight_decay"] for _, group in known.groups] == [0.0, 1e-2]
