@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit as Optimizer8bit
     from lightning_memfit.techniques.quantized_weights import QuantizedWeights as QuantizedWeights
     from lightning_memfit.techniques.tf32 import TF32 as TF32
+    from lightning_memfit.techniques.tiled_mlp import TiledMLP as TiledMLP
     from lightning_memfit.techniques.torch_compile import TorchCompile as TorchCompile
     from lightning_memfit.techniques.zero_grad_after_step import ZeroGradAfterStep as ZeroGradAfterStep
 
@@ -116,6 +117,7 @@ _PUBLIC = {
     "StochasticRounding": "lightning_memfit.techniques.bf16_stochastic_rounding",
     "TF32": "lightning_memfit.techniques.tf32",
     "TextData": "lightning_memfit.data",
+    "TiledMLP": "lightning_memfit.techniques.tiled_mlp",
     "TorchCompile": "lightning_memfit.techniques.torch_compile",
     "WholeSteps": "lightning_memfit.reliability.whole_steps",
     "ZeroGradAfterStep": "lightning_memfit.techniques.zero_grad_after_step",

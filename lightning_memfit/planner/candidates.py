@@ -14,7 +14,7 @@ from lightning_memfit.techniques.core.sharding import Sharding
 from lightning_memfit.techniques.core.technique import Kind, Numerics, Technique
 from lightning_memfit.techniques.micro_batching import TECHNIQUE as MICRO_BATCHING
 
-SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "matmul")
+SEARCHED: tuple[Kind, ...] = ("adapter", "optimizer", "precision", "gradient", "loss", "mlp", "matmul")
 """Kinds of technique that the search combines. The solver chooses checkpointing and micro-batch."""
 
 

@@ -100,7 +100,7 @@ class Search:
         self._verified: dict[Setting, Solution] = {}
         store.on_trace = self._begin_trace
         self.plain = store.plain()
-        store.workload = self.workload = store.workload.knowing_optimizers(self.plain)
+        store.workload = self.workload = store.workload.knowing(self.plain)
         self.solver = Solver(store)
         self.bound = LowerBound(store, self.solver)
 

@@ -180,15 +180,16 @@ class Workload:
         waiting = max(0, self.loaded_samples(setting) - (setting.micro_batch_size or 1))
         return sum(tensor.nbytes for tensor in tensors_in(self.batch)) * waiting // batch_size(self.batch)
 
-    def knowing_optimizers(self, profile: ModelProfile) -> Workload:
-        """This workload, with facts that have the module's own optimizers and groups as a trace of its step found them.
+    def knowing(self, profile: ModelProfile) -> Workload:
+        """This workload, with facts that a trace of the module's own step has found: optimizers and length of samples.
 
         Without them no rule could tell that a technique would exchange, say, SGD for AdamW.
         """
-        if not profile.optimizer or self.facts.optimizers:
-            return self
-        names = tuple(profile.optimizer.split(" + "))
-        return replace(self, facts=replace(self.facts, optimizers=names, groups=profile.optimizer_groups))
+        facts = replace(self.facts, sequence_length=profile.sequence_length)
+        if profile.optimizer and not facts.optimizers:
+            names = tuple(profile.optimizer.split(" + "))
+            facts = replace(facts, optimizers=names, groups=profile.optimizer_groups)
+        return replace(self, facts=facts)
 
     def on(self, capacity_bytes: int) -> Workload:
         """This workload on a device of another size."""

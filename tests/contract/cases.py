@@ -171,6 +171,14 @@ CASES: dict[str, tuple[Case, ...]] = {
     "chunked_loss": (
         Case(using("chunked_loss", num_chunks=7), EXACT, ((Run(Facts(causal_lm=False)), "causal language model"),)),
     ),
+    "tiled_mlp": (
+        Case(
+            using("tiled_mlp", num_tiles=3),
+            EXACT,
+            ((Run(Facts(mlp_width=0)), "Name its feed-forward layers"),),
+        ),
+        Case(using("tiled_mlp", "activation_checkpointing", num_tiles=3), EXACT),
+    ),
     "activation_checkpointing": (
         Case(
             using("activation_checkpointing"),

@@ -17,6 +17,7 @@ CALLBACKS = {
         "init_args": {"mode": "selective", "keep": ["attention"]},
     },
     "chunked_loss": {"class_path": "lightning_memfit.techniques.chunked_loss.ChunkedLoss"},
+    "tiled_mlp": {"class_path": "lightning_memfit.TiledMLP", "init_args": {"num_tiles": 3}},
     "micro_batching": {"class_path": "lightning_memfit.fitting.MicroBatching", "init_args": {"micro_batch_size": 1}},
 }
 

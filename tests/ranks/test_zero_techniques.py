@@ -19,8 +19,14 @@ CALLBACKS = {
     "optimizer_8bit": {"class_path": EIGHT_BIT, "init_args": {"keep_32bit_embeddings": False, "min_8bit_size": 1}},
     "checkpointing": {"class_path": "lightning_memfit.techniques.activation_checkpointing.ActivationCheckpointing"},
     "chunked_loss": CHUNKED,
+    "tiled_mlp": {"class_path": "lightning_memfit.TiledMLP", "init_args": {"num_tiles": 3}},
 }
-TOLERANCE = {"optimizer_8bit": 1e-3, "checkpointing": 2e-6, "chunked_loss": 2e-6}  # 8 bits: quantized moments
+TOLERANCE = {
+    "optimizer_8bit": 1e-3,
+    "checkpointing": 2e-6,
+    "chunked_loss": 2e-6,
+    "tiled_mlp": 2e-6,
+}  # 8 bits: quantized moments
 WORKING = [(s, c) for s in ZERO for c in CALLBACKS if (s, c) != ("memfit_zero_3", "chunked_loss")]
 REFUSED = {
     "8-bit embeddings": ("memfit_zero_2", [{"class_path": EIGHT_BIT}], "Set `keep_32bit_embeddings: false`"),

@@ -82,6 +82,10 @@ class Facts:
     """Class names of the Trainer's callbacks that are no techniques, such as `MemoryLimit`."""
     attention: frozenset[str] | None = None
     """Which of torch's own implementations of attention every Hugging Face model can switch to."""
+    mlp_width: int | None = None
+    """Features of a token that goes into the narrowest feed-forward layer; 0 where none is known by its class."""
+    sequence_length: int | None = None
+    """Tokens of a sample; in plans alone."""
     batch_statistics: tuple[str, ...] = ()
     """Names of layers that normalise with statistics of their micro-batch while training."""
 

@@ -1,5 +1,7 @@
 """Facts that the layers of a module show, for plans: its blocks, and Hugging Face models in it."""
 
+import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +31,32 @@ def read_facts(module: nn.Module, *settings: Any, **options: Any) -> Facts:
         causal_lm=any(is_causal_lm(child) for child in module.modules()),
         hugging_face=any(is_pretrained(child) for child in module.modules()),
         attention=_attention(module),
+        mlp_width=min(map(mlp_width, find_mlps(module)), default=0),
     )
+
+
+_MLP_CLASS = re.compile(r"(MLP|FFN|FeedForward|ActDense)$")
+
+MLP_PATH = re.compile(r"\.(mlp|ffn|ff|feed_forward|feedforward|DenseReluDense)\.", re.IGNORECASE)
+"""Where the names of weights say that they belong to a feed-forward layer."""
+
+
+def find_mlps(module: nn.Module) -> list[nn.Module]:
+    """Feed-forward layers that take one tensor, the outermost, by the names of their classes."""
+    if _MLP_CLASS.search(type(module).__name__) and mlp_width(module) and _takes_one(module):
+        return [module]
+    return [layer for child in module.children() for layer in find_mlps(child)]
+
+
+def mlp_width(layer: nn.Module) -> int:
+    """Features of a token that goes into a feed-forward layer; 0 for one without products."""
+    shapes = (getattr(weight, "ds_shape", weight.shape) for weight in layer.parameters())  # DeepSpeed's are divided
+    return next((min(shape) for shape in shapes if len(shape) == 2), 0)
+
+
+def _takes_one(layer: nn.Module) -> bool:
+    parameters = inspect.signature(layer.forward).parameters.values()
+    return len([one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]) == 1
 
 
 def is_pretrained(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from lightning_memfit.techniques import (
     optimizer_8bit,
     strategies,
     tf32,
+    tiled_mlp,
     torch_compile,
     zero_grad_after_step,
 )
@@ -45,6 +46,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     gradient_release.TECHNIQUE,
     zero_grad_after_step.TECHNIQUE,
     chunked_loss.TECHNIQUE,
+    tiled_mlp.TECHNIQUE,
     activation_checkpointing.TECHNIQUE,
     attention.TECHNIQUE,
     torch_compile.TECHNIQUE,

@@ -26,6 +26,7 @@ Kind = Literal[
     "zero_grad",
     "loss",
     "attention",
+    "mlp",
     "checkpointing",
     "compile",
     "matmul",
