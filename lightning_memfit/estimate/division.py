@@ -178,6 +178,8 @@ def division_in_plans(strategy: Strategy, name: str, ranks: int, ranks_per_machi
     """
     from lightning.pytorch.strategies import ModelParallelStrategy
 
+    if getattr(strategy, "sequence_parallel_size", 1) > 1:
+        raise NotDividedError("plans know no `sequence_parallel_size`")
     division = division_of(strategy, name, ranks, ranks_per_machine)
     # `ModelParallelStrategy` leaves it to the module what is sharded; `FullyShardedStrategy` has these arguments.
     if isinstance(strategy, ModelParallelStrategy) and (

@@ -24,11 +24,12 @@ def is_summed_by_loop(wrapped: DistributedDataParallel) -> bool:
 
 
 def ranks_together(trainer: Any) -> int:
-    """Number of neighbouring ranks that compute one model on one batch together: 1 without tensor parallelism."""
+    """Number of neighbouring ranks that compute on one batch together: 1 without tensor or sequence parallelism."""
     strategy = trainer.strategy
     # Lightning's `ModelParallelStrategy` has no public name for it, and by default takes the devices of a machine.
     size = getattr(strategy, "tensor_parallel_size", getattr(strategy, "_tensor_parallel_size", 1))
-    return int(strategy.num_processes if size == "auto" else size)
+    size = strategy.num_processes if size == "auto" else size
+    return int(size) * int(getattr(strategy, "sequence_parallel_size", 1))
 
 
 def num_replicas(trainer: Any) -> int:

@@ -20,6 +20,7 @@ from lightning_memfit.memory.replicas import is_summed_by_loop
 from lightning_memfit.strategies.integrity import CheckpointError, is_sharded
 from lightning_memfit.strategies.launched import EqualBatches
 from lightning_memfit.strategies.saved_names import listed, without_other_states
+from lightning_memfit.strategies.sequence_parallel import DividesSequences
 
 _NOT_AVERAGED = (
     "`{0}` was frozen, or was not there, when this step began, and has a gradient now: DDP doesn't average it over the "
@@ -28,7 +29,7 @@ _NOT_AVERAGED = (
 )
 
 
-class DataParallelStrategy(EqualBatches, DDPStrategy):
+class DataParallelStrategy(DividesSequences, EqualBatches, DDPStrategy):
     """A whole copy of the model on every device; gradients are averaged while they are computed.
 
     Gradients are views of the communication buckets, which saves one copy of all gradients over Lightning's default.
@@ -42,6 +43,7 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
             reentrant checkpointing.
         find_unused_parameters: Search the graph in every step for parameters that take no part.
         bucket_cap_mb: Size of a bucket in MiB.
+        sequence_parallel_size: Number of neighbouring ranks that share every sequence, each with a part of its tokens.
         options: Further arguments of `DDPStrategy`.
     """
 
@@ -53,6 +55,7 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
         static_graph: bool = False,
         find_unused_parameters: bool = False,
         bucket_cap_mb: int = 25,
+        sequence_parallel_size: int = 1,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -62,6 +65,7 @@ class DataParallelStrategy(EqualBatches, DDPStrategy):
             bucket_cap_mb=bucket_cap_mb,
             **options,
         )
+        self.sequence_parallel_size = sequence_parallel_size
         self._known: dict[int, torch.Tensor] = {}
         self._averaged: list[torch.Tensor] = []
         self._apart: list[torch.Tensor] = []

@@ -37,6 +37,7 @@ from lightning_memfit.strategies.launched import (
 )
 from lightning_memfit.strategies.optimizers import DIVIDED, check_optimizer
 from lightning_memfit.strategies.saved_names import without_other_states
+from lightning_memfit.strategies.sequence_parallel import DividesSequences
 from lightning_memfit.strategies.shards import CURRENT, WEIGHTS, load_folder, load_weights
 from lightning_memfit.strategies.tensor_parallel import divide_blocks, share_random_state
 from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
@@ -46,7 +47,7 @@ _RUN = "_memfit_step"
 """Attribute of a sharded module: runs a step with what no block holds gathered, whatever the step calls."""
 
 
-class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
+class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy):
     """Shard parameters, gradients and optimizer states with torch's FSDP2; a block is gathered while it computes.
 
     Lightning's strategy leaves the sharding to the module's `configure_model`. This one shards by itself, after
@@ -71,9 +72,11 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         gather_dtype: Name of the dtype, such as `bfloat16`, to gather weights in and compute with; shards, reduced
             gradients and states keep theirs. Without it, autocast (`bf16-mixed`) keeps a half-precision copy of every
             weight of the model for backward, on every rank.
+        sequence_parallel_size: Number of neighbouring ranks that share every sequence, each with a part of its tokens;
+            weights are sharded over all ranks as without. Not together with `tensor_parallel_size`.
 
     Raises:
-        ValueError: If `gather_dtype` names no floating-point dtype.
+        ValueError: If `gather_dtype` names no floating-point dtype, or both kinds of parallelism are asked for.
     """
 
     strategy_name = "memfit_fsdp2"
@@ -87,7 +90,10 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         gather_dtype: str | None = None,
+        sequence_parallel_size: int = 1,
     ) -> None:
+        if tensor_parallel_size > 1 and sequence_parallel_size > 1:
+            raise ValueError("Set `tensor_parallel_size` or `sequence_parallel_size`, not both.")
         dtype = None if gather_dtype is None else getattr(torch, gather_dtype, torch.int8)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"`gather_dtype={gather_dtype!r}` is no floating-point dtype: name one, such as bfloat16.")
@@ -96,6 +102,7 @@ class FullyShardedStrategy(EqualBatches, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self.sequence_parallel_size = sequence_parallel_size
         self.sharding_size = sharding_size
         self.tensor_parallel_size = tensor_parallel_size
         self.reshard_after_forward = reshard_after_forward

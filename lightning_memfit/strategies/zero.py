@@ -45,6 +45,7 @@ from lightning_memfit.strategies.launched import (
 from lightning_memfit.strategies.optimizers import FLAT, check_optimizer
 from lightning_memfit.strategies.safe_loading import without_code
 from lightning_memfit.strategies.saved_names import check_names, plain_name, without_other_states
+from lightning_memfit.strategies.sequence_parallel import DividesSequences
 from lightning_memfit.strategies.upstream.deepspeed import (
     begin_pass,
     broadcast_scalars,
@@ -88,7 +89,7 @@ def prefer_fused(optimizer: Optimizer) -> bool:
     return bool(groups)
 
 
-class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
+class ZeroStrategy(DividesSequences, EqualBatches, DeepSpeedStrategy):
     """Shard optimizer states, gradients and parameters over ranks with DeepSpeed ZeRO, and offload them to the host.
 
     It runs on CUDA devices and, to try a recipe out, on the CPU over gloo. Precision is DeepSpeed's: `bf16-mixed` and
@@ -105,6 +106,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             arguments make. Options that an argument sets can't be set here.
         load_full_weights: With stage 3, start a new optimizer from the weights of `ckpt_path`.
         exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
+        sequence_parallel_size: Number of neighbouring ranks that share every sequence, each with a part of its tokens.
         accelerator: Set by Lightning.
         parallel_devices: Set by Lightning.
         cluster_environment: Set by Lightning.
@@ -133,6 +135,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
         config: str | Path | dict[str, Any] | None = None,
         load_full_weights: bool = False,
         exclude_frozen_parameters: bool = False,
+        sequence_parallel_size: int = 1,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -157,6 +160,7 @@ class ZeroStrategy(EqualBatches, DeepSpeedStrategy):
             load_full_weights=load_full_weights,
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
+        self.sequence_parallel_size = sequence_parallel_size
         self._train_engine: Any = None
         self._steps: StepsUnderZero | None = None
         self._frozen: dict[str, nn.Parameter] = {}
