@@ -172,7 +172,7 @@ class SequenceParallel:
         given.setdefault("num_items_in_batch", (following != _IGNORED).sum())
         shifted = self._part(following, fill, _IGNORED)
         output = inner(**given, labels=shifted, shift_labels=shifted)
-        output.loss = _SumOverGroup.apply(output.loss, self._group)
+        output.loss = _SumOverGroup.apply(output.loss, self._group)  # type: ignore[no-untyped-call]
         return output
 
     def _check_on(self, model: Any, ids: Tensor) -> None:
@@ -232,11 +232,15 @@ class SequenceParallel:
         if key.shape[1] % self.size:  # fewer heads of keys than ranks: each rank has a copy of those that it needs
             copies = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-        query, key, value = (_Exchange.apply(one, self._group, 1, 2) for one in (query, key, value))
+        query, key, value = (self._exchanged(one, 1, 2) for one in (query, key, value))
         found = F.scaled_dot_product_attention(
             query, key, value, self._mask, dropout, self._mask is None, scale=scaling, enable_gqa=True
         )
-        return _Exchange.apply(found, self._group, 2, 1).transpose(1, 2).contiguous(), None
+        return self._exchanged(found, 2, 1).transpose(1, 2).contiguous(), None
+
+    def _exchanged(self, tensor: Tensor, scattered: int, gathered: int) -> Tensor:
+        found: Tensor = _Exchange.apply(tensor, self._group, scattered, gathered)  # type: ignore[no-untyped-call]
+        return found
 
 
 def _outermost(module: nn.Module) -> list[Any]:
@@ -302,7 +306,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _Exchange.apply(gradients[0], *ctx.arguments), None, None, None
+        found = _Exchange.apply(gradients[0], *ctx.arguments)  # type: ignore[no-untyped-call]
+        return found, None, None, None
 
 
 class _SumOverGroup(torch.autograd.Function):
