@@ -11,6 +11,7 @@ import yaml
 from cli.recipe_files import available, resolve
 from lightning_memfit.estimate.architectures import ARCHITECTURES
 from tests.helpers.aio import needs_aio
+from tests.helpers.ranks import free_port
 from tests.helpers.strategy_launch import run_program
 
 pytest.importorskip("deepspeed")
@@ -19,7 +20,11 @@ GPT2 = ("gpt2xl_ddp", "gpt2xl_fsdp2", "gpt2xl_zero2", "gpt2xl_zero3_offload", "m
 RECIPES = (*GPT2, "blenderbot_zero2")
 FROM_DISK = "gpt2xl_zero_infinity"
 TOGETHER = "gpt2large_tensor_parallel"
-FOR = {"blenderbot_zero2": "# Blenderbot 400M", TOGETHER: "# GPT-2 Large"}
+FOR = {
+    "blenderbot_zero2": "# Blenderbot 400M",
+    TOGETHER: "# GPT-2 Large",
+    "long_chat_8": "# Instruction tuning on long",
+}
 RUN_ALL = """
 import sys
 from cli.main import main
@@ -76,7 +81,32 @@ def test_two_processes_compute_together(tmp_path):
     assert "summary/measured_peak_gib" in next(folder.parents[1].glob("metrics.csv")).read_text()
 
 
-@pytest.mark.parametrize("name", [*RECIPES, FROM_DISK, TOGETHER])
+@pytest.mark.nightly
+def test_long_chats_on_one_device_and_on_two_machines_that_share_sequences(tmp_path):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    quick = ["--config", "quick/long_chat"]
+    alone = [sys.executable, "-m", "lightning_memfit.cli", "fit", "--config", "long_chat", *quick]
+    shared = ["--config", "long_chat_8", *quick, "--trainer.devices=1", "--trainer.num_nodes=2"]
+    shared += ["--trainer.strategy.init_args.sequence_parallel_size=2"]
+    port = str(free_port())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    launch += ["--master_addr", "127.0.0.1", "--master_port", port]
+    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    runs = [subprocess.Popen(alone, **options)]
+    for node in ("0", "1"):
+        command = [*launch, "--node_rank", node, "-m", "lightning_memfit.cli", "fit", *shared]
+        runs.append(subprocess.Popen(command, **options))
+    for run in runs:
+        said, _ = run.communicate(timeout=240)
+        assert run.returncode == 0, said[-4000:]
+    losses = []
+    for name in ("long_chat", "long_chat_8"):
+        (checkpoint,) = (tmp_path / "runs" / name).rglob("*.ckpt")
+        losses.append(float(checkpoint.stem.rpartition("=")[2]))
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)  # weights in bfloat16, and autocast
+
+
+@pytest.mark.parametrize("name", [*RECIPES, FROM_DISK, TOGETHER, "long_chat_8"])
 def test_every_recipe_says_what_it_is_for(name):
     first = available()[name].read_text().splitlines()[0]
     assert first.startswith(FOR.get(name, "# GPT-2 XL"))
