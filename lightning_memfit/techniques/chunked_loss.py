@@ -174,7 +174,7 @@ class _ChunkedHead:
             output[name] = _Unread(call, value)
         if unread:
             kind: Any = type(output)
-            output.__class__ = _with_unread(kind)
+            output.__class__ = _with_unread(kind, frozenset(unread))
         return output
 
     def _run_head(self, inner: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -360,8 +360,11 @@ class _Unread:
 
 
 @functools.cache
-def _with_unread(kind: Any) -> Any:
-    """A class of a model's output that computes logits when they are read."""
+def _with_unread(kind: Any, unread: frozenset[str]) -> Any:
+    """A class of a model's output that computes logits when they are read.
+
+    They are no fields of it as a data class: FSDP2 reads all fields of what its root module returns.
+    """
 
     def read(output: Any, name: str, value: Any) -> Any:
         if isinstance(value, _Unread):
@@ -378,6 +381,8 @@ def _with_unread(kind: Any) -> Any:
             key = list(self.keys())[key] if isinstance(key, int) else key
             return read(self, key, super().__getitem__(key))
 
+    fields = getattr(kind, "__dataclass_fields__", {})
+    Output.__dataclass_fields__ = {name: field for name, field in fields.items() if name not in unread}
     Output.__name__, Output.__qualname__, Output.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Output
 

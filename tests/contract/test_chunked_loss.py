@@ -10,9 +10,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_memfit import MicroBatching
+from lightning_memfit import FullyShardedStrategy, MicroBatching
 from lightning_memfit.adapters.quantized import quantized
+from lightning_memfit.estimate.estimate import predict_peak_bytes
 from lightning_memfit.memory.ledger import StorageLedger
+from lightning_memfit.profile.build import profile_module
+from lightning_memfit.profile.ranks import Ranks
+from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss, chunk_loss, find_causal_models
 from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
@@ -520,3 +524,28 @@ def test_the_loss_uses_the_weight_that_the_heads_call_saw():
     plain, ours = fit([], SpectralNorm), fit([ChunkedLoss(3)], SpectralNorm)
     assert_close(ours.losses, plain.losses, rtol=1e-5)
     assert_close(list(ours.buffers()), list(plain.buffers()), atol=1e-5)
+
+
+def test_fsdp2_reads_no_logits_of_what_its_root_returns():
+    class CallsItself(LanguageModel):
+        def forward(self, batch):
+            return self.model(input_ids=batch, labels=batch)
+
+        def training_step(self, batch, batch_idx):
+            return self(batch).loss
+
+    batch = torch.zeros(2, 128, dtype=torch.long)
+    peaks = [
+        predict_peak_bytes(
+            profile_module(
+                CallsItself(None, vocab_size=8192, n_positions=128),
+                batch,
+                emulation=Emulation(device="cpu"),
+                ranks=Ranks(FullyShardedStrategy, 2),
+                callbacks=callbacks,
+            ),
+            2,
+        )
+        for callbacks in ((), (ChunkedLoss(8),))
+    ]
+    assert peaks[1] < peaks[0] / 2
