@@ -23,7 +23,6 @@ from lightning_memfit.fitting.recovery.step_state import (
     put_back,
     sampled_weights,
 )
-from lightning_memfit.fitting.step.log_rules import LogRules
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.outputs import StepOutputs
 
@@ -47,7 +46,6 @@ class Accumulation:
         is_sharded: Whether backward passes communicate, so that none may be left out.
 
     Attributes:
-        rules: How logged values of micro-batches make that of the batch.
         written: Places of the module to which steps were seen to write, by name.
         before_forward: Called before every forward, while steps are compared.
     """
@@ -58,7 +56,6 @@ class Accumulation:
         self._once: dict[str, Place] = {}
         self._left: Saved = {}
         self._num_clears = 0
-        self.rules = LogRules()
         self.written: dict[str, Place] = {}
         self.before_forward: Callable[[], None] | None = None
 

@@ -26,7 +26,6 @@ from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.search import SizeSearch
-from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
 from lightning_memfit.fitting.step.loss_weights import LossWeight, LossWeights
 from lightning_memfit.fitting.step.session import (
@@ -39,6 +38,7 @@ from lightning_memfit.fitting.step.session import (
 )
 from lightning_memfit.fitting.step.split import BatchSplitter, SplitHook
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.reliability.consensus import At, RankConsensus
 from lightning_memfit.reliability.random_numbers import KeepsRandomNumbers
 from lightning_memfit.reliability.rank_watch import RankWatch, watch_ranks
@@ -48,6 +48,7 @@ from lightning_memfit.techniques.micro_batching import unsupported
 
 if TYPE_CHECKING:
     from lightning_memfit.fitting.size.prediction import SizePrediction
+    from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 
 
 class MicroBatching(KeepsRandomNumbers):
@@ -139,6 +140,7 @@ class MicroBatching(KeepsRandomNumbers):
         self._ranks: RankConsensus | None = None
         self._session: FitSession | None = None
         self._evaluation: EvaluationSplitter | None = None
+        self._unwrap: list[Callable[[], None]] = []
         self._lent: tuple[Any, int] | None = None
         self._predictor: SizePrediction | None = None
         self.may_trace = True  # to predict sizes; `MemFit` says so where it found that there can be no traces
@@ -162,16 +164,9 @@ class MicroBatching(KeepsRandomNumbers):
         self._undo(trainer)
         self._watch = watch_ranks(trainer.strategy)
         refuse_batch_size_finder(trainer)
-        self._evaluation = EvaluationSplitter(
-            trainer,
-            pl_module,
-            self._splitter(pl_module),
-            partial(self._weights, pl_module),
-            self._evaluation_sizes,
-            self.options.allow_batch_statistics,
-            partial(self._agree_by, trainer, is_evaluation=True),
-        )
-        self._evaluation.install()
+        for name in ("validation_step", "test_step", "predict_step"):
+            around = partial(self._evaluate, trainer, pl_module, name)
+            self._unwrap.append(wrap_method(trainer.strategy, name, around))
         if stage != "fit":
             return
         _check_support(trainer, pl_module, self.options)
@@ -188,6 +183,22 @@ class MicroBatching(KeepsRandomNumbers):
         self._loop = MicroBatchLoop(trainer)
         self._loop.begin = lambda: self._begin(trainer, pl_module)
         self._loop.install()
+
+    def _evaluate(
+        self, trainer: Trainer, module: LightningModule, name: str, step: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._evaluation is None:
+            from lightning_memfit.fitting.step.evaluation import EvaluationSplitter  # many runs never evaluate
+
+            self._evaluation = EvaluationSplitter(
+                trainer,
+                module,
+                self._splitter(module),
+                partial(self._weights, module),
+                self._evaluation_sizes,
+                partial(self._agree_by, trainer, is_evaluation=True),
+            )
+        return self._evaluation.run(name, step, *args, **kwargs)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -306,8 +317,8 @@ class MicroBatching(KeepsRandomNumbers):
             self._predictor.close()
         if self._loop is not None:
             self._loop.uninstall()
-        if self._evaluation is not None:
-            self._evaluation.uninstall()
+        while self._unwrap:
+            self._unwrap.pop()()
         if self._lent is not None:
             owner, before = self._lent
             owner.batch_size = before

@@ -20,9 +20,9 @@ from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_f
 from lightning_memfit.fitting.recovery.step_state import Saved, alike, is_look
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.step.accumulation import Accumulation
-from lightning_memfit.fitting.step.log_rules import check_metrics
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
+from lightning_memfit.fitting.step.outputs import differing
 from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.oom import is_out_of_memory, release
@@ -434,11 +434,21 @@ class SelfCheck:
             )
 
     def _judge_logs(self, whole: Pass, parts: Pass, sizes: list[int], weights: list[float], turn: int) -> None:
+        """Name in a warning what is logged or computed by metric objects and is not that of the whole."""
         tolerance = tolerance_of(self._loop.module, whole, parts).state
-        self._accumulation.rules.compare(whole.logs, parts.logs, list(zip(weights, sizes, strict=True)), tolerance)
-        if not turn:
-            new = {n: v for n, v in whole.metrics.items() if n not in self._warned}
-            self._warned.update(check_metrics(new, parts.metrics, max(tolerance, 1e-5)))
+        names = differing(whole.logs, parts.logs, list(zip(weights, sizes, strict=True)), tolerance)
+        for name, value in whole.metrics.items() if not turn else ():
+            if name in parts.metrics and not alike(value, parts.metrics[name], max(tolerance, 1e-5)):
+                names.append(name)
+        if new := [name for name in dict.fromkeys(names) if name not in self._warned]:
+            self._warned.update(new)
+            rank_zero_warn(
+                "With micro-batches some logged values will not be those of the whole batch; training is not affected: "
+                f"{', '.join(map(repr, new))}. Values are means over the micro-batches, and metric objects logged with "
+                "`on_step=True` have the value of the last one. For exact values log torchmetrics objects for the "
+                "epoch, which see every sample, pass `MeanMetric` a `weight`, or name the reduction: "
+                '`self.log(..., reduce_fx="sum")`.'
+            )
 
     # --- words ------------------------------------------------------------------------------------------------------
 

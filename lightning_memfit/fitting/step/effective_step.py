@@ -112,7 +112,7 @@ class EffectiveStep:
         self._proven: set[tuple[int, Any]] = set()  # micro-batch sizes and shapes of batches that have run
         self._device: torch.device = loop.trainer.strategy.root_device
         self._rollback = Rollback(loop.module, self._device)
-        self._outputs = StepOutputs(loop.module, loop.results, accumulation.rules)
+        self._outputs = StepOutputs(loop.module, loop.results)
         self._guard = BatchGuard()
         self._window = Window(loop, weights, consensus, self._is_sharded)
         self._whole = LocalBatch(0, 0.0)

@@ -1,34 +1,26 @@
-"""Merge what the micro-batches of a batch return, log and add to metrics, as if the whole batch had run at once.
+"""Merge what the micro-batches of a batch return and log, as if the whole batch had run at once.
 
-`StepOutputs` collects all three during an attempt. Nothing reaches Lightning before the attempt has succeeded on all
-ranks and `commit` is called.
+`StepOutputs` collects both during an attempt. Nothing reaches Lightning before the attempt has succeeded on all ranks
+and `commit` is called. Metric objects need no merging: their states accumulate.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
-from typing import Any
+from copy import copy
+from math import isfinite
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric, MetricCollection
-from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.step_state import metric_collections
-from lightning_memfit.fitting.step.log_rules import LogCall, LogRules
-from lightning_memfit.fitting.step.split import is_batched
 
-_RETURNED = "training_step returns"
-"""Stands for the hook that logged."""
+# --- returned values ------------------------------------------------------------------------------------------------
 
 
-def merge(
-    values: list[Any],
-    weights: list[float],
-    sizes: list[int],
-) -> Any:
+def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
     """Merge values of equal structure.
 
     Scalars become their weighted mean, whole numbers add up, tensors of samples are concatenated, everything else
@@ -50,7 +42,7 @@ def merge(
             rows = [row for row in zip(values, weights, sizes, strict=True) if key in row[0]]
             mine, of_loss, of_samples = ([*column] for column in zip(*rows, strict=True))
             merged[key] = merge([value[key] for value in mine], of_loss, of_samples)
-        return merged if is_batched(first, sizes[0]) else _of_kind(first, merged)
+        return _of_kind(first, merged)
     if isinstance(first, tuple):
         columns = [merge(list(column), weights, sizes) for column in zip(*values, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
@@ -81,10 +73,7 @@ def _mean(values: list[Any], weights: list[float]) -> Any:
 
 
 def _of_kind(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return items in a mapping like another, such as a `ModelOutput`, of which hooks read attributes.
-
-    They stay in a dict where a copy of the other one can't take them.
-    """
+    """Return items in a mapping like another, such as a `ModelOutput`, of which hooks read attributes."""
     if type(value) is dict or not isinstance(value, MutableMapping):
         return items
     try:
@@ -109,106 +98,156 @@ def detached(value: Any) -> Any:
     return value
 
 
-def _numbers_in(extra: Any, path: str = "outputs") -> Iterator[tuple[str, Any]]:
-    """Yield the numbers in what a step returns beside its loss, by their path."""
-    if isinstance(extra, Mapping):
-        for key, item in extra.items():
-            yield from _numbers_in(item, f"{path}[{key!r}]")
-    elif isinstance(extra, tuple):
-        for index, item in enumerate(extra):
-            yield from _numbers_in(item, f"{path}[{index}]")
-    elif isinstance(extra, Tensor):
-        if not extra.ndim and not extra.is_complex() and extra.dtype != torch.bool:
-            yield path, extra
-    elif isinstance(extra, (int, float)) and not isinstance(extra, bool):
-        yield path, extra
+# --- logged values --------------------------------------------------------------------------------------------------
 
 
-def returned(extra: Any, part: int = 0) -> list[LogCall]:
-    """Return the numbers that a step returns as if it logged each by its path.
+class LogCall(NamedTuple):
+    """One call of `self.log` while a micro-batch ran: a detached scalar or a metric object, and other arguments."""
+
+    part: int
+    fx: str
+    name: str
+    value: Any
+    arguments: dict[str, Any]
+
+
+_REDUCTIONS = {
+    **dict.fromkeys(("sum", torch.sum, sum), "sum"),
+    **dict.fromkeys(("max", torch.max, max), "max"),
+    **dict.fromkeys(("min", torch.min, min), "min"),
+}
+
+
+def merge_logs(calls: Sequence[LogCall], parts: Sequence[tuple[float, int]]) -> list[LogCall]:
+    """Return the calls that the whole batch would have made.
+
+    As `reduce_fx` says sums add up and extremes stay. Everything else is a mean, weighted by the `batch_size` that was
+    passed, or as the loss is. The `batch_size`, the value's weight in the epoch, adds up.
 
     Args:
-        extra: What the step returns beside its loss.
-        part: Index of the micro-batch.
+        calls: Those of all micro-batches of a batch.
+        parts: Loss weight and number of samples of each micro-batch.
     """
-    return [LogCall(part, _RETURNED, path, _as_logged(value), {}) for path, value in _numbers_in(extra)]
+    rows: dict[tuple[str, str, int], list[LogCall]] = {}
+    for key, call in _numbered(calls):
+        rows.setdefault(key, []).append(call)
+    return [_merge_row(row, parts) for row in rows.values()]
 
 
-def _as_logged(value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
-    is_exact = value.is_floating_point() or value.device.type == "mps"  # which has no float64
-    return value.detach() if is_exact else value.double()
+def _numbered(calls: Sequence[LogCall]) -> Iterator[tuple[tuple[str, str, int], LogCall]]:
+    """Yield calls by hook, name, and how often their micro-batch has logged that name before."""
+    seen: dict[tuple[int, str, str], int] = {}
+    for call in calls:
+        number = seen[call[:3]] = seen.get(call[:3], -1) + 1
+        yield (call.fx, call.name, number), call
 
 
-# --- logged values --------------------------------------------------------------------------------------------------
+def _merge_row(calls: list[LogCall], parts: Sequence[tuple[float, int]]) -> LogCall:
+    first, last = calls[0], calls[-1]
+    sizes = [call.arguments.get("batch_size") for call in calls]
+    arguments = first.arguments
+    if len(calls) > 1 and None not in sizes:
+        arguments = {**arguments, "batch_size": sum(sizes)}
+    if len(calls) == 1 or not all(isinstance(call.value, Tensor) for call in calls):
+        return last._replace(part=0, arguments=arguments)
+    reduce_fx = arguments.get("reduce_fx", "mean")
+    kind = _REDUCTIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx, "mean")
+    # The loss of a micro-batch whose labels are all masked is 0/0; other values of it count.
+    counted = [call for call in calls if parts[call.part][0] or not call.value.isnan()] or calls
+    weights = [float(parts[call.part][0]) for call in counted]
+    of_calls = [call.arguments.get("batch_size") for call in counted]
+    # One that is the number of samples, or the same whatever that is, was not chosen for the value: Lightning asks for
+    # it with any.
+    is_chosen = any(size not in (None, parts[call.part][1]) for call, size in zip(counted, of_calls, strict=True))
+    if is_chosen and len(set(of_calls)) > 1:
+        weights = [float(w if size is None else size) for w, size in zip(weights, of_calls, strict=True)]
+    value = _reduced(kind, [call.value for call in counted], weights)
+    return first._replace(part=0, value=value, arguments=arguments)
+
+
+def _reduced(kind: str, values: list[Tensor], weights: list[float]) -> Tensor:
+    dtype = torch.get_default_dtype()
+    for value in values:
+        dtype = torch.promote_types(dtype, value.dtype)
+    stacked = torch.stack([value.reshape(()).to(values[0].device, dtype) for value in values])
+    if kind != "mean":
+        return stacked.sum() if kind == "sum" else stacked.max() if kind == "max" else stacked.min()
+    if any(weights) and not all(weights):
+        stacked, weights = stacked[[bool(weight) for weight in weights]], [weight for weight in weights if weight]
+    shares = torch.tensor(weights if any(weights) else [1.0] * len(weights), dtype=dtype)
+    shares = (shares / shares.sum()).to(stacked.device, non_blocking=True)
+    # Rounding must not carry a mean out of the range of its values: constants stay what they are.
+    return (stacked * shares).sum().clamp(stacked.min(), stacked.max())
+
+
+def differing(
+    whole: Sequence[LogCall], calls: Sequence[LogCall], parts: Sequence[tuple[float, int]], tolerance: float
+) -> list[str]:
+    """Return the names of logged values that micro-batches don't make those of the whole batch.
+
+    Of metric objects those that log the value of a step: it is that of the last micro-batch.
+    """
+    ours, theirs = dict(_numbered(whole)), dict(_numbered(merge_logs(calls, parts)))
+    names = [call.name for call in whole if isinstance(call.value, Metric) and call.arguments.get("on_step")]
+    for key in dict.fromkeys((*ours, *theirs)):
+        largest = max((_size(call) for call in calls if call.name == key[1]), default=0.0)
+        if not _are_close(ours.get(key), theirs.get(key), tolerance, largest):
+            names.append(key[1])
+    return list(dict.fromkeys(names))
+
+
+def _size(call: LogCall) -> float:
+    value = 0.0 if isinstance(call.value, Metric) else abs(float(call.value))
+    return value if isfinite(value) else 0.0
+
+
+def _are_close(one: LogCall | None, other: LogCall | None, tolerance: float, scale: float) -> bool:
+    if one is None or other is None or isinstance(one.value, Metric):
+        return one is not None and other is not None
+    a, b = float(one.value), float(other.value)
+    return not isfinite(a) or abs(a - b) <= tolerance * max(abs(a), scale) + 1e-12
 
 
 class StepLogs:
     """Replaces `_ResultCollection.log` while micro-batches run.
 
     Nothing reaches Lightning before `commit`: a failed attempt logs nothing, and `sync_dist=True` reduces once per
-    step and never between a failure and its discovery. What several micro-batches logged becomes, by the rules, what
-    the whole batch would have logged. The `batch_size` passed to `self.log`, the value's weight in the epoch, adds up.
-
-    Args:
-        rules: How values of micro-batches make that of the batch. By default nothing has been learned about any name.
+    step and never between a failure and its discovery.
     """
 
-    def __init__(self, rules: LogRules | None = None) -> None:
-        self.rules = LogRules() if rules is None else rules
-        self._calls: list[tuple[int, str, str, Any, dict[str, Any]]] = []
-        self._parts: list[tuple[float, int]] = []
+    def __init__(self) -> None:
+        self.calls: list[LogCall] = []
+        self.parts: list[tuple[float, int]] = []
         self._registered: dict[str, tuple[Any, dict[str, Any]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._calls)
-
-    @property
-    def calls(self) -> list[LogCall]:
-        """What was logged since the last `commit`, in order."""
-        return [LogCall(*call) for call in self._calls]
 
     def clear(self) -> None:
         """Forget what was logged."""
-        self._calls = []
-        self._parts = []
+        self.calls = []
+        self.parts = []
 
     def begin_part(self, loss_weight: float, num_samples: int) -> None:
         """Start a micro-batch; needed if there are several."""
-        self._parts.append((loss_weight, num_samples))
+        self.parts.append((loss_weight, num_samples))
 
     @contextmanager
     def capture(self, results: Any) -> Iterator[None]:
         """Receive what is logged to a result collection of Lightning within the context."""
-        before = vars(results).get("log")
         results.log = self.record
         try:
             yield
         finally:
-            if before is None:
-                del results.log
-            else:
-                results.log = before
+            del results.log
 
     def record(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
         """Record a value in place of `_ResultCollection.log`. `LightningModule.log` has cloned and detached it."""
-        self._calls.append((len(self._parts) - 1, fx, name, value, arguments))
-
-    def fold(self) -> None:
-        """Replace what several micro-batches logged by what the whole batch would have logged."""
-        calls, parts = self._calls, self._parts
-        self._parts = []
-        if calls and len(parts) > 1:
-            self._calls = self.rules.merge([LogCall(*call) for call in calls], parts)  # type: ignore[assignment]
+        self.calls.append(LogCall(len(self.parts) - 1, fx, name, value, arguments))
 
     def commit(self, results: Any) -> None:
         """Log to Lightning what the whole batch would have logged."""
-        if not self._calls:
-            self._parts = []
-            return
-        self.fold()
-        calls, self._calls = self._calls, []
+        calls, parts = self.calls, self.parts
+        self.clear()
+        if calls and len(parts) > 1:
+            calls = merge_logs(calls, parts)
         for _, fx, name, value, arguments in calls:
             self._log(results, fx, name, value, arguments)
 
@@ -234,130 +273,54 @@ class StepLogs:
         if isinstance(value, Tensor) and results.dataloader_idx is None:
             self._registered[key] = results[key], arguments
 
-    def metrics_on_step(self) -> set[int]:
-        """Ids of the metric objects that were logged with `on_step=True`."""
-        return {
-            id(value)
-            for _, _, _, value, arguments in self._calls
-            if isinstance(value, Metric) and arguments.get("on_step")
-        }
+
+# --- metric objects -------------------------------------------------------------------------------------------------
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+class ComputeGroups:
+    """Lets the `MetricCollection`s of a module compare the states of their metrics after a whole batch.
 
-
-class StepMetrics:
-    """Keeps the metrics of a module exact: every sample counts once, and step values are over the whole batch.
-
-    `metric(preds, target)` returns, and `self.log(name, metric, on_step=True)` logs, the value over the last call,
-    which is one micro-batch. A second copy of each metric so logged sees all micro-batches of a step and supplies the
-    value.
-
-    A `MetricCollection` lets metrics share one state from its first update on if theirs are equal then. Those of a few
-    samples may be so by chance, so that it compares them after the whole batch.
+    A collection lets metrics share one state from its first update on if theirs are equal then. Those of the few
+    samples of a micro-batch may be so by chance, and what the epoch computes would be wrong.
 
     Args:
-        module: The module with the metrics.
+        module: The module with the collections.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
         self._collections = metric_collections(module)
-        self._ungrouped: list[MetricCollection] = []
-        self._to_group: list[MetricCollection] = []
-        self._shadows: dict[int, Metric] = {}
-        self._handles: list[Any] = []
-        self._on_step: set[int] | None = None
+        self._waiting: list[MetricCollection] = []
+        self._updated: list[MetricCollection] = []
 
     def begin(self) -> None:
         """Start a step of several micro-batches."""
-        for shadow in self._shadows.values():
-            shadow.reset()
-        self._handles = [
-            metric.register_forward_hook(self._observe, with_kwargs=True)
-            for metric in self._metrics
-            if self._on_step is None or id(metric) in self._on_step
-        ]
-        self._to_group = []
-        self._ungrouped = [collection for collection in self._collections if not collection._groups_checked]
-        for collection in self._ungrouped:
+        self._waiting = [collection for collection in self._collections if not collection._groups_checked]
+        for collection in self._waiting:
             vars(collection)["_merge_compute_groups"] = _do_nothing
 
     def end(self) -> None:
         """End the step, or a failed attempt of it."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._to_group = [collection for collection in self._ungrouped if collection._groups_checked]
-        for collection in self._ungrouped:
+        self._updated = [collection for collection in self._waiting if collection._groups_checked]
+        for collection in self._waiting:
             del vars(collection)["_merge_compute_groups"]
             collection._groups_checked = False
-        self._ungrouped = []
+        self._waiting = []
 
-    def finish(self, logged_on_step: set[int]) -> None:
-        """Set the step value of the metrics that are logged with `on_step=True` to that of the whole batch."""
-        for collection in self._to_group:  # as the first update does with the samples that it gets
+    def compare(self) -> None:
+        """Compare states after a whole batch, as the first update does with the samples that it gets."""
+        for collection in self._updated:
             collection._merge_compute_groups()
             collection._state_is_copy = False
             collection._compute_groups_create_state_ref()
             collection._groups_checked = True
-        self._to_group = []
-        if logged_on_step or self._on_step is not None:
-            self._on_step = logged_on_step | (self._on_step or set())
-            self._shadows = {key: shadow for key, shadow in self._shadows.items() if key in self._on_step}
-        for metric in self._metrics:
-            is_kept = metric._forward_cache is not None  # `Running` keeps none, so that nothing of it is logged
-            if is_kept and id(metric) in logged_on_step and id(metric) in self._shadows:
-                metric._forward_cache = self._shadows[id(metric)].compute()
-        for shadow in self._shadows.values():
-            shadow.reset()  # lists of predictions are not kept while the next batch runs
-
-    def _observe(self, metric: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        shadow = self._shadows.get(id(metric))
-        if shadow is None:
-            assert isinstance(metric, Metric)
-            shadow = self._shadows[id(metric)] = self._copy(metric)
-        with torch.no_grad():
-            shadow.update(*detached(args), **detached(kwargs))
-
-    def _copy(self, metric: Metric) -> Metric:
-        """Return an empty copy without our hooks, which shares the parameters of a metric that is a network."""
-        memo: dict[int, Any] = {id(self): self, **{id(parameter): parameter for parameter in metric.parameters()}}
-        for child in metric.modules():
-            for state in child._defaults if isinstance(child, Metric) else ():
-                if isinstance(getattr(child, state), list):  # may hold an epoch's predictions
-                    memo[id(getattr(child, state))] = []
-        with _DetachedCopies():
-            copy: Metric = deepcopy(metric, memo)
-        for child in copy.modules():
-            child._forward_hooks.clear()
-            child._forward_hooks_with_kwargs.clear()
-            if isinstance(child, Metric):
-                # As `forward` does: a value over the batch is this rank's own unless the metric asks for more. Ranks
-                # must not wait for each other in an attempt.
-                child._to_sync = child.dist_sync_on_step
-        copy.reset()
-        return copy
+        self._updated = []
 
 
 def _do_nothing() -> None:
     """Replace the comparison of metrics."""
 
 
-class _DetachedCopies(TorchFunctionMode):
-    """Copies tensors that belong to a graph, which `deepcopy` refuses, without it."""
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().clone()
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
-
-
-# --- all three ------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------------------------
 
 
 class StepOutputs:
@@ -368,17 +331,16 @@ class StepOutputs:
     Args:
         module: The module in training.
         results: Lightning's collection that `self.log` writes to.
-        rules: How logged values of micro-batches make that of the batch.
 
     Attributes:
         logs: Logged values; call its `begin_part` before each micro-batch.
         loss: Sum of the divided losses since `begin`, without a graph; None before the first of several.
     """
 
-    def __init__(self, module: nn.Module, results: Any, rules: LogRules | None = None) -> None:
+    def __init__(self, module: nn.Module, results: Any) -> None:
         self._results = results
-        self.logs = StepLogs(rules)
-        self._metrics = StepMetrics(module)
+        self.logs = StepLogs()
+        self._groups = ComputeGroups(module)
         self._is_single = True
         self._uncounted: Tensor | None = None
         self._extras: list[tuple[dict[str, Any], float, int]] = []
@@ -389,7 +351,7 @@ class StepOutputs:
         self._is_single = num_parts == 1
         if not self._is_single:
             self._drop()
-            self._metrics.begin()
+            self._groups.begin()
         self._results.log = self.logs.record
 
     def _drop(self) -> None:
@@ -406,15 +368,10 @@ class StepOutputs:
             self._extras.append((detached(output.extra), weight, size))
 
     def end(self) -> None:
-        """Receive no more logs and metrics, after the last micro-batch or a failure."""
+        """Receive no more logs, after the last micro-batch or a failure."""
         del self._results.log
         if not self._is_single:
-            self._metrics.end()
-
-    @property
-    def calls(self) -> list[LogCall]:
-        """What was logged since `begin`, and the numbers that were returned beside the loss, by their path."""
-        return [*self.logs.calls, *(c for part, (extra, *_) in enumerate(self._extras) for c in returned(extra, part))]
+            self._groups.end()
 
     def merged(self, factor: float) -> ClosureResult:
         """Return the result of the whole batch from those of several micro-batches.
@@ -423,8 +380,7 @@ class StepOutputs:
             factor: Factor from the sum of the divided losses to the loss that Lightning reports: the mean over this
                 rank's batch, divided by `accumulate_grad_batches`.
         """
-        self._metrics.finish(self.logs.metrics_on_step())
-        self.logs.fold()
+        self._groups.compare()
         loss = self.loss if self.loss is not None else self._uncounted
         result = ClosureResult(loss if loss is None or factor == 1.0 else loss * factor)
         if self._extras:

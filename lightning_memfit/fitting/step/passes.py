@@ -10,8 +10,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.rollback import TrainingSnapshot
@@ -20,16 +21,16 @@ from lightning_memfit.fitting.recovery.step_state import (
     changed_since,
     copies_frozen_weights,
     held,
+    hidden_metrics,
     places_of,
     reading_of,
     restore_all,
     sampled_weights,
 )
 from lightning_memfit.fitting.step.accumulation import Accumulation
-from lightning_memfit.fitting.step.log_rules import LogCall, metric_values
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import SameNoise, without_recurrent_dropout
-from lightning_memfit.fitting.step.outputs import StepOutputs, returned
+from lightning_memfit.fitting.step.outputs import LogCall, StepOutputs
 from lightning_memfit.fitting.step.sketches import Sketches, move_weights
 from lightning_memfit.fitting.step.split import with_own_tensors
 from lightning_memfit.memory.float32_products import exact_products
@@ -62,7 +63,7 @@ class Pass:
         sketch: Projections of the gradients, (parameters + 1, projections) in float64; the last row is the loss.
         after: Readings of what the step writes on the module, by name.
         weights: Samples of the weights in training after it.
-        logs: What was logged, and the numbers that were returned beside the loss.
+        logs: What was logged.
         metrics: What the module's metrics would compute after it.
         least_bits: Width of the least exact numbers that were computed.
     """
@@ -180,7 +181,7 @@ class Passes:
         before = sampled_weights(module)
         noise, outputs, sketches = (
             SameNoise(),
-            StepOutputs(module, loop.results, self._accumulation.rules),
+            StepOutputs(module, loop.results),
             Sketches(module),
         )
 
@@ -216,7 +217,7 @@ class Passes:
             sketches.matrix(0.0 if loss is None else float(loss)),
             {name: reading_of(place.read()) for name, place in written.items()},
             after,
-            [*outputs.calls, *(returned(result.extra) if len(parts) == 1 else ())],
+            outputs.logs.calls,
             metric_values(module),
             noise.least_bits,
         )
@@ -225,6 +226,27 @@ class Passes:
             snapshot.restore_weights()
             move_weights(module)
         return found
+
+
+def metric_values(module: nn.Module) -> dict[str, Any]:
+    """Return what every updated metric of a module would compute now, on this rank alone; the metrics stay as they are.
+
+    Those that can't compute yet are left out.
+    """
+    values: dict[str, Any] = {}
+    for name, metric in (*module.named_modules(), *hidden_metrics(module)):
+        if not isinstance(metric, Metric) or not metric.update_called:
+            continue
+        before = metric._computed, metric._to_sync
+        try:
+            metric._computed, metric._to_sync = None, False
+            with torch.no_grad():
+                values[name] = reading_of(metric.compute())
+        except Exception:  # nosec B112  # too few samples for this metric: nothing to compare
+            continue
+        finally:
+            metric._computed, metric._to_sync = before
+    return values
 
 
 # --- surroundings of a pass -------------------------------------------------------------------------------------------

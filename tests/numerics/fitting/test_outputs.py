@@ -13,14 +13,13 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
-from torchmetrics.wrappers import MinMaxMetric, Running
+from torchmetrics.wrappers import Running
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.rollback import MetricStates
-from lightning_memfit.fitting.step.log_rules import LogRules
-from lightning_memfit.fitting.step.outputs import StepLogs, StepMetrics, StepOutputs, detached, merge
+from lightning_memfit.fitting.step.outputs import LogCall, StepLogs, StepOutputs, detached, differing, merge, merge_logs
 from tests.helpers.trainers import fit
 
 
@@ -51,22 +50,10 @@ def test_one_micro_batch_logs_what_it_logged() -> None:
     with logs.capture(results):
         results.log("training_step", "x", value, batch_size=4)
         results.log("training_step", "x", value, batch_size=4)
-    assert logs
     assert not results.logged
     logs.commit(results)
     assert results.logged == [("training_step.x", 1.0, 4)] * 2
-    assert not logs
-
-
-def test_captures_nest() -> None:
-    results, outer, inner = Results(), StepLogs(), StepLogs()
-    with outer.capture(results):
-        with inner.capture(results):
-            results.log("training_step", "x", torch.tensor(1.0))
-        results.log("training_step", "y", torch.tensor(1.0))
-    assert [call.name for call in inner.calls] == ["x"]
-    assert [call.name for call in outer.calls] == ["y"]
-    assert "log" not in vars(results)
+    assert not logs.calls
 
 
 def test_a_failed_attempt_logs_nothing() -> None:
@@ -114,6 +101,51 @@ def test_what_lightning_knows_is_not_registered_again() -> None:
     results.dataloader_idx = 0
     log(results, 3.0, on_step=False)
     assert results.full == 4
+
+
+PARTS = [(30.0, 3), (10.0, 2)]
+"""Tokens and samples of two micro-batches."""
+
+
+def calls(values: list[float], name: str = "value", **arguments: Any) -> list[LogCall]:
+    return [LogCall(part, "training_step", name, torch.tensor(one), arguments) for part, one in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"), [("sum", 6.0), ("max", 4.0), (torch.min, 2.0), ("mean", 2.5), (torch.mean, 2.5)]
+)
+def test_reductions_are_those_that_are_asked_for(reduce_fx: Any, expected: float) -> None:
+    (merged,) = merge_logs(calls([2.0, 4.0], reduce_fx=reduce_fx), PARTS)
+    assert float(merged.value) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((1, 7), 30 / 8), ((5, 5), 2.5), ((3, 2), 2.5)])
+def test_a_batch_size_that_was_chosen_weighs_and_adds_up(sizes: tuple[int, int], expected: float) -> None:
+    """One that is the same in every part, or the number of samples, was not chosen for the value."""
+    values = zip((2.0, 4.0), sizes, strict=True)
+    both = [LogCall(p, "f", "n", torch.tensor(v), {"batch_size": b}) for p, (v, b) in enumerate(values)]
+    (merged,) = merge_logs(both, PARTS)
+    assert float(merged.value) == pytest.approx(expected)
+    assert merged.arguments["batch_size"] == sum(sizes)
+
+
+def test_a_micro_batch_without_labels_has_no_share() -> None:
+    (merged,) = merge_logs(calls([3.0, float("nan")]), [(5.0, 3), (0.0, 2)])
+    assert float(merged.value) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "names"),
+    [
+        (calls([2.5]), calls([2.0, 4.0]), []),
+        (calls([2.6], "perplexity"), calls([2.0, 4.0], "perplexity"), ["perplexity"]),
+        (calls([1e-9]), calls([2.0, -6.0]), []),  # rounding of what cancels
+        (calls([1.0]), [], ["value"]),
+        ([LogCall(0, "f", "m", MeanSquaredError(), {"on_step": True})] * 1, [], ["m"]),
+    ],
+)
+def test_values_that_parts_do_not_make_are_named(whole: list[LogCall], parts: list[LogCall], names: list[str]) -> None:
+    assert differing(whole, parts, PARTS, 1e-6) == names
 
 
 # --- metric objects -------------------------------------------------------------------------------------------------
@@ -211,8 +243,12 @@ class Logging(pl.LightningModule):
         return DataLoader(data, 8)
 
 
+METRIC_NAMES = ("metric", "mse", "own", "area")
+"""Of what metric objects log, the values of the epoch alone are those of the whole batch."""
+
+
 def assert_as_plain(make: Callable[[], pl.LightningModule], size: int = 3, **kwargs: Any) -> None:
-    """Step values and those of the epoch are those of plain Lightning."""
+    """Values of the epoch, and of steps but for metric objects, are those of plain Lightning."""
     plain, ours = make(), make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -221,9 +257,13 @@ def assert_as_plain(make: Callable[[], pl.LightningModule], size: int = 3, **kwa
     assert expected
     assert set(found) == set(expected)
     for name, value in expected.items():
+        if name.startswith(METRIC_NAMES) and not name.endswith("_epoch"):
+            continue
         assert float(found[name]) == pytest.approx(float(value), rel=1e-4), name
     for step, wanted in zip(ours.step_values, plain.step_values, strict=True):
-        assert step == pytest.approx(wanted, rel=1e-4)
+        of_metrics = {name for name in wanted if name.startswith(METRIC_NAMES)}
+        for name in wanted.keys() - of_metrics:
+            assert step[name] == pytest.approx(wanted[name], rel=1e-4), name
 
 
 @pytest.mark.parametrize("kind", [kind for kind in METRICS if kind != "window"])
@@ -279,48 +319,6 @@ def test_collections_group_their_metrics_by_the_whole_batch(is_hidden: bool, siz
     assert ours.seen == plain.seen
 
 
-def test_collections_that_several_plain_objects_hold_are_grouped_once() -> None:
-    made = MetricCollection({"mse": MeanSquaredError()})
-    module = nn.Module()
-    module.kept = [made, nn.ModuleList([made])]
-    metrics = StepMetrics(module)
-    metrics.begin()
-    made.update(torch.ones(2), torch.zeros(2))
-    metrics.end()
-    metrics.finish(set())
-    assert made._groups_checked
-    assert "_merge_compute_groups" not in vars(made)
-
-
-@pytest.mark.parametrize("kind", METRICS)
-def test_the_second_copy_holds_no_graph_and_leaves_the_first_alone(kind: str) -> None:
-    module = nn.ModuleDict({"metric": METRICS[kind]()})
-    metrics = StepMetrics(module)
-    leaf = torch.randn(6, requires_grad=True)
-    metrics.begin()
-    for part in (leaf * 2.0).split([2, 4]):
-        module["metric"](part, torch.arange(float(len(part))))
-    metrics.end()
-    shadow = metrics._shadows[id(module["metric"])]
-    assert not any(value.requires_grad for value in tensors_of(shadow))
-    networks = dict(shadow.named_parameters())
-    assert all(networks[name] is parameter for name, parameter in module["metric"].named_parameters())
-    assert not any(child._forward_hooks for child in (*shadow.modules(), *module.modules()))
-    assert not any(child._to_sync for child in shadow.modules() if isinstance(child, Metric))
-    before = MetricStates(module).save()
-    metrics.finish({id(module["metric"])})
-    after = MetricStates(module).save()
-    assert [state.keys() for state in before] == [state.keys() for state in after]
-
-
-def tensors_of(metric: Metric) -> Iterator[Tensor]:
-    for child in metric.modules():
-        if isinstance(child, Metric):
-            for name in child._defaults:
-                state = getattr(child, name)
-                yield from state if isinstance(state, list) else [state]
-
-
 @pytest.mark.parametrize("kind", METRICS)
 def test_states_of_metrics_go_back(kind: str) -> None:
     module = nn.ModuleDict({"metric": METRICS[kind]()})
@@ -343,31 +341,6 @@ def flat(state: dict[str, Any]) -> Iterator[Tensor]:
         yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor))
 
 
-def test_copies_of_metrics_that_are_not_logged_on_step_are_dropped() -> None:
-    module = nn.ModuleDict({"logged": MeanMetric(), "other": SumMetric(), "untouched": MinMaxMetric(SumMetric())})
-    metrics = StepMetrics(module)
-    for _ in range(2):
-        metrics.begin()
-        for value in (1.0, 3.0):
-            module["logged"](value)
-            module["other"](value)
-        metrics.end()
-        metrics.finish({id(module["logged"])})
-        assert set(metrics._shadows) == {id(module["logged"])}
-        assert module["logged"]._forward_cache == 2.0
-
-
-def test_wrappers_of_which_lightning_logs_nothing_on_step() -> None:
-    module = nn.ModuleDict({"running": Running(MeanMetric(), window=2)})
-    metrics = StepMetrics(module)
-    metrics.begin()
-    for value in (1.0, 3.0):
-        module["running"](value)
-    metrics.end()
-    metrics.finish({id(module["running"])})
-    assert module["running"]._forward_cache is None
-
-
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
@@ -387,9 +360,9 @@ class Tokens(pl.LightningModule):
         hits = (logits.argmax(-1) == labels) | (labels == -100)
         both = {"on_step": True, "on_epoch": True, "batch_size": len(ids)}
         self.log("loss", loss, **both)
-        self.log("tokens", (labels != -100).sum().float(), **both)
         self.log("count", int((labels != -100).sum()), reduce_fx="sum", on_step=True, on_epoch=True)
-        self.log_dict({"sequences": hits.all(1).float().mean(), "rate": 1e-3}, **both)
+        self.log("rate", 1e-3, **both)
+        self.log("sequences", hits.all(1).float().sum(), reduce_fx="sum", on_step=True, on_epoch=True)
         self.log("longest", (labels != -100).sum(1).max(), reduce_fx="max", **both)
         self.log("any", bool(hits.any()), **both)
         self.log("twice", loss, **both)
@@ -413,11 +386,6 @@ class Tokens(pl.LightningModule):
 def test_logged_values_are_those_of_the_whole_batch(size: int) -> None:
     assert_as_plain(Tokens, size)
     assert_as_plain(Tokens, size, max_epochs=2)
-
-
-def test_rules_reach_the_step() -> None:
-    rules = LogRules()
-    assert StepOutputs(nn.Module(), Results(), rules).logs.rules is rules
 
 
 # --- mappings of other kinds ------------------------------------------------------------------------------------------
