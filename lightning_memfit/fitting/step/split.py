@@ -1,7 +1,7 @@
-"""Find the batch dimension of a batch of any nesting, and split the batch into micro-batches along it.
+"""Find the samples of a batch of any nesting, and split the batch into micro-batches along its first dimension.
 
-The loader's batch size says what to look for. What the first full batch shows is remembered: which tensors have a batch
-dimension and where, and which lists hold one entry per sample. Everything else is passed whole to every micro-batch.
+The loader's batch size says what to look for. What the first full batch shows is remembered: which tensors have one row
+per sample, and which lists hold one entry per sample. Everything else is passed whole to every micro-batch.
 """
 
 import copy
@@ -23,21 +23,24 @@ Path = tuple[Any, ...]
 """Keys, indices and field names from the batch to a part of it."""
 
 _HOST = torch.device("cpu")
+_WAY_OUT = (
+    "Define `split_batch(batch, sizes)` and `num_samples(batch)` on the LightningModule, or pass them to "
+    "`MicroBatching`."
+)
 
 
 class BatchSplitter:
-    """Split batches into micro-batches along their batch dimension.
+    """Split batches into micro-batches along their first dimension.
 
     Mappings (Hugging Face `BatchEncoding` among them), lists, tuples, named tuples and dataclasses are walked through.
-    Tensors and NumPy arrays with a batch dimension are split without copying, columns of padding included; lists of one
-    entry per sample are sliced; everything else is passed whole to every micro-batch. The batch dimension is the first;
-    only if no tensor of the batch has the loader's batch size there, it is the second (time-major sequences). Batches
-    of graphs that say how many they hold (`num_graphs`) are counted so, and cut by their own `index_select`, as PyTorch
-    Geometric's `Batch` has it.
+    Tensors and NumPy arrays with one row per sample are split without copying, columns of padding included; lists of
+    one entry per sample are sliced; everything else is passed whole to every micro-batch. Batches of graphs that say
+    how many they hold (`num_graphs`) are counted so, and cut by their own `index_select`, as PyTorch Geometric's
+    `Batch` has it.
 
     Args:
-        hook: `split_batch(batch, sizes) -> parts` for batches that can't be split that way: graphs, ragged data,
-            custom classes.
+        hook: `split_batch(batch, sizes) -> parts` for batches that can't be split that way: time-major sequences,
+            ragged data, custom classes.
         num_samples: Number of samples in a batch, for use with `hook`; without it `len(batch)` counts, or what the
             tensors of the batch say.
         expected: The loader's batch size, if known.
@@ -55,10 +58,7 @@ class BatchSplitter:
         self._num_samples = num_samples
         self._expected = expected if expected is not None and expected > 1 else None
         self._remainder = remainder or None
-        self._dims: dict[Path, int | None] = {}  # of tensors; None: passed whole
-        self._per_sample: set[Path] = set()
-        self._shares_no_first = False
-        self._is_learned = False
+        self._is_cut: dict[Path, bool] = {}  # of tensors and lists, in the first full batch
 
     # --- how many samples -------------------------------------------------------------------------------------------
 
@@ -66,95 +66,69 @@ class BatchSplitter:
         """Return the number of samples in a batch.
 
         Raises:
-            ValueError: If the batch contradicts the loader's batch size, an earlier batch or itself.
+            ValueError: If the batch contradicts the loader's batch size, the first batch or itself.
         """
         if self._num_samples is not None:
             return int(self._num_samples(batch))
         if self._hook is not None and hasattr(batch, "__len__") and not _is_container(batch):
             return len(batch)
-        if type(batch) is Tensor and (shape := batch.shape) and self._is_plain(shape[0]):  # needs no search
-            return shape[0]
+        if type(batch) is Tensor and batch.ndim and self._expected in (None, batch.shape[0]):  # needs no search
+            return batch.shape[0]
         if _num_graphs(batch) is not None:
             return int(batch.num_graphs)
-        leaves, lists = list(_tensors(batch)), list(_lists(batch))
-        known = self._known_sizes(leaves, lists)
+        known = {len(part) for path, part in _parts(batch) if self._is_cut.get(path)} if self._is_cut else set()
         if len(known) == 1:
             return known.pop()
-        if len(known) > 1:
-            return self._settle(leaves, known, batch)
-        count, dim = self._find(batch, leaves, lists)
-        if count > 1:
-            self._learn(leaves, lists, count, dim)
-        return count
-
-    def _is_plain(self, size: int) -> bool:
-        """Whether a batch that is one tensor has its batch dimension where tensors usually have it."""
-        return self._dims.get(()) == 0 or (() not in self._dims and self._expected in (None, size))
-
-    def _known_sizes(self, leaves: list[tuple[Path, Any]], lists: list[tuple[Path, Any]]) -> set[int]:
-        """Return the sizes of what had a batch dimension in earlier batches; one if the batch is as they were."""
-        found: set[int] = set()
-        for path, leaf in leaves:
-            dim = self._dims.get(path)
-            if dim is not None and leaf.ndim > dim:
-                found.add(int(leaf.shape[dim]))
-        if self._per_sample:
-            found.update(len(value) for path, value in lists if path in self._per_sample)
-        return found
-
-    def _settle(self, leaves: list[tuple[Path, Any]], sizes: set[int], batch: Any) -> int:
-        """Resolve a contradiction to earlier batches: a constant can have had as many rows as a full batch."""
-        if self._remainder in sizes and sizes == {self._remainder, self._expected}:
-            for path, leaf in leaves:
-                dim = self._dims.get(path)
-                if dim is not None and leaf.ndim > dim and leaf.shape[dim] == self._expected:
-                    self._dims[path] = None
+        if known == {self._remainder, self._expected}:  # a constant has as many rows as a full batch
             return int(self._remainder or 0)
-        raise ValueError(
-            f"Parts of the batch that had equal numbers of samples before now have {sorted(sizes)}: {_shapes(batch)}. "
-            f"{_WAY_OUT}"
-        )
-
-    def _find(self, batch: Any, leaves: list[tuple[Path, Any]], lists: list[tuple[Path, Any]]) -> tuple[int, int]:
-        """Return the number of samples and the batch dimension."""
-        promised = [size for size in (self._expected, self._remainder) if size is not None]
-        for size in promised:
-            if any(leaf.shape[0] == size for _, leaf in leaves) or any(len(value) == size for _, value in lists):
-                return size, 0
-        for size in promised:
-            if any(leaf.ndim > 1 and leaf.shape[1] == size for _, leaf in leaves):
-                return size, 1
-        sizes = {int(leaf.shape[0]) for _, leaf in leaves} or {len(value) for _, value in lists if value}
-        if self._expected is not None and sizes and not (self._remainder is None and max(sizes) < self._expected):
+        if known:
             raise ValueError(
-                f"The loader's batch size is {self._expected}, but nothing in the batch has this size: "
+                f"Parts of the batch that had equal numbers of samples before now have {sorted(known)}: "
                 f"{_shapes(batch)}. {_WAY_OUT}"
             )
+        count = self._find(batch)
+        if count > 1 and self._expected in (None, count):
+            self._is_cut = {path: is_cut for path, _, is_cut in self._walk(batch, count)}
+        return count
+
+    def _find(self, batch: Any) -> int:
+        """Return the number of samples of a batch, as the loader or its tensors say."""
+        tensors = [part for _, part in _parts(batch) if not isinstance(part, (list, tuple))]
+        lengths = {len(part) for _, part in _parts(batch)}
+        for size in (self._expected, self._remainder):
+            if size in lengths:
+                return int(size or 0)
+        sizes = {len(part) for part in tensors} or lengths
+        if self._expected is not None and sizes and (self._remainder is not None or max(sizes) >= self._expected):
+            raise ValueError(
+                f"The loader's batch size is {self._expected}, but nothing in the batch has this size in its first "
+                f"dimension: {_shapes(batch)}. {_WAY_OUT}"
+            )
         if len(sizes) == 1:
-            return sizes.pop(), 0
+            return sizes.pop()
         found = f"first dimensions {sorted(sizes)}" if sizes else f"a `{type(batch).__name__}` without tensors"
         raise ValueError(f"The batch size can't be told from the batch ({found}). {_WAY_OUT}")
-
-    def _learn(self, leaves: list[tuple[Path, Any]], lists: list[tuple[Path, Any]], count: int, dim: int) -> None:
-        """Remember what has a batch dimension, if this batch is a full one or nobody knows."""
-        if self._expected not in (None, count):
-            return
-        self._is_learned = True
-        for _, value in lists:
-            if _is_per_sample(value, count, self._shares_no_first):
-                self._shares_no_first = True
-        self._per_sample |= {p for p, value in lists if _is_per_sample(value, count, self._shares_no_first)}
-        for path, leaf in leaves:
-            if not any(path[: len(above)] == above for above in self._per_sample):
-                self._dims[path] = dim if leaf.ndim > dim and leaf.shape[dim] == count else None
 
     def cuts(self, batch: Any) -> frozenset[Path]:
         """Return what of a batch is split: where that changes, it may be cut in the wrong place."""
         if self._hook is not None or not _is_container(batch):
             return frozenset()
-        count = self.count(batch)
-        found = {path for path, leaf in _tensors(batch) if self._dim(leaf, path, count) is not None}
-        return frozenset(found | {path for path, value in _lists(batch) if path in self._per_sample})
+        return frozenset(path for path, _, is_cut in self._walk(batch, self.count(batch)) if is_cut)
+
+    def _walk(self, batch: Any, count: int) -> Iterator[tuple[Path, Any, bool]]:
+        """Yield tensors, arrays and lists with whether they are cut; nothing inside of lists that are."""
+        others_are = not self._is_cut and any(_is_per_sample(part, count, False) for _, part in _parts(batch))
+        inside: list[Path] = []
+        for path, part in _parts(batch):  # what is inside of a list comes after it
+            if any(path[: len(above)] == above for above in inside):
+                continue
+            is_list = isinstance(part, (list, tuple))
+            is_cut = len(part) == count and self._is_cut.get(path, True)
+            if is_list and path not in self._is_cut:
+                is_cut = _is_per_sample(part, count, others_are)
+            if is_list and is_cut:
+                inside.append(path)
+            yield path, part, is_cut
 
     # --- splitting --------------------------------------------------------------------------------------------------
 
@@ -176,50 +150,29 @@ class BatchSplitter:
             return [batch]
         if _num_graphs(batch) is not None:
             return _split_graphs(batch, sizes)
-        return self._split(batch, (), sizes, sum(sizes))
+        if type(batch) is Tensor:
+            return list(batch.split(sizes))
+        total = sum(sizes)
+        return self._split(batch, (), sizes, {path for path, _, is_cut in self._walk(batch, total) if is_cut})
 
-    def _split(self, value: Any, path: Path, sizes: list[int], total: int) -> list[Any]:
-        if isinstance(value, Tensor):
-            return self._split_tensor(value, path, sizes, total)
-        if _is_array(value):
-            dim = self._dim(value, path, total)
-            return [value] * len(sizes) if dim is None else _slices(value, sizes, dim)
-        if isinstance(value, Mapping) and is_batched(value, total):
-            return _slices(value, sizes)
-        if isinstance(value, Mapping):
-            columns = {key: self._split(one, (*path, key), sizes, total) for key, one in value.items()}
-            return _rebuild_mapping(value, columns, len(sizes))
-        if _is_dataclass(value):
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            columns = {name: self._split(one, (*path, name), sizes, total) for name, one in fields.items()}
-            return _rebuild_dataclass(value, columns, len(sizes))
-        if isinstance(value, (list, tuple)):
-            found = path in self._per_sample if self._is_learned else _is_per_sample(value, total, False)
-            if found and len(value) == total:
-                return _slices(value, sizes)
-            items = [self._split(one, (*path, index), sizes, total) for index, one in enumerate(value)]
-            return [_rebuild_sequence(value, row) for row in zip(*items, strict=True)] or [value] * len(sizes)
-        return [value] * len(sizes)
-
-    def _split_tensor(self, tensor: Tensor, path: Path, sizes: list[int], total: int) -> list[Tensor]:
-        if tensor.is_nested or tensor.layout != torch.strided:
-            kind = "nested" if tensor.is_nested else "sparse"
+    def _split(self, value: Any, path: Path, sizes: list[int], cut: set[Path]) -> list[Any]:
+        if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+            kind = "nested" if value.is_nested else "sparse"
             raise ValueError(
                 f"The batch contains a {kind} tensor, which can't be split. Define `split_batch(batch, sizes)`."
             )
-        dim = self._dim(tensor, path, total)
-        return [tensor] * len(sizes) if dim is None else list(tensor.split(sizes, dim))
-
-    def _dim(self, leaf: Any, path: Path, total: int) -> int | None:
-        """Return the batch dimension of a tensor or array: as in the first full batch, else by its size."""
-        dim = self._dims.get(path, 0)
-        return dim if dim is not None and leaf.ndim > dim and leaf.shape[dim] == total else None
-
-
-_WAY_OUT = (
-    "Define `split_batch(batch, sizes)` and `num_samples(batch)` on the LightningModule, or pass them to "
-    "`MicroBatching`."
-)
+        if path in cut or _is_batched(value, sum(sizes)):
+            return [value[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        if isinstance(value, Mapping):
+            columns = {key: self._split(one, (*path, key), sizes, cut) for key, one in value.items()}
+            return _rebuild_mapping(value, columns, len(sizes))
+        if _is_dataclass(value):
+            columns = {key: self._split(one, (*path, key), sizes, cut) for key, one in children(value)}
+            return _rebuild_dataclass(value, columns, len(sizes))
+        if isinstance(value, (list, tuple)):
+            items = [self._split(one, (*path, index), sizes, cut) for index, one in enumerate(value)]
+            return [_rebuild_sequence(value, row) for row in zip(*items, strict=True)] or [value] * len(sizes)
+        return [value] * len(sizes)
 
 
 def _num_graphs(batch: Any) -> int | None:
@@ -276,11 +229,6 @@ def versions(batch: Any) -> list[int]:
     """
     tensors = [batch] if type(batch) is Tensor else tensors_of(batch)
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch."""
-    return [leaf for _, leaf in _tensors(batch, with_scalars=True) if isinstance(leaf, Tensor)]
 
 
 def _rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -396,22 +344,16 @@ class BatchGuard:
 # --- walking through a batch ----------------------------------------------------------------------------------------
 
 
-def _tensors(value: Any, path: Path = (), with_scalars: bool = False) -> Iterator[tuple[Path, Any]]:
-    """Yield every tensor and array that has dimensions."""
+def _parts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every tensor and array that has dimensions, and every sequence that may hold one entry per sample."""
     if isinstance(value, Tensor) or _is_array(value):
-        if with_scalars or (value.ndim and not getattr(value, "is_nested", False)):
+        if not getattr(value, "is_nested", False) and value.ndim:
             yield path, value
-    else:
-        for key, child in children(value):
-            yield from _tensors(child, (*path, key), with_scalars)
-
-
-def _lists(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every sequence that may hold one entry per sample."""
+        return
     if isinstance(value, (list, tuple)) and value and not hasattr(value, "_fields"):
         yield path, value
     for key, child in children(value):
-        yield from _lists(child, (*path, key))
+        yield from _parts(child, (*path, key))
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -424,15 +366,22 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
 
 
-def _is_per_sample(value: Sequence[Any], count: int, others_are: bool) -> bool:
-    """Whether a sequence holds one entry per sample, rather than one per field.
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for _, child in children(value) for tensor in tensors_of(child)]
+
+
+def _is_per_sample(value: Any, count: int, others_are: bool) -> bool:
+    """Whether this is a sequence of one entry per sample, rather than one per field.
 
     If all tensors in it have the batch size, they are fields, unless other sequences of the batch are surely per
     sample. If some have it and others don't, entries of one kind are samples, and entries of several kinds fields.
     """
-    if len(value) != count or hasattr(value, "_fields"):
+    if not isinstance(value, (list, tuple)) or len(value) != count:
         return False
-    sizes = [leaf.shape[0] == count for _, leaf in _tensors(list(value))]
+    sizes = [len(part) == count for _, part in _parts(list(value)) if not isinstance(part, (list, tuple))]
     is_of_one_kind = len({_kind(one) for one in value}) == 1
     if all(sizes):
         return not sizes or (others_are and is_of_one_kind)
@@ -447,7 +396,11 @@ def _kind(value: Any) -> Any:
 
 def _shapes(batch: Any) -> str:
     """Return the names and shapes of a batch's tensors, for errors."""
-    found = [f"{'.'.join(map(str, path)) or 'the tensor'} {tuple(leaf.shape)}" for path, leaf in _tensors(batch)]
+    found = [
+        f"{'.'.join(map(str, path)) or 'the tensor'} {tuple(part.shape)}"
+        for path, part in _parts(batch)
+        if not isinstance(part, (list, tuple))
+    ]
     return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else f"a `{type(batch).__name__}`"
 
 
@@ -459,19 +412,14 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def is_batched(value: Any, total: int) -> bool:
-    """Whether an object knows that all in it has the batch dimension, as a `TensorDict` does."""
-    size = getattr(value, "batch_size", None)
+def _is_batched(value: Any, total: int) -> bool:
+    """Whether a mapping knows that all in it has one row per sample, as a `TensorDict` does."""
+    size = getattr(value, "batch_size", None) if isinstance(value, Mapping) else None
     return isinstance(size, torch.Size) and size[:1] == (total,)
 
 
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "ndim") and hasattr(value, "__len__")
-
-
-def _slices(value: Any, sizes: list[int], dim: int = 0) -> list[Any]:
-    rows = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    return [value[(slice(None),) * dim + (row,)] if dim else value[row] for row in rows]
 
 
 def _rebuild_mapping(value: Mapping[Any, Any], columns: dict[Any, list[Any]], count: int) -> list[Any]:
