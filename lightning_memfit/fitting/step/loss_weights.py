@@ -7,7 +7,7 @@ a candidate until a comparison of gradients refutes it (`refute`). While all can
 not matter which is right; the first batch on which they differ has to be compared (`LocalBatch.is_disputed`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.step.split import Path, children
+from lightning_memfit.fitting.step.split import Path, parts_of
 
 LossWeight = Callable[[Any], "float | Tensor"]
 
 IGNORE_INDEX = -100
 _IGNORED = (IGNORE_INDEX, -1, 0, 255)  # what losses, tokenizers and segmentation data sets leave out
-_MISSING = (0.0, -1.0, -100.0, -999.0)  # what stands for a number that is missing
-_MAX_FLOATS = 64
-_OWN_ROWS = ("samples", "entries")  # kinds whose weights are no sums over a tensor
 _MAX_CLASSES = 100_000
 _EQUAL = 1e-12
 
@@ -84,10 +81,8 @@ class Rule:
     """One way to weigh samples.
 
     Attributes:
-        kind: `samples`; `sum` (the loss is a sum, nothing is weighed); `finite`, entries that are numbers;
-            `entries`, rows of a sample's tensor in a list;
-            `unmasked`, entries other than `value`; `padding`, entries before the repeated last one; `total`, the sum of
-            entries; `classes`, the sum of the entries' class weights.
+        kind: `samples`; `sum` (the loss is a sum, nothing is weighed); `unmasked`, entries other than `value`; `total`,
+            the sum of entries, as of a mask; `classes`, the sum of the entries' class weights; `users`.
         path: Tensor of the batch that it reads.
         value: The ignored entry, or the name of the class weights.
         start: First column that counts, 1 where the loss predicts the next token.
@@ -160,8 +155,7 @@ class LossWeights:
         """Return the rules that nothing has refuted for batches like this one, the likeliest first."""
         if self.is_sum:
             return [SAMPLES]
-        shown = [(path, leaf.dtype, leaf.ndim) for path, leaf in _weighable(batch, num_samples)]
-        key = (*shown, *_lengths(batch, num_samples))
+        key = tuple((path, leaf.dtype, leaf.ndim) for path, leaf in _weighable(batch, num_samples))
         rules = self._known.get(key)
         if rules is None:
             found = [rule for rule in self.all_rules(batch, num_samples) if rule not in self._refuted]
@@ -200,12 +194,13 @@ class LossWeights:
         for path, leaf in _weighable(batch, num_samples):
             columns = leaf.ndim == 2 and leaf.shape[1] > 1
             shifts = [(0, 0), (1, 0)] if columns else [(0, 0)]
-            if leaf.dtype.is_floating_point and leaf.numel() <= _MAX_FLOATS * num_samples:
-                rest.append(Rule("finite", path))
-                rest += [Rule("unmasked", path, value) for value in _MISSING]
+            if leaf.ndim == 1 or leaf.dtype == torch.bool or _is_mask(leaf):
+                ends = [*shifts, (0, 1)] if columns else shifts
+                masks = [Rule("total", path, None, *shift) for shift in ends]
+            else:
+                masks = []
             if leaf.dtype.is_floating_point or leaf.dtype == torch.bool:
-                if leaf.ndim == 1 or leaf.dtype == torch.bool or _is_mask(leaf):
-                    rest += [Rule("total", path, None, *shift) for shift in ([*shifts, (0, 1)] if columns else shifts)]
+                rest += masks
                 continue
             if columns and self._shifts:
                 shifts.reverse()
@@ -213,11 +208,8 @@ class LossWeights:
             if path and path[-1] == "labels":
                 first += [rule for rule in unmasked if rule.value == IGNORE_INDEX]
             rest += [rule for rule in unmasked if rule not in first]
-            rest += [Rule("padding", path, None, *shift) for shift in shifts if columns]
             rest += [Rule("classes", path, name, *shift) for name in self._classes for shift in shifts]
-            if leaf.ndim == 1 or _is_mask(leaf):
-                rest += [Rule("total", path, None, *shift) for shift in ([*shifts, (0, 1)] if columns else shifts)]
-        rest += [Rule("entries", path) for path in _lengths(batch, num_samples)]
+            rest += masks
         return [*first, SAMPLES, *rest]
 
     def _rows(self, batch: Any, num_samples: int, rules: list[Rule]) -> list[list[float] | None]:
@@ -226,25 +218,16 @@ class LossWeights:
         counted = [
             torch.cat([self._count(part, rule) for part in leaves[rule.path].split(_ROWS_AT_ONCE)])
             for rule in rules
-            if rule.kind not in _OWN_ROWS
+            if rule != SAMPLES
         ]
         found = iter(torch.stack(counted).tolist() if counted else ())  # waits for the device once
-        lengths = _lengths(batch, num_samples) if any(rule.kind == "entries" for rule in rules) else {}
-        own = {rule: lengths[rule.path] if rule.kind == "entries" else None for rule in rules if rule.kind in _OWN_ROWS}
-        return [own[rule] if rule in own else next(found) for rule in rules]
+        return [None if rule == SAMPLES else next(found) for rule in rules]
 
     def _count(self, leaf: Tensor, rule: Rule) -> Tensor:
         if leaf.ndim == 2:
             leaf = leaf[:, rule.start : leaf.shape[1] - rule.stop]
-        if rule.kind == "finite":
-            counted = leaf.isfinite()
-        elif rule.kind == "unmasked":
+        if rule.kind == "unmasked":
             counted = leaf.ne(rule.value)
-        elif rule.kind == "padding":
-            last = leaf[:, -1:]
-            is_padded = leaf[:, -2:-1].eq(last) if leaf.shape[1] > 1 else torch.zeros_like(last, dtype=torch.bool)
-            trailing = leaf.eq(last).flip(1).cumprod(1).flip(1).bool() & is_padded
-            counted = ~trailing
         elif rule.kind == "classes":
             classes = self._classes[rule.value].detach().to(leaf.device)
             inside = (leaf >= 0) & (leaf < len(classes))
@@ -276,35 +259,18 @@ def _are_alike(weights: list[float]) -> bool:
     return weights[0] != 0.0 and weights.count(weights[0]) == len(weights)
 
 
-def _weighable(value: Any, num_samples: int, path: Path = ()) -> list[tuple[Path, Tensor]]:
+def _weighable(batch: Any, num_samples: int) -> list[tuple[Path, Tensor]]:
     """Return the tensors of a batch that may decide what its loss is a mean over: one row of numbers per sample."""
-    if isinstance(value, Tensor):
-        if (
-            value.is_nested
-            or value.ndim == 0
-            or value.shape[0] != num_samples
-            or value.numel() == 0
-            or value.is_complex()
-        ):
-            return []
-        is_likely = not value.dtype.is_floating_point or value.ndim <= 2
-        return [(path, value)] if is_likely and value.layout == torch.strided else []
-    if isinstance(value, (Mapping, list, tuple)) or hasattr(type(value), "__dataclass_fields__"):
-        return [found for key, child in children(value) for found in _weighable(child, num_samples, (*path, key))]
-    return []
-
-
-def _lengths(value: Any, num_samples: int, path: Path = ()) -> dict[Path, list[float]]:
-    """Return the numbers of rows of tensors in lists of one entry per sample: boxes of an image, points of a cloud."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        return {}
-    if isinstance(value, (list, tuple)) and len(value) == num_samples and not hasattr(value, "_fields"):
-        if all(isinstance(one, Tensor) and one.ndim for one in value):
-            return {path: [float(len(one)) for one in value]}
-        if all(isinstance(one, Mapping) for one in value):
-            keys = [k for k in value[0] if all(isinstance(one.get(k), Tensor) and one[k].ndim for one in value)]
-            return {(*path, key): [float(len(one[key])) for one in value] for key in keys}
-    return {k: v for key, child in children(value) for k, v in _lengths(child, num_samples, (*path, key)).items()}
+    return [
+        (path, part)
+        for path, part in parts_of(batch)
+        if isinstance(part, Tensor)
+        and len(part) == num_samples
+        and part.numel()
+        and not part.is_complex()
+        and part.layout == torch.strided
+        and (part.ndim <= 2 or not part.is_floating_point())
+    ]
 
 
 def _is_mask(leaf: Tensor) -> bool:

@@ -76,7 +76,7 @@ class BatchSplitter:
             return batch.shape[0]
         if _num_graphs(batch) is not None:
             return int(batch.num_graphs)
-        known = {len(part) for path, part in _parts(batch) if self._is_cut.get(path)} if self._is_cut else set()
+        known = {len(part) for path, part in parts_of(batch) if self._is_cut.get(path)} if self._is_cut else set()
         if len(known) == 1:
             return known.pop()
         if known == {self._remainder, self._expected}:  # a constant has as many rows as a full batch
@@ -93,8 +93,8 @@ class BatchSplitter:
 
     def _find(self, batch: Any) -> int:
         """Return the number of samples of a batch, as the loader or its tensors say."""
-        tensors = [part for _, part in _parts(batch) if not isinstance(part, (list, tuple))]
-        lengths = {len(part) for _, part in _parts(batch)}
+        tensors = [part for _, part in parts_of(batch) if not isinstance(part, (list, tuple))]
+        lengths = {len(part) for _, part in parts_of(batch)}
         for size in (self._expected, self._remainder):
             if size in lengths:
                 return int(size or 0)
@@ -117,9 +117,9 @@ class BatchSplitter:
 
     def _walk(self, batch: Any, count: int) -> Iterator[tuple[Path, Any, bool]]:
         """Yield tensors, arrays and lists with whether they are cut; nothing inside of lists that are."""
-        others_are = not self._is_cut and any(_is_per_sample(part, count, False) for _, part in _parts(batch))
+        others_are = not self._is_cut and any(_is_per_sample(part, count, False) for _, part in parts_of(batch))
         inside: list[Path] = []
-        for path, part in _parts(batch):  # what is inside of a list comes after it
+        for path, part in parts_of(batch):  # what is inside of a list comes after it
             if any(path[: len(above)] == above for above in inside):
                 continue
             is_list = isinstance(part, (list, tuple))
@@ -167,7 +167,7 @@ class BatchSplitter:
             columns = {key: self._split(one, (*path, key), sizes, cut) for key, one in value.items()}
             return _rebuild_mapping(value, columns, len(sizes))
         if _is_dataclass(value):
-            columns = {key: self._split(one, (*path, key), sizes, cut) for key, one in children(value)}
+            columns = {key: self._split(one, (*path, key), sizes, cut) for key, one in _children(value)}
             return _rebuild_dataclass(value, columns, len(sizes))
         if isinstance(value, (list, tuple)):
             items = [self._split(one, (*path, index), sizes, cut) for index, one in enumerate(value)]
@@ -344,7 +344,7 @@ class BatchGuard:
 # --- walking through a batch ----------------------------------------------------------------------------------------
 
 
-def _parts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def parts_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield every tensor and array that has dimensions, and every sequence that may hold one entry per sample."""
     if isinstance(value, Tensor) or _is_array(value):
         if not getattr(value, "is_nested", False) and value.ndim:
@@ -352,11 +352,11 @@ def _parts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         return
     if isinstance(value, (list, tuple)) and value and not hasattr(value, "_fields"):
         yield path, value
-    for key, child in children(value):
-        yield from _parts(child, (*path, key))
+    for key, child in _children(value):
+        yield from parts_of(child, (*path, key))
 
 
-def children(value: Any) -> Iterator[tuple[Any, Any]]:
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the parts of a mapping, a sequence or a dataclass with their keys."""
     if isinstance(value, Mapping):
         yield from value.items()
@@ -370,7 +370,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors of a batch."""
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for _, child in children(value) for tensor in tensors_of(child)]
+    return [tensor for _, child in _children(value) for tensor in tensors_of(child)]
 
 
 def _is_per_sample(value: Any, count: int, others_are: bool) -> bool:
@@ -381,7 +381,7 @@ def _is_per_sample(value: Any, count: int, others_are: bool) -> bool:
     """
     if not isinstance(value, (list, tuple)) or len(value) != count:
         return False
-    sizes = [len(part) == count for _, part in _parts(list(value)) if not isinstance(part, (list, tuple))]
+    sizes = [len(part) == count for _, part in parts_of(list(value)) if not isinstance(part, (list, tuple))]
     is_of_one_kind = len({_kind(one) for one in value}) == 1
     if all(sizes):
         return not sizes or (others_are and is_of_one_kind)
@@ -398,7 +398,7 @@ def _shapes(batch: Any) -> str:
     """Return the names and shapes of a batch's tensors, for errors."""
     found = [
         f"{'.'.join(map(str, path)) or 'the tensor'} {tuple(part.shape)}"
-        for path, part in _parts(batch)
+        for path, part in parts_of(batch)
         if not isinstance(part, (list, tuple))
     ]
     return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else f"a `{type(batch).__name__}`"

@@ -76,12 +76,6 @@ def test_ignored_indices_of_the_modules_losses_and_configuration() -> None:
     assert Rule("unmasked", (0,), 37) not in found((labels,), 2)
 
 
-def test_padding_is_the_repeated_last_entry() -> None:
-    ids = torch.tensor([[5, 6, 9, 9, 9], [1, 2, 3, 4, 9], [9, 9, 9, 9, 9], [1, 9, 2, 9, 9]])
-    assert weights_under((ids,), Rule("padding", (0,))) == [2, 5, 0, 3]
-    assert weights_under((ids,), Rule("padding", (0,), start=1)) == [1, 4, 0, 2]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64])
 def test_masks(dtype: torch.dtype) -> None:
     batch = {"x": torch.rand(4, 3, 5), "mask": MASK.to(dtype)}
@@ -92,21 +86,7 @@ def test_masks(dtype: torch.dtype) -> None:
 
 def test_features_are_no_masks() -> None:
     rules = found({"x": torch.rand(4, 3), "image": torch.ones(4, 3, 2)})
-    assert {rule.kind for rule in rules} == {"samples", "finite", "unmasked"}  # values of `x` may be missing
-    assert {rule.path for rule in rules} == {(), ("x",)}
-
-
-def test_numbers_that_are_missing() -> None:
-    batch = {"y": torch.tensor([[1.0, float("nan")], [2.0, -999.0], [3.0, 4.0], [5.0, 6.0]])}
-    assert weights_under(batch, Rule("finite", ("y",))) == [1, 2, 2, 2]
-    assert weights_under(batch, Rule("unmasked", ("y",), -999.0)) == [2, 1, 2, 2]
-
-
-def test_rows_of_the_tensors_of_each_sample() -> None:
-    boxes = [torch.zeros(count, 4) for count in (2, 0, 5, 1)]
-    assert weights_under({"points": boxes}, Rule("entries", ("points",))) == [2, 0, 5, 1]
-    targets = [{"boxes": one, "image": 3} for one in boxes]
-    assert weights_under((targets,), Rule("entries", (0, "boxes"))) == [2, 0, 5, 1]
+    assert {rule.kind for rule in rules} == {"samples"}
 
 
 def test_weights_and_lengths_of_samples() -> None:
