@@ -1,7 +1,6 @@
 """Finding the micro-batch size on a simulated device, and everything around it."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,8 +13,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.size.device_memory import allocation_retries
-from lightning_memfit.fitting.step import shortage
 from tests.helpers.fitting import Tagger
 from tests.helpers.trainers import difference, fit, fit_on_two_ranks, quiet_trainer
 
@@ -256,10 +253,6 @@ def test_what_is_not_supported_says_so() -> None:
 
     with pytest.raises(MisconfigurationException, match="automatic optimization"):
         fit(Manual(), MicroBatching())
-    lazy = Tagger()
-    lazy.net.append(nn.LazyLinear(11))
-    with pytest.raises(MisconfigurationException, match=r"`net\.5\.weight` is one of a lazy module"):
-        fit(lazy, MicroBatching(micro_batch_size=4))
     with pytest.raises(ValueError, match="`micro_batch_size=0`"):
         MicroBatching(micro_batch_size=0)
     with pytest.raises(ValueError, match="`global_batch_size=-1`"):
@@ -286,36 +279,6 @@ def test_other_errors_of_micro_batches_end_the_run_before_weights_change() -> No
     with pytest.raises((KeyError, MisconfigurationException), match="no such key"):
         fit(module, MicroBatching(), MemoryLimit(LIMIT))
     assert difference(module, before) == 0.0
-
-
-# --- an allocator that frees its cache --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("of_each_step", "sizes"),
-    [
-        pytest.param({}, [8], id="before training"),
-        pytest.param({"num_alloc_retries": 1, "num_ooms": 1}, [8], id="ran out of memory"),
-        pytest.param({"num_alloc_retries": 1}, [8, 4], id="thrashing"),
-    ],
-)
-def test_a_cache_that_is_freed_in_training_time_and_again_lowers_the_size(
-    of_each_step: dict[str, int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was freed before training, or where memory ran out all the same, tells nothing of the size in use."""
-    stats = {"num_alloc_retries": 9, "num_ooms": 2}
-
-    class Counts(pl.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            stats.update({name: stats[name] + number for name, number in of_each_step.items()})
-
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    monkeypatch.setattr(shortage, "allocation_retries", lambda _: allocation_retries(torch.device("cuda")))
-    with_cache = SimpleNamespace(of=lambda _: SimpleNamespace(has_caching_allocator=True))
-    monkeypatch.setattr(shortage, "DeviceKind", with_cache)
-    callback = MicroBatching(micro_batch_size=8)
-    fit(Tagger(batch_size=8, num_samples=8 * 20), Counts(), callback, max_epochs=1)
-    assert [size for _, size, _ in callback.changes] == sizes
 
 
 # --- what a search must not take for a shortage of memory -------------------------------------------------------------

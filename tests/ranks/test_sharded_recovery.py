@@ -6,9 +6,7 @@ One set of processes trains many small runs, one after the other, each disturbed
 import os
 import random
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,11 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.lockstep import Lockstep
-from lightning_memfit.fitting.step import shortage as of_allocator
 from tests.helpers.fitting import VOCABULARY, is_checking
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded_steps import Moments, Tagger, close, run_out_of_memory, train
@@ -266,60 +262,3 @@ def test_blocks_are_recomputed_where_one_sample_does_not_fit(tmp_path: Path) -> 
         assert process.result[1] < TOLERANCE
         assert "3 more blocks recomputed" in process.result[2]
     assert second.result[0] == 2
-
-
-# --- an allocator that is short of memory -----------------------------------------------------------------------------
-
-
-class Together(Tagger):
-    """A model that ranks compute together, with tensor parallelism."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        config = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": VOCABULARY, "n_positions": 8}
-        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-        self.net = GPT2LMHeadModel(GPT2Config(**config, **dropout, use_cache=False))
-
-    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.net(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.dataset, self.batch_size)
-
-
-THRASHING: dict[str, tuple[type[Tagger], dict[str, Any]]] = {
-    "sharded": (Tagger, {}),
-    "tensor parallel": (Together, {"strategy": {"tensor_parallel_size": 2}}),
-}
-
-
-class Shortage(pl.Callback):
-    """What the allocator of rank 1 counts after its eighth batch."""
-
-    num_retries = 0
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step >= 8:
-            self.num_retries = 5
-
-
-def thrash(kind: str) -> tuple[float, list[tuple[int, int, str]]]:
-    """Let the allocator of rank 1 alone free its cache time and again, as one of CUDA does."""
-    cls, options = THRASHING[kind]
-    run = partial(train, max_epochs=1, limit_train_batches=18, **options)
-    whole = run(cls(batch_size=4, num_samples=144), MicroBatching(micro_batch_size=4))
-    of_allocator.DeviceKind = SimpleNamespace(of=lambda device: SimpleNamespace(has_caching_allocator=True))
-    shortage, callback = Shortage(), MicroBatching(micro_batch_size=4)
-    of_allocator.allocation_retries = lambda device: shortage.num_retries
-    return close(run(cls(batch_size=4, num_samples=144), shortage, callback), whole), callback.changes
-
-
-@pytest.mark.nightly_cases("tensor parallel")
-@pytest.mark.parametrize("kind", THRASHING)
-def test_ranks_lower_the_size_together_where_one_is_short_of_memory(kind: str, tmp_path: Path) -> None:
-    for process in run_ranks(partial(thrash, kind), 2, tmp_path):
-        assert process.code == 0, process.output[-5000:]
-        difference, changes = process.result
-        assert difference < 1e-4
-        assert [change[:2] for change in changes] == [(0, 4), (15, 2)]
-        assert changes[-1][2] == "5 allocation retries in 16 steps"

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.last_resort import LAST_RESORTS, LastResort
@@ -208,7 +207,6 @@ class MicroBatching(KeepsRandomNumbers):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._loop is not None
         _refuse_synchronized_norm(trainer, pl_module)  # again: `configure_model` runs after `setup`
-        _refuse_lazy(pl_module)
         if self._session is not None:  # that of Lightning's learning rate finder, or of an earlier run
             self.state_dict()
             self._session.close()
@@ -397,17 +395,6 @@ def _refuse_synchronized_norm(trainer: Trainer, module: LightningModule) -> None
             f"`MicroBatching`: `{norm}` takes its statistics over all ranks, which would wait for each other in every "
             "micro-batch: one that runs out of memory, or has fewer of them, would hang the others. Leave out "
             "`sync_batchnorm` (`SyncBatchNorm`), or `MicroBatching`."
-        )
-
-
-def _refuse_lazy(module: LightningModule) -> None:
-    """Refuse weights that the first forward makes: a comparison would, from random numbers of the run."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    name = next((name for name, tensor in tensors if is_lazy(tensor)), None)
-    if name is not None:
-        raise MisconfigurationException(
-            f"`MicroBatching`: `{name}` is one of a lazy module, which the first forward makes. Run the module on a "
-            "few samples before training, as in `setup`: `with torch.no_grad(): self(example)`."
         )
 
 

@@ -142,7 +142,6 @@ class EffectiveStep:
             raise MisconfigurationException(_CLOSURES)
         self._num_steps += 1
         self._consensus.settle()
-        self._shortage.watch(self._num_steps)
         if self._reducer is not None and self._share_added is not None:
             self._share_added()
         batch = request.arguments["batch"]

@@ -244,7 +244,7 @@ class FitSession:
         options = self._options
         self.sizes = sizes = MicroBatchSize(self._splitter.count(request.batch), 1)
         hint = "" if options.last_resort == "recompute" else _HINT
-        shortage = Shortage(self._loop, self._splitter, sizes, self._recomputation, self._consensus, self._note, hint)
+        shortage = Shortage(self._loop, self._splitter, sizes, self._recomputation, self._note, hint)
         self._step = EffectiveStep(
             self._loop,
             self._splitter,
