@@ -39,16 +39,7 @@ _WRITTEN_WHEN_CLEARED = (
 
 
 class Accumulation:
-    """Runs micro-batches, each from the state of the module that the batch started from, and adds up gradients.
-
-    Args:
-        loop: Runs forward and backward.
-        is_sharded: Whether backward passes communicate, so that none may be left out.
-
-    Attributes:
-        written: Places of the module to which steps were seen to write, by name.
-        before_forward: Called before every forward, while steps are compared.
-    """
+    """Runs micro-batches, each from the state of the module that the batch started from, and adds up gradients."""
 
     def __init__(self, loop: MicroBatchLoop, is_sharded: bool) -> None:
         self._loop = loop
@@ -56,8 +47,8 @@ class Accumulation:
         self._once: dict[str, Place] = {}
         self._left: Saved = {}
         self._num_clears = 0
-        self.written: dict[str, Place] = {}
-        self.before_forward: Callable[[], None] | None = None
+        self.written: dict[str, Place] = {}  # to which steps were seen to write
+        self.before_forward: Callable[[], None] | None = None  # while steps are compared
 
     def run(
         self,
@@ -75,21 +66,8 @@ class Accumulation:
     ) -> ClosureResult:
         """Run forward and backward of the parts of a batch, whose losses are divided by divisors.
 
-        Args:
-            request: The step.
-            parts: The micro-batches; each is dropped from the list when it has run.
-            sizes: Their numbers of samples.
-            weights: What their losses are means over.
-            divisors: By what to divide their losses.
-            outputs: Receives what they log and return.
-            saved: What was on the module before the batch; places to which hooks write are added.
-            clear: Clears gradients after the first forward, as Lightning does; None if they are cleared.
-            is_first_of_window: Whether the batch is the first of its window of `accumulate_grad_batches`.
-            announce: Whether to call `on_before_backward`.
-            is_final: Whether the optimizer steps after the last of them.
-
-        Returns:
-            The result of the last micro-batch.
+        Parts are dropped from their list when they have run. What is in `saved` was on the module before the batch;
+        places to which hooks write are added. `clear` clears gradients after the first forward, as Lightning does.
 
         Raises:
             MisconfigurationException: If some micro-batches are skipped and others aren't.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import SyncBatchNorm
@@ -21,10 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_memfit.fitting.recovery.last_resort import LAST_RESORTS, LastResort
-from lightning_memfit.fitting.recovery.lockstep import consensus_for
 from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
-from lightning_memfit.fitting.size.search import SizeSearch
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
 from lightning_memfit.fitting.step.loss_weights import LossWeight, LossWeights
 from lightning_memfit.fitting.step.session import (
@@ -47,6 +45,7 @@ from lightning_memfit.techniques.micro_batching import unsupported
 
 if TYPE_CHECKING:
     from lightning_memfit.fitting.size.prediction import SizePrediction
+    from lightning_memfit.fitting.size.search import SizeSearch
     from lightning_memfit.fitting.step.evaluation import EvaluationSplitter
 
 
@@ -151,7 +150,7 @@ class MicroBatching(KeepsRandomNumbers):
         return None if self._session is None or self._session.sizes is None else self._session.sizes.current
 
     @property
-    def found(self) -> SizeSearch | None:
+    def found(self) -> "SizeSearch | None":
         """The search for the size, with what it has found so far; None if there is none."""
         return None if self._session is None else self._session.found
 
@@ -231,6 +230,10 @@ class MicroBatching(KeepsRandomNumbers):
             self._ranks.exchange(at=At.EPOCH_END)
 
     def _agree_by(self, trainer: Trainer, is_evaluation: bool = False) -> RankConsensus:
+        if isinstance(trainer.strategy, SingleDeviceStrategy):
+            return RankConsensus(1)
+        from lightning_memfit.fitting.recovery.lockstep import consensus_for  # for several ranks, or divided weights
+
         if is_evaluation and isinstance(trainer.strategy, DeepSpeedStrategy):
             return consensus_for(trainer, is_evaluation)
         if self._ranks is None:
@@ -354,16 +357,7 @@ def _is_count(value: object) -> bool:
 
 
 def check_strategy(strategy: Strategy, accumulate_grad_batches: int, options: Options) -> None:
-    """Refuse what `MicroBatching` can't do under a strategy.
-
-    Args:
-        strategy: The strategy.
-        accumulate_grad_batches: Loader batches per optimizer step.
-        options: The arguments of `MicroBatching`.
-
-    Raises:
-        MisconfigurationException: With the argument to change.
-    """
+    """Refuse what `MicroBatching` can't do under a strategy, with the argument to change."""
     if strategy.handles_gradient_accumulation:
         raise MisconfigurationException(
             f"`{type(strategy).__name__}` counts micro-batches by itself, so that `MicroBatching` can't say where an "

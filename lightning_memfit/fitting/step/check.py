@@ -23,7 +23,7 @@ from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
 from lightning_memfit.fitting.step.outputs import differing
-from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes
+from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes, normalised
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.reliability.consensus import RankConsensus, ShortElsewhere
@@ -35,16 +35,10 @@ _ACCEPT = "or keep the whole share in one micro-batch."
 
 
 class Tolerance(NamedTuple):
-    """How far apart rounding may bring numbers.
-
-    Attributes:
-        relative: Of the norm of a parameter's own gradient.
-        floor: Of the norm of all gradients, for parameters whose own is nearly zero (keys' biases in attention).
-        state: Relative, of values that the step writes on the module.
-    """
+    """How far apart rounding may bring gradients, relative to their own norm and that of all, and state."""
 
     relative: float
-    floor: float
+    floor: float  # for parameters whose own gradient is nearly zero (keys' biases in attention)
     state: float
 
 
@@ -73,17 +67,8 @@ class Samples:
 class SelfCheck:
     """Compares samples together with samples apart: at split steps 1, 2, 4 ... 64, and at new kinds of cuts.
 
-    Args:
-        loop: The loop in training.
-        splitter: Splits batches.
-        weights: Candidates for what the loss is a mean over; those that a comparison refutes are left out.
-        consensus: Communication between the ranks.
-        accumulation: Runs the parts; learns what steps write on the module.
-        holds_statistics: Whether layers of batch statistics are held fixed, which the user accepts.
-        device_memory: The device's memory; None if it is not limited, so that any batch fits at once.
-
-    Attributes:
-        is_done: Whether a check has passed.
+    Candidates for what the loss is a mean over that a comparison refutes are left out of `weights`; what steps write on
+    the module is left in `accumulation`. `is_done` says whether a check has passed.
     """
 
     def __init__(
@@ -120,14 +105,6 @@ class SelfCheck:
     ) -> None:
         """Compare samples of a batch, as many as fit, and put everything back.
 
-        Args:
-            request: The step.
-            batch: The loader batch.
-            num_samples: Its number of samples.
-            size: The micro-batch size about to be used, which is believed to fit.
-            has_failed: Whether memory has just run out with more.
-            number: Number of the split step.
-
         A batch whose gradients are not finite shows nothing: the check is not done then.
 
         Raises:
@@ -141,7 +118,7 @@ class SelfCheck:
             together = (size if self._memory is None else size * 3 // 4) if self._consensus.can_repeat else size // 2
             count = max(2, min(together, num_samples // 2))
         while True:
-            outcome, failure = self._attempt(request, batch, num_samples, count, size)
+            outcome, failure = self._attempt(Samples(request, batch, num_samples, count, size))
             told, most = {float(Outcome.OUT_OF_MEMORY)}, count
             if not isinstance(failure, ShortElsewhere):
                 outcomes, counts = zip(*self._consensus.exchange(outcome, count), strict=True)
@@ -176,16 +153,14 @@ class SelfCheck:
                 "per micro-batch, with the micro-batch's values. `self.log` writes once, with the whole batch's."
             )
 
-    def _attempt(
-        self, request: StepRequest, batch: Any, num_samples: int, count: int, size: int
-    ) -> tuple[Outcome, Exception | None]:
+    def _attempt(self, samples: Samples) -> tuple[Outcome, Exception | None]:
         """Compare on all ranks; return how it went on this one, and the error if it failed."""
-        if num_samples < 2:
+        if samples.num_samples < 2:
             return Outcome.OK, None
 
         def compare() -> Exception | None:
             try:
-                self._compare_precisely(Samples(request, batch, num_samples, count, size))
+                self._compare_precisely(samples)
             except (NotFiniteError, ShortElsewhere) as error:
                 if self._consensus.stops_together:
                     raise
@@ -198,17 +173,7 @@ class SelfCheck:
             return Outcome.OK, failure
         if isinstance(failure, NotFiniteError):
             return Outcome.UNSEEN, failure
-        return outcome_of(failure), self._explained(failure)
-
-    def _explained(self, failure: Exception) -> Exception:
-        """Return what to raise instead of an error, as layers of batch statistics have none of one sample."""
-        is_alone = isinstance(failure, PartFailedError) and isinstance(failure.__cause__, ValueError)
-        layers = batch_statistics(self._loop.module) if is_alone and not self._holds_statistics else []
-        if not layers:
-            return failure
-        explained = MisconfigurationException(normalised(layers))
-        explained.__cause__ = failure
-        return explained
+        return outcome_of(failure), failure
 
     def _agree(self, batch: Any, num_samples: int) -> None:
         """Let all ranks weigh by the same rules: what one has refuted is refuted for all."""
@@ -217,10 +182,8 @@ class SelfCheck:
         if self._consensus.any_of([self._weights.is_sum])[0]:
             self._weights.take_sum()
             return
-        mine = sorted(self._passes.ignored)
-        for index in range(int(max(count for (count,) in self._consensus.exchange(len(mine))))):
-            told_values = self._consensus.exchange(mine[index] if index < len(mine) else IGNORE_INDEX)
-            self._weights.ignore(int(value) for (value,) in told_values)
+        mine = (*sorted(self._passes.ignored), *[IGNORE_INDEX] * 4)[:4]
+        self._weights.ignore(int(value) for told in self._consensus.exchange(*mine) for value in told)
         rules, refuted = self._weights.all_rules(batch, num_samples), self._weights.refuted
         if len({length for (length,) in self._consensus.exchange(len(rules))}) > 1:
             raise MisconfigurationException(
@@ -248,12 +211,7 @@ class SelfCheck:
             return self._compare_all(samples)
 
     def _compare_all(self, samples: Samples) -> None:
-        """Compare some samples twice in a row, each time cut elsewhere, and others where candidates still differ.
-
-        Raises:
-            MisconfigurationException: If the parts don't give the whole.
-            NotFiniteError: If gradients are not finite.
-        """
+        """Compare some samples twice in a row, each time cut elsewhere, and others where candidates still differ."""
         room = samples.num_samples - samples.count
         step = max(1, room // (_MAX_WINDOWS - 1))
         begin = self._num_runs * step % (room + 1)
@@ -408,11 +366,7 @@ class SelfCheck:
     # --- what a step leaves -----------------------------------------------------------------------------------------
 
     def _judge_state(self, whole: Pass, parts: Pass) -> None:
-        """Compare what the parts have left on the module with what the whole has.
-
-        Raises:
-            MisconfigurationException: If weights, buffers or frozen weights differ, which checkpoints hold.
-        """
+        """Refuse parts that leave other weights, buffers or frozen weights than the whole, which checkpoints hold."""
         module = self._loop.module
         tolerance = tolerance_of(module, whole, parts).state
         layers = [] if self._holds_statistics else batch_statistics(module)
@@ -504,16 +458,6 @@ def _state_reason(name: str, layers: list[str]) -> str:
     return (
         f"`training_step` changes `{name}` of the module, and what micro-batches make of it is not what the whole "
         f"batch makes of it. Change it in `on_train_batch_end`, which is called once per batch, {_ACCEPT}"
-    )
-
-
-def normalised(layers: list[str]) -> str:
-    """Say that layers normalise with the statistics of their batch."""
-    return (
-        f"{len(layers)} BatchNorm layers ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''}) normalise with "
-        "the statistics of their batch: with micro-batches they are those of the micro-batch, and results change. "
-        "Replace them by GroupNorm or LayerNorm, freeze them with `.eval()`, or accept that they see a micro-batch "
-        "only: `MicroBatching(allow_batch_statistics=True)`."
     )
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -15,16 +15,13 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memfit.fitting.recovery.lockstep import TRAINING
 from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import held
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.check import SelfCheck
-from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
 from lightning_memfit.fitting.step.outputs import StepOutputs
@@ -34,6 +31,10 @@ from lightning_memfit.fitting.step.window import PastBatch, Window
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.reliability.consensus import At, RankConsensus
+
+if TYPE_CHECKING:
+    from lightning_memfit.fitting.size.shapes import ShapeGuard
+    from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 
 _CLOSURES = (
     "The optimizer calls its closure more than once per step, and with `accumulate_grad_batches` the closure runs the "
@@ -49,6 +50,12 @@ _LAST_CHOICE = 64
 _MAX_PROVEN = 4096
 _ALWAYS_RISKY = 2
 """Steps at first, of which the first one makes the optimizer's states."""
+
+
+def _shape_of(batch: Any) -> Any:
+    from lightning_memfit.fitting.size.shapes import shape_of  # sharded weights alone need it here
+
+    return shape_of(batch)
 
 
 def _num_parts(local_batch: LocalBatch, size: int) -> int:
@@ -67,17 +74,6 @@ class EffectiveStep:
     succeeded are gradients reduced and values logged. Otherwise all of them go back to the start of the effective
     batch, take a smaller micro-batch and repeat it.
 
-    Args:
-        loop: Runs forward and backward.
-        splitter: Splits batches.
-        weights: Weighs micro-batches.
-        sizes: The micro-batch size in use.
-        consensus: Communication between the ranks.
-        reducer: Sums gradients over ranks; None for one rank and for strategies that reduce in backward.
-        recover: Whether an attempt that ran out of memory is repeated, if ranks don't communicate in it.
-        shortage: Decides what follows when memory runs out.
-        device_memory: The device's memory; None if it is not limited.
-        holds_statistics: Whether layers of batch statistics are held fixed in checks.
     """
 
     def __init__(
@@ -87,11 +83,11 @@ class EffectiveStep:
         weights: LossWeights,
         sizes: MicroBatchSize,
         consensus: RankConsensus,
-        reducer: GradientReducer | None,
+        reducer: "GradientReducer | None",
         recover: bool,
         shortage: Shortage,
         device_memory: DeviceMemory | None,
-        holds_statistics: bool,
+        holds_statistics: bool,  # whether layers of batch statistics are held fixed in checks
     ) -> None:
         self._loop = loop
         self._splitter = splitter
@@ -155,8 +151,10 @@ class EffectiveStep:
         if request.zero_grad is not None:
             self._is_cleared = False
         if self._is_sharded and self._engine is None:
-            is_proven = self._num_steps > _ALWAYS_RISKY and (size, shape_of(batch)) in self._proven
-            self._window.is_risky = not (is_proven and self._consensus.knows((TRAINING, _num_parts(local_batch, size))))
+            is_proven = self._num_steps > _ALWAYS_RISKY and (size, _shape_of(batch)) in self._proven
+            self._window.is_risky = not (
+                is_proven and self._consensus.knows(("training_step", _num_parts(local_batch, size)))
+            )
         needed = self._needed(request, local_batch, size)
         needed = self._window.begin(request, local_batch, needed, _num_parts(local_batch, size))
         if needed:
@@ -274,7 +272,7 @@ class EffectiveStep:
                     raise self._shortage.ending(request, size, error, self.shapes) from error
                 raise
 
-        key = None if is_repeated else (TRAINING, _num_parts(local_batch, size))
+        key = None if is_repeated else ("training_step", _num_parts(local_batch, size))
         result, error = self._consensus.together(attempt, key, is_repeated or self._window.is_risky)
         if error is not None:
             is_expected = self._recovers and is_out_of_memory(error)
@@ -282,7 +280,7 @@ class EffectiveStep:
                 raise error
         if error is None and self._is_sharded:
             self._proven = self._proven if len(self._proven) < _MAX_PROVEN else set()
-            self._proven.add((size, shape_of(request.batch)))
+            self._proven.add((size, _shape_of(request.batch)))
         return result, error
 
     def _repeat_past(self, request: StepRequest, start: RollbackPoint, size: int) -> None:
@@ -367,7 +365,7 @@ class EffectiveStep:
             arguments = OrderedDict(request.arguments, batch=None)
             self._window.past.append(PastBatch(arguments, kept, local_batch, start))
 
-    def _reduce(self, reducer: GradientReducer) -> None:
+    def _reduce(self, reducer: "GradientReducer") -> None:
         present = reducer.present()
         signatures = self._consensus.exchange(crc32(bytes(present)), len(present), at=At.REDUCTION)
         if len(counts := {int(count) for _, count in signatures}) > 1:

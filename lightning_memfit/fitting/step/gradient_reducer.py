@@ -27,12 +27,7 @@ class GradientReducer:
         self._parameters: list[nn.Parameter] = []
 
     def prepare(self, is_first: bool, is_last: bool = True) -> None:
-        """Look which parameters a batch has trained, and make room for their gradients: before ranks agree to reduce.
-
-        Args:
-            is_first: Whether it is the first batch of its window, before which gradients were cleared.
-            is_last: Whether gradients are reduced after it.
-        """
+        """Look what a batch has trained, and make room for the gradients: before ranks agree to reduce."""
         self._parameters = list(self._module.parameters())
         if is_first:
             self._trained: dict[int, nn.Parameter] = {}

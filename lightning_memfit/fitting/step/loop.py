@@ -180,13 +180,8 @@ class MicroBatchLoop(_AutomaticOptimization):
     def backward(self, request: StepRequest, loss: Tensor, announce: bool, is_final: bool = False) -> None:
         """Run backward without synchronising ranks and without calling `on_after_backward`.
 
-        Args:
-            request: The step.
-            loss: A scalar with a graph.
-            announce: Whether to call `on_before_backward`: for one micro-batch of a batch, so that hooks are called as
-                often as in a run without micro-batches.
-            is_final: Whether it is the last one before the optimizer steps, which an engine that reduces gradients
-                itself has to know.
+        `on_before_backward` is announced for one micro-batch of a batch, so that hooks are called as often as in a run
+        without micro-batches. The final one before the optimizer steps an engine that reduces gradients has to know.
         """
         if self._skip_backward:
             return

@@ -28,12 +28,7 @@ _EQUAL = 1e-12
 class LocalBatch:
     """The number of samples of this device's loader batch, and their weight in the loss.
 
-    Args:
-        num_samples: Number of samples in the batch.
-        weight: What its loss is a mean over.
-        rows: Weight of every sample, if weights differ and are independent of each other.
-        rivals: Weights of every sample by other rules that may be the right one; None stands for one each.
-        loss_weight: The user's function, called on every part, if the user gave one.
+    `rows` has the weight of every sample, `rivals` those by other rules that may be right; None stands for one each.
     """
 
     def __init__(
@@ -132,13 +127,7 @@ class LossWeights:
         return self._hook is not None
 
     def read(self, batch: Any, num_samples: int, with_rivals: bool = True) -> LocalBatch:
-        """Count and weigh the samples of a batch. Reading counts waits for the device once.
-
-        Args:
-            batch: The batch.
-            num_samples: Its number of samples.
-            with_rivals: Whether to weigh them by all rules that nothing has refuted; else by the likeliest alone.
-        """
+        """Count and weigh the samples of a batch, by all candidates or the likeliest. Waits for the device once."""
         if self._hook is not None:
             return LocalBatch(num_samples, float(self._hook(batch)), loss_weight=self._hook)
         rules = self.candidates(batch, num_samples)

@@ -27,25 +27,17 @@ _UNIFORM = {"rand", "rand_like", "uniform_", "uniform"}
 _NORMAL = {"randn", "randn_like", "normal_", "normal", "normal_functional", "log_normal_", "cauchy_"}
 _INTEGERS = {"randint", "randint_like", "random_", "random"}
 _CHANCES = {"bernoulli", "bernoulli_"}
-_MEANS = {"exponential_", "geometric_", "_standard_gamma", "_sample_dirichlet", "poisson", "binomial"}
 
 
 class SameNoise(TorchDispatchMode):
-    """Runs a step with the same noise for every sample.
-
-    Attributes:
-        least_bits: Width of the least exact floating-point numbers that were computed.
-        ignored: Entries of labels that losses were told to leave out.
-        num_draws: How often something was drawn.
-        repeats: Whether parts have drawn from a generator of the step's own in one state, and so the same numbers.
-    """
+    """Runs a step with the same noise for every sample, and notes what a comparison has to know of it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.least_bits = 64
-        self.ignored: set[int] = set()
+        self.least_bits = 64  # of the least exact floating-point numbers that were computed
+        self.ignored: set[int] = set()  # entries of labels that losses were told to leave out
         self.num_draws = 0
-        self.repeats = False
+        self.repeats = False  # whether parts have drawn the same numbers from a generator of the step's own
         self._drawn_from: list[set[bytes]] = []
 
     def begin_part(self) -> None:
@@ -112,14 +104,8 @@ def _values(name: str, found: Tensor, args: Any, kwargs: Any) -> Any:
         if isinstance(chance, float) and chance >= 0.5:  # of dropout: everything is kept
             return torch.ones((), device=found.device)
         return (chance > 0.5 + 0.49 * wave).to(found.dtype)
-    if name == "poisson":
-        return args[0].round()
-    if name == "binomial":
-        return (args[0] * args[1]).round()
-    if name == "_sample_dirichlet":
-        return args[0] / args[0].sum(-1, keepdim=True)
-    if name in _MEANS:
-        return args[0] if name == "_standard_gamma" else torch.ones((), device=found.device)
+    if name == "exponential_":  # as `gumbel_softmax` draws
+        return torch.ones((), device=found.device)
     return None
 
 

@@ -35,6 +35,7 @@ from lightning_memfit.fitting.step.sketches import Sketches, move_weights
 from lightning_memfit.fitting.step.split import with_own_tensors
 from lightning_memfit.memory.float32_products import exact_products
 from lightning_memfit.memory.oom import is_out_of_memory
+from lightning_memfit.techniques.core.facts import batch_statistics
 
 _OWN_SEED = (
     "`training_step` sets the seed of random numbers and draws some: every micro-batch would draw the same ones, which "
@@ -47,6 +48,18 @@ _NOT_ALONE = (
 )
 
 
+_NORMALISED = (
+    "{} BatchNorm layers ({}{}) normalise with the statistics of their batch: with micro-batches they are those of the "
+    "micro-batch, and results change. Replace them by GroupNorm or LayerNorm, freeze them with `.eval()`, or accept "
+    "that they see a micro-batch only: `MicroBatching(allow_batch_statistics=True)`."
+)
+
+
+def normalised(layers: list[str]) -> str:
+    """Say that layers normalise with the statistics of their batch."""
+    return _NORMALISED.format(len(layers), ", ".join(layers[:3]), ", ..." if len(layers) > 3 else "")
+
+
 class NotFiniteError(Exception):
     """Gradients are infinite, NaN or all zero, so that nothing can be told from them."""
 
@@ -57,23 +70,19 @@ class PartFailedError(MisconfigurationException):
 
 @dataclass
 class Pass:
-    """What one pass over some samples gave.
-
-    Attributes:
-        sketch: Projections of the gradients, (parameters + 1, projections) in float64; the last row is the loss.
-        after: Readings of what the step writes on the module, by name.
-        weights: Samples of the weights in training after it.
-        logs: What was logged.
-        metrics: What the module's metrics would compute after it.
-        least_bits: Width of the least exact numbers that were computed.
-    """
+    """What one pass over some samples gave."""
 
     sketch: Tensor
+    """Projections of the gradients, (parameters + 1, projections) in float64; the last row is the loss."""
     after: dict[str, Any]
+    """Readings of what the step writes on the module, by name."""
     weights: dict[str, Tensor]
+    """Samples of the weights in training after it."""
     logs: list[LogCall]
     metrics: dict[str, Any]
+    """What the module's metrics would compute after it."""
     least_bits: int
+    """Width of the least exact numbers that were computed."""
 
     @property
     def is_finite(self) -> bool:
@@ -88,11 +97,6 @@ class Pass:
 
 class Passes:
     """Runs samples together and in parts, by the code that training runs.
-
-    Args:
-        loop: Runs forward and backward.
-        accumulation: Runs the parts; learns what steps write on the module.
-        holds_statistics: Whether layers of batch statistics are held fixed.
 
     Attributes:
         ignored: Entries of labels that losses were told to leave out.
@@ -159,15 +163,7 @@ class Passes:
         start: Saved,
         num_samples: int,
     ) -> Pass:
-        """Run samples in parts, whose losses are weighed by shares, from a state of the module.
-
-        Args:
-            request: The step.
-            parts: The samples, in parts.
-            sizes: Numbers of samples.
-            shares: By what losses are multiplied.
-            start: The state.
-            num_samples: Samples of the batch.
+        """Run samples in parts, whose losses are multiplied by shares, from a state of the module.
 
         Raises:
             PartFailedError: If fewer samples than the batch has fail for another reason than memory.
@@ -199,7 +195,10 @@ class Passes:
             is_part = len(parts) > 1 or sizes[0] < num_samples
             if not is_part or is_out_of_memory(error) or isinstance(error, MisconfigurationException):
                 raise
-            raise PartFailedError(_NOT_ALONE.format(min(sizes), type(error).__name__, error)) from error
+            why = _NOT_ALONE.format(min(sizes), type(error).__name__, error)
+            if isinstance(error, ValueError) and not self._holds_statistics:  # what batch norms raise of one sample
+                why += "".join(f" {normalised(found)}" for found in [batch_statistics(module)] if found)
+            raise PartFailedError(why) from error
         finally:
             sketches.remove()
         loss = outputs.loss if len(parts) > 1 else result.loss

@@ -1,16 +1,18 @@
 """`Shortage`: what follows when memory runs out: a smaller micro-batch, recomputation, or an error."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.fitting.recovery.last_resort import Recomputation
-from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
-from lightning_memfit.fitting.size.shapes import ShapeGuard
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.split import BatchSplitter
+
+if TYPE_CHECKING:
+    from lightning_memfit.fitting.size.shapes import ShapeGuard
 
 _NOT_TOGETHER = (
     "Memory ran out on this rank, which communicates with others inside the step: to stop and repeat it together takes "
@@ -73,7 +75,7 @@ class Shortage:
                 f"{what} does not fit{self._recomputation.summary()} {message}\n{self._explain(request)}"
             ) from error
 
-    def ending(self, request: StepRequest, size: int, error: Exception, shapes: ShapeGuard | None) -> MemoryExhausted:
+    def ending(self, request: StepRequest, size: int, error: Exception, shapes: "ShapeGuard | None") -> MemoryExhausted:
         """Say why a batch can't be repeated, and with which size `fit` can go on from the last checkpoint."""
         why = _NOT_REPEATED if self._loop.engine is not None else _NOT_TOGETHER
         smaller = self._sizes.shrink(size)
@@ -84,6 +86,8 @@ class Shortage:
 
     def _explain(self, request: StepRequest) -> str:
         """Run one sample once more and return what fills the memory."""
+        from lightning_memfit.fitting.recovery.postmortem import explain
+
         hook_name = self._loop.module._current_fx_name
         count = self._splitter.count(request.batch)
         part = self._splitter.split(request.batch, [1, count - 1] if count > 1 else [1])[0]

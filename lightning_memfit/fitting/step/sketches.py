@@ -26,11 +26,7 @@ def move_weights(module: nn.Module) -> None:
 
 
 class Sketches:
-    """Random projections of the gradients of a backward pass.
-
-    Args:
-        module: The module; its gradients are read as they are made, for some techniques free them at once.
-    """
+    """Random projections of gradients, read as they are made: some techniques free them at once."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = [p for p in module.parameters() if p.requires_grad]

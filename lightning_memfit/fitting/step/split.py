@@ -155,6 +155,11 @@ class BatchSplitter:
         total = sum(sizes)
         return self._split(batch, (), sizes, {path for path, _, is_cut in self._walk(batch, total) if is_cut})
 
+    def first(self, batch: Any, size: int) -> Any:
+        """Return the first samples of a batch, as they are split in training."""
+        rest = self.count(batch) - size
+        return self.split(batch, [size, rest])[0] if rest > 0 else batch
+
     def _split(self, value: Any, path: Path, sizes: list[int], cut: set[Path]) -> list[Any]:
         if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
             kind = "nested" if value.is_nested else "sparse"
@@ -254,13 +259,7 @@ def _copied(value: Any) -> Any:
 
 @dataclasses.dataclass(slots=True)
 class KeptBatch:
-    """What a batch was before its step.
-
-    Attributes:
-        batch: The same tensors in containers that the step does not see.
-        versions: Version counters of its tensors.
-        copies: Values of its tensors, if they were copied.
-    """
+    """What a batch was before its step: the same tensors in containers of its own, and copies of their values."""
 
     batch: Any
     versions: list[int]
@@ -287,9 +286,6 @@ class BatchGuard:
 
     Containers are copied in every step, which is cheap. Tensors are copied to host memory in the first step, and from
     then on only if that step has changed one in place.
-
-    Args:
-        step: Name of the step, for messages.
     """
 
     def __init__(self, step: str = "training_step") -> None:

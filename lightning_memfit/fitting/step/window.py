@@ -40,12 +40,6 @@ class PastBatch:
 class Window:
     """The loader batches of one optimizer step.
 
-    Args:
-        loop: Runs forward and backward.
-        weights: Weighs batches.
-        consensus: Communication between the ranks.
-        is_sharded: Whether ranks communicate in the passes themselves.
-
     Attributes:
         past: Batches of the window that are complete.
         is_risky: Whether an attempt may fail on some rank, or ranks run different numbers of micro-batches.
@@ -98,9 +92,8 @@ class Window:
     def weigh_past_again(self) -> bool:
         """Weigh the earlier batches of the window by the rules that a check on this one has left.
 
-        Returns:
-            Whether they have to be run again: their gradients are there, and no one factor makes them those of the new
-            weights. On all ranks alike.
+        Returns whether they have to be run again: their gradients are there, and no one factor makes them those of the
+        new weights. On all ranks alike.
         """
         if not self.past or self._weights.is_users:
             return False

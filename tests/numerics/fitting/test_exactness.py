@@ -663,8 +663,8 @@ def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batc
     counts: list[int] = []
 
     class Failing(SelfCheck):
-        def _attempt(self, request: Any, batch: Any, num_samples: int, count: int, size: int) -> Any:
-            counts.append(count)
+        def _attempt(self, samples: Any) -> Any:
+            counts.append(samples.count)
             return 1, out_of_memory()
 
     told = iter([8, 4, 2])  # of another rank

@@ -24,8 +24,6 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial": lambda x: x * torch.multinomial(x.softmax(1), 1),
     "several": lambda x: x * torch.multinomial(x.softmax(1), 2).sum(1, keepdim=True),
     "exponential_": lambda x: x + torch.empty_like(x).exponential_(),
-    "poisson": lambda x: torch.poisson(x.abs()),
-    "gamma": lambda x: torch.distributions.Gamma(x.abs() + 1, 1.0).sample(),
     "attention": lambda x: functional.scaled_dot_product_attention(*3 * (x[:, None, :, None],), dropout_p=0.3)[:, 0],
 }
 
