@@ -14,7 +14,6 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.fitting.step.loop import MicroBatchLoop
 from tests.helpers.fitting import Tagger, is_checking
 from tests.helpers.trainers import difference, fit, quiet_trainer
 
@@ -48,20 +47,6 @@ def test_upstream_is_where_it_was() -> None:
     assert "self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)" in inspect.getsource(
         _TrainingEpochLoop.advance
     )
-
-
-def test_install_and_uninstall_leave_lightnings_loop() -> None:
-    trainer = quiet_trainer()
-    epoch_loop = trainer.fit_loop.epoch_loop
-    original, progress = epoch_loop.automatic_optimization, epoch_loop.automatic_optimization.optim_progress
-    loop = MicroBatchLoop(trainer)
-    loop.install()
-    assert epoch_loop.automatic_optimization is loop
-    assert loop.optim_progress is progress
-    loop.uninstall()
-    loop.uninstall()
-    assert epoch_loop.automatic_optimization is original
-    assert original.optim_progress is progress
 
 
 def test_everything_is_taken_off_after_a_run_and_after_an_error() -> None:

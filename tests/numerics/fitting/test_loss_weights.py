@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.step.loss_weights import SAMPLES, LocalBatch, LossWeights, Rule
+from lightning_memfit.fitting.step.loss_weights import SAMPLES, LossWeights, Rule
 from lightning_memfit.fitting.step.split import BatchSplitter
 
 LABELS = torch.tensor([[1, 2, -100], [-100, -100, -100], [4, 5, 6], [7, -100, -100]])
@@ -59,12 +59,6 @@ def test_labels_without_the_ignored_index_come_first() -> None:
 def test_ignored_labels_are_found_anywhere(batch: Any, path: tuple[Any, ...]) -> None:
     assert weights_under(batch, Rule("unmasked", path, -100)) == [2, 0, 3, 1]
     assert weights_under(batch, Rule("unmasked", path, -100, start=1)) == [1, 0, 2, 0]
-
-
-@pytest.mark.parametrize("value", [-1, 0, 255])
-def test_usual_ignored_indices(value: int) -> None:
-    labels = LABELS.masked_fill(LABELS == -100, value)
-    assert weights_under((labels,), Rule("unmasked", (0,), value)) == [2, 0, 3, 1]
 
 
 def test_ignored_indices_of_the_modules_losses_and_configuration() -> None:
@@ -132,18 +126,6 @@ def test_rules_that_differ_are_in_dispute_where_the_cut_shows_it() -> None:
     assert LossWeights().read({"labels": labels[[0, 1, 0, 1]]}, 4).is_disputed([1, 3])
 
 
-def test_a_local_batch_without_rivals_is_never_in_dispute() -> None:
-    assert not LocalBatch(4, 4.0).is_disputed([2, 2])
-    assert not LocalBatch(4, 6.0, [1.0, 2.0, 3.0, 0.0]).is_disputed([2, 2])
-    assert LocalBatch(4, 4.0, None, [[1.0, 2.0, 3.0, 0.0]]).is_disputed([1, 3])
-    assert not LocalBatch(4, 4.0, None, [[2.0] * 4]).is_disputed([1, 3])
-
-
-def test_a_rule_that_gives_the_whole_no_weight_is_in_dispute_with_others() -> None:
-    assert LocalBatch(2, 2.0, None, [[0.0, 0.0]]).is_disputed([1, 1])
-    assert not LocalBatch(2, 0.0, [0.0, 0.0], [[0.0, 0.0]]).is_disputed([1, 1])
-
-
 def test_refuted_rules_are_left_out_for_every_batch() -> None:
     weights = LossWeights()
     rules = weights.candidates((LABELS,), 4)
@@ -190,22 +172,3 @@ def test_rows_of_a_part_weigh_what_they_weigh_in_the_whole(mask: list[list[bool]
     local = LossWeights().read(batch, count)
     assert local.weight == float(kept.sum())
     assert local.weights_of(parts, sizes) == [float(part["mask"].sum()) for part in parts]
-
-
-# --- the user's hook --------------------------------------------------------------------------------------------------
-
-
-def test_the_users_hook_is_the_only_rule() -> None:
-    weights = LossWeights(lambda part: part["labels"].ne(-100).sum())
-    assert weights.is_users
-    local = weights.read({"labels": LABELS}, 4)
-    assert local.weight == 6
-    assert not local.is_disputed([1, 3])
-    parts = [{"labels": part} for part in LABELS.split([1, 3])]
-    assert local.weights_of(parts, [1, 3]) == [2, 4]
-
-
-def test_a_hook_that_does_not_add_up_is_refused() -> None:
-    local = LossWeights(lambda part: 1.0).read({"labels": LABELS}, 4)
-    with pytest.raises(ValueError, match=r"`loss_weight` of the parts \[1\.0, 1\.0\] adds up to 2\.0.*to 1\.0"):
-        local.weights_of([{}, {}], [2, 2])

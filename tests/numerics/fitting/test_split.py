@@ -1,8 +1,6 @@
 """Cutting batches of any nesting, and what each part weighs in the loss."""
 
-import threading
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -19,7 +17,6 @@ from lightning_memfit.fitting.step.loss_weights import LossWeights, predicts_nex
 from lightning_memfit.fitting.step.split import (
     BatchGuard,
     BatchSplitter,
-    sizes_of,
     tensors_of,
     versions,
     with_own_containers,
@@ -38,12 +35,6 @@ class Record:
 
 def rows(count: int, *shape: int) -> Tensor:
     return torch.arange(count).reshape(count, *[1] * len(shape)).expand(count, *shape).contiguous()
-
-
-def test_sizes() -> None:
-    assert sizes_of(16, 16) == [16]
-    assert sizes_of(10, 4) == [4, 4, 2]
-    assert sizes_of(3, 8) == [3]
 
 
 def test_any_nesting_is_split_and_the_rest_passed_whole() -> None:
@@ -72,12 +63,6 @@ def test_any_nesting_is_split_and_the_rest_passed_whole() -> None:
     assert first["weights"] is weights
     assert first["flag"] is True
     assert batch["ids"].shape == (5, 7)
-
-
-def test_splitting_does_not_copy() -> None:
-    batch = rows(6, 4)
-    part = BatchSplitter().split(batch, [2, 4])[1]
-    assert part.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr()
 
 
 def test_batch_encoding_and_ordered_dict_keep_their_class() -> None:
@@ -154,31 +139,6 @@ def test_containers_that_know_their_batch_dimension_are_sliced() -> None:
     assert [part.batch_size for part in parts] == [torch.Size([2]), torch.Size([3])]
     assert torch.equal(torch.cat([part["x"] for part in parts]), rows(5, 2))
     assert with_own_tensors(batch)["inner"].batch_size == torch.Size([5])
-
-
-class Fixed(Mapping[str, Tensor]):
-    """A mapping that can't be written to, and that isn't made from a dict."""
-
-    def __init__(self, only: Tensor) -> None:
-        self.only = only
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.only
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["only"])
-
-    def __len__(self) -> int:
-        return 1
-
-
-def test_mappings_that_cannot_be_written_to_keep_their_class() -> None:
-    batch = Fixed(rows(5))
-    own = with_own_tensors(batch)
-    assert type(own) is Fixed
-    assert own.only is not batch.only
-    assert torch.equal(own.only, batch.only)
-    assert with_own_containers(batch) is batch
 
 
 def test_hook_for_graphs() -> None:
@@ -265,12 +225,6 @@ def test_contradictions_are_refused_with_the_shapes() -> None:
         splitter.count({"x": rows(4, 2), "y": rows(2)})
 
 
-def test_without_a_known_size_all_tensors_have_to_agree() -> None:
-    assert BatchSplitter().count({"x": rows(6, 2), "y": rows(6)}) == 6
-    with pytest.raises(ValueError, match=r"first dimensions \[4, 6\]"):
-        BatchSplitter().count({"x": rows(6, 2), "y": rows(4)})
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
@@ -315,11 +269,6 @@ def test_own_tensors_share_no_storage() -> None:
     assert batch["record"].x.tolist() == [0, 1, 2, 3]
     assert batch["other"].values == [1]
     assert versions(batch) == before
-
-
-def test_what_cannot_be_copied_is_passed_as_it_is() -> None:
-    lock = threading.Lock()
-    assert with_own_tensors([lock, rows(2)])[0] is lock
 
 
 def test_versions_tell_of_changes_in_place() -> None:
@@ -393,25 +342,6 @@ def test_hugging_face_models_that_shift() -> None:
     assert not predicts_next_token(t5)
     assert not predicts_next_token(bert)
     assert not predicts_next_token(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_weights_are_what_the_loss_is_a_mean_over(kind: str) -> None:
-    import transformers as hf
-
-    torch.manual_seed(0)
-    small = {"vocab_size": 11}
-    if kind == "gpt2":
-        model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_embd=8, n_head=1, n_positions=8, **small)).eval()
-    else:
-        config = hf.BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8, **small)
-        model = hf.BertForMaskedLM(config).eval()
-    batch = {"input_ids": torch.randint(1, 11, (4, 3)), "labels": LABELS}
-    parts = BatchSplitter().split(batch, [1, 1, 2])
-    weights = weights_of(batch, [1, 1, 2], model)
-    losses = [model(**part).loss for part in parts]
-    mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / sum(weights)
-    assert float(mean) == pytest.approx(float(model(**batch).loss), abs=1e-6)
 
 
 # --- batches without version counters --------------------------------------------------------------------------------

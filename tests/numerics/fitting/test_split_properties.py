@@ -121,17 +121,6 @@ def test_the_samples_of_a_batch_are_counted_where_the_loader_says_its_size(case:
     assert BatchSplitter(expected=sum(sizes)).count(batch) == sum(sizes)
 
 
-@given(batches(), st.data())
-def test_splitting_twice_is_splitting_once_into_the_smaller_sizes(case: tuple[Any, list[int]], data: Any) -> None:
-    batch, sizes = case
-    cut = data.draw(st.integers(0, len(sizes)))
-    halves = [half for half in (sizes[:cut], sizes[cut:]) if half]
-    coarse = BatchSplitter().split({"field": batch["field"]}, [sum(half) for half in halves])
-    fine = [part for one, half in zip(coarse, halves, strict=True) for part in BatchSplitter().split(one, half)]
-    direct = BatchSplitter().split({"field": batch["field"]}, sizes)
-    assert all(map(equal, fine, direct))
-
-
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_sizes_add_up_and_no_sample_is_left_alone(num_samples: int, micro_batch_size: int) -> None:
     sizes = sizes_of(num_samples, micro_batch_size)
