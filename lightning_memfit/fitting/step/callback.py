@@ -20,7 +20,6 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.last_resort import LAST_RESORTS, LastResort
 from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
@@ -100,7 +99,7 @@ class MicroBatching(KeepsRandomNumbers):
         micro_batch_size: int | Literal["auto"] = "auto",
         allow_batch_statistics: bool = False,
         recover: bool = True,
-        last_resort: LastResort = "none",
+        last_resort: Literal["none", "recompute"] = "none",
         limit_bytes: int | None = None,
         loss_weight: LossWeight | None = None,
         split_batch: SplitHook | None = None,
@@ -115,8 +114,8 @@ class MicroBatching(KeepsRandomNumbers):
                 f"`micro_batch_size={micro_batch_size}` is more than `global_batch_size={global_batch_size}`, the "
                 "samples of a whole step. Lower it, or leave it at `auto`."
             )
-        if last_resort not in LAST_RESORTS:
-            raise ValueError(f"`last_resort={last_resort!r}` is unknown. Choose from {', '.join(LAST_RESORTS)}.")
+        if last_resort not in ("none", "recompute"):
+            raise ValueError(f"`last_resort={last_resort!r}` is unknown. Choose from none, recompute.")
         super().__init__()
         self.global_batch_size = global_batch_size
         self.options = Options(

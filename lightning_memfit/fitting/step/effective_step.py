@@ -25,7 +25,6 @@ from lightning_memfit.fitting.step.check import SelfCheck
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
 from lightning_memfit.fitting.step.outputs import StepOutputs
-from lightning_memfit.fitting.step.shortage import Shortage
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of
 from lightning_memfit.fitting.step.window import PastBatch, Window
 from lightning_memfit.memory.collectives import broadcast_from_first
@@ -35,6 +34,7 @@ from lightning_memfit.reliability.consensus import At, RankConsensus
 if TYPE_CHECKING:
     from lightning_memfit.fitting.size.shapes import ShapeGuard
     from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
+    from lightning_memfit.fitting.step.shortage import Shortage
 
 _CLOSURES = (
     "The optimizer calls its closure more than once per step, and with `accumulate_grad_batches` the closure runs the "
@@ -85,7 +85,7 @@ class EffectiveStep:
         consensus: RankConsensus,
         reducer: "GradientReducer | None",
         recover: bool,
-        shortage: Shortage,
+        shortage: "Callable[[], Shortage]",
         device_memory: DeviceMemory | None,
         holds_statistics: bool,  # whether layers of batch statistics are held fixed in checks
     ) -> None:
@@ -269,7 +269,7 @@ class EffectiveStep:
             except Exception as error:
                 # Others wait in a collective, not to hear how it went: a `RankWatch` tells them.
                 if self._stops_alone and is_out_of_memory(error):
-                    raise self._shortage.ending(request, size, error, self.shapes) from error
+                    raise self._shortage().ending(request, size, error, self.shapes) from error
                 raise
 
         key = None if is_repeated else ("training_step", _num_parts(local_batch, size))
@@ -393,4 +393,4 @@ class EffectiveStep:
         if self._engine is not None:
             self._engine.discard_gradients()
         self._rollback.load(start)
-        self._shortage.need_less(request, self._failed_size, message, error)
+        self._shortage().need_less(request, self._failed_size, message, error)

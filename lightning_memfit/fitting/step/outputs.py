@@ -4,9 +4,8 @@
 and `commit` is called. Metric objects need no merging: their states accumulate.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -23,13 +22,8 @@ from lightning_memfit.fitting.recovery.step_state import metric_collections
 def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
     """Merge values of equal structure.
 
-    Scalars become their weighted mean, whole numbers add up, tensors of samples are concatenated, everything else
-    becomes a list.
-
-    Args:
-        values: Value of each micro-batch.
-        weights: Weight of each micro-batch.
-        sizes: Number of samples of each micro-batch.
+    Scalars become their weighted mean, whole numbers add up, tensors of samples are concatenated, mappings become
+    dicts, everything else becomes a list.
     """
     first = values[0]
     if len(values) == 1:
@@ -42,7 +36,7 @@ def merge(values: list[Any], weights: list[float], sizes: list[int]) -> Any:
             rows = [row for row in zip(values, weights, sizes, strict=True) if key in row[0]]
             mine, of_loss, of_samples = ([*column] for column in zip(*rows, strict=True))
             merged[key] = merge([value[key] for value in mine], of_loss, of_samples)
-        return _of_kind(first, merged)
+        return merged
     if isinstance(first, tuple):
         columns = [merge(list(column), weights, sizes) for column in zip(*values, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
@@ -72,25 +66,12 @@ def _mean(values: list[Any], weights: list[float]) -> Any:
     return sum(value * (weight / total) for value, weight in kept) if total else values[0]
 
 
-def _of_kind(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return items in a mapping like another, such as a `ModelOutput`, of which hooks read attributes."""
-    if type(value) is dict or not isinstance(value, MutableMapping):
-        return items
-    try:
-        found = copy(value)
-        for key, item in items.items():
-            found[key] = item
-    except Exception:  # it refuses what is not as its own items are, such as other numbers of rows
-        return items
-    return found
-
-
 def detached(value: Any) -> Any:
     """Return the same structure without graphs."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, Mapping):
-        return _of_kind(value, {key: detached(item) for key, item in value.items()})
+        return {key: detached(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(detached(item) for item in value))
     if isinstance(value, (list, tuple)):

@@ -20,13 +20,11 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 
 from lightning_memfit.fitting.recovery.guard import StepGuard
-from lightning_memfit.fitting.recovery.last_resort import LastResort, Recomputation
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.loss_weights import LossWeights
-from lightning_memfit.fitting.step.shortage import Shortage
 from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.replicas import num_replicas, sum_by_loop
@@ -34,16 +32,17 @@ from lightning_memfit.reliability.consensus import At, RankConsensus
 from lightning_memfit.reliability.upstream.deepspeed import engine_of
 
 if TYPE_CHECKING:
+    from lightning_memfit.fitting.recovery.last_resort import LastResort
     from lightning_memfit.fitting.size.prediction import SizePrediction
     from lightning_memfit.fitting.size.search import SizeSearch
     from lightning_memfit.fitting.step.first_steps import FirstSteps
+    from lightning_memfit.fitting.step.shortage import Shortage
 
 _ON_DISK = (
     "`MicroBatching` compares steps, which can't be taken back where DeepSpeed keeps optimizer states or "
     "weights on disk. Set the loader's batch size to the micro-batch and `accumulate_grad_batches` to the number of "
     "micro-batches; `memfit estimate` says which micro-batch fits."
 )
-_HINT = "`MicroBatching(last_resort='recompute')` recomputes activations before it gives up."
 
 # --- `global_batch_size` = loader batch x devices x `accumulate_grad_batches` ---------------------------------------
 
@@ -136,7 +135,7 @@ class Options:
     micro_batch_size: int | Literal["auto"]
     allow_batch_statistics: bool
     recover: bool
-    last_resort: LastResort
+    last_resort: "LastResort"
     limit_bytes: int | None
 
 
@@ -187,7 +186,7 @@ class FitSession:
             self._reducer = GradientReducer(module)
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
             sum_by_loop(trainer.strategy.model)
-        self._recomputation = Recomputation(module, options.last_resort == "recompute", consensus)
+        self._shortage: Shortage | None = None  # until memory runs out
         self.sizes: MicroBatchSize | None = None  # before the first batch
         self._step: EffectiveStep
         self._first_steps: FirstSteps | None = None
@@ -201,7 +200,8 @@ class FitSession:
 
     def close(self) -> None:
         """Recompute nothing any more."""
-        self._recomputation.close()
+        if self._shortage is not None:
+            self._shortage.close()
 
     def kept(self) -> dict[str, Any]:
         """Return what a later run needs to reuse the size."""
@@ -218,8 +218,6 @@ class FitSession:
             share_added()
         options = self._options
         self.sizes = sizes = MicroBatchSize(self._splitter.count(request.batch), 1)
-        hint = "" if options.last_resort == "recompute" else _HINT
-        shortage = Shortage(self._loop, self._splitter, sizes, self._recomputation, self._note, hint)
         self._step = EffectiveStep(
             self._loop,
             self._splitter,
@@ -228,7 +226,7 @@ class FitSession:
             self._consensus,
             self._reducer,
             options.recover,
-            shortage,
+            self._find_shortage,
             self._memory,
             options.allow_batch_statistics,
         )
@@ -237,6 +235,16 @@ class FitSession:
         if self._first_steps is not None:
             self._loop.run_step = self._first_steps.run
         return self._loop.run_step(request)
+
+    def _find_shortage(self) -> "Shortage":
+        if self._shortage is None:
+            from lightning_memfit.fitting.step.shortage import Shortage  # few runs are ever short of memory
+
+            assert self.sizes is not None
+            recomputes = self._options.last_resort == "recompute"
+            arguments = (recomputes, self._consensus, self._note)
+            self._shortage = Shortage(self._loop, self._splitter, self.sizes, *arguments)
+        return self._shortage
 
     def _start(self, request: StepRequest, sizes: MicroBatchSize) -> None:
         if self._options.global_batch_size is not None and loader_batch_size(self._loop.trainer) is None:

@@ -10,6 +10,7 @@ from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.reliability.consensus import RankConsensus
 
 if TYPE_CHECKING:
     from lightning_memfit.fitting.size.shapes import ShapeGuard
@@ -25,6 +26,7 @@ _RESUME = (
     "Resume from the last checkpoint with `MicroBatching(micro_batch_size={})`, which should fit where {} didn't; the "
     "effective batch stays the same."
 )
+_HINT = "`MicroBatching(last_resort='recompute')` recomputes activations before it gives up."
 _NOTHING_SMALLER = (
     "It was one sample at a time: resume from the last checkpoint with `ActivationCheckpointing`, shorter samples, or "
     "a strategy that keeps less on the device."
@@ -36,23 +38,24 @@ def _do_nothing() -> None:
 
 
 class Shortage:
-    """Lowers what a step needs, on all ranks alike, and says why if nothing is left, with a hint of what would help."""
+    """Lowers what a step needs, on all ranks alike, and says why if nothing is left."""
 
     def __init__(
         self,
         loop: MicroBatchLoop,
         splitter: BatchSplitter,
         sizes: MicroBatchSize,
-        recomputation: Recomputation,
+        recomputes: bool,
+        consensus: RankConsensus,
         on_change: Callable[[int, str], None],
-        hint: str,
     ) -> None:
         self._loop = loop
         self._splitter = splitter
         self._sizes = sizes
-        self._recomputation = recomputation
+        self._recomputation = Recomputation(loop.module, recomputes, consensus)
         self._on_change = on_change
-        self._hint = hint
+        self._hint = "" if recomputes else _HINT
+        self.close = self._recomputation.close
 
     def need_less(self, request: StepRequest, size: int, message: str, error: Exception | None) -> None:
         """Lower the micro-batch after `size` failed, or recompute if it is one sample.

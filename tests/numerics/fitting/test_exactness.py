@@ -1,7 +1,6 @@
 """Training with `MicroBatching` equals training without it, or ends with the reason before a weight has changed."""
 
 import copy
-from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -667,7 +666,7 @@ class Returning(Classes):
         found = {"loss": losses.mean(), "correct": hits.sum(), "total": len(hits), "rate": hits.double().mean().item()}
         rare = {"has_fourth": True} if bool((classes == 4).any()) else {}
         more = {"summed": losses.sum(), "stage": "train", "rows": logits}
-        return found | {"more": more, "output": UserDict(rows=logits)} | rare
+        return found | {"more": more, "output": {"rows": logits}} | rare
 
     def on_train_batch_end(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
         self.got.append(outputs)

@@ -1,7 +1,6 @@
 """Metric objects and logged values of a batch that runs in parts, beside those of plain Lightning."""
 
 import warnings
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -19,7 +18,7 @@ from torchmetrics.wrappers import Running
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.rollback import MetricStates
-from lightning_memfit.fitting.step.outputs import LogCall, StepLogs, StepOutputs, detached, differing, merge, merge_logs
+from lightning_memfit.fitting.step.outputs import LogCall, StepLogs, StepOutputs, differing, merge_logs
 from tests.helpers.trainers import fit
 
 
@@ -386,43 +385,3 @@ class Tokens(pl.LightningModule):
 def test_logged_values_are_those_of_the_whole_batch(size: int) -> None:
     assert_as_plain(Tokens, size)
     assert_as_plain(Tokens, size, max_epochs=2)
-
-
-# --- mappings of other kinds ------------------------------------------------------------------------------------------
-
-
-class Rows(UserDict):
-    """Takes items of its own number of rows alone, as a `TensorDict` does."""
-
-    refuses = True
-
-    def __init__(self, items: Any, num_rows: int) -> None:
-        self.batch_size: Any = torch.Size([num_rows]) if self.refuses else num_rows
-        self.num_rows = num_rows
-        super().__init__(items)
-
-    def __setitem__(self, key: str, item: Any) -> None:
-        if self.refuses and len(item) != self.num_rows:
-            raise RuntimeError("batch dimension mismatch")
-        super().__setitem__(key, item)
-
-
-class Trusting(Rows):
-    refuses = False
-
-
-class Strict(Rows):
-    """Has another name for its number of rows."""
-
-    def __init__(self, items: Any, num_rows: int) -> None:
-        super().__init__(items, num_rows)
-        del self.batch_size
-
-
-@pytest.mark.parametrize(("kind", "found"), [(Rows, dict), (Strict, dict), (Trusting, Trusting)])
-def test_rows_of_micro_batches_come_in_their_mapping_if_it_takes_them(kind: type[Rows], found: type) -> None:
-    parts = [kind({"x": torch.ones(3)}, 3), kind({"x": torch.zeros(2)}, 2)]
-    merged = merge(parts, [3.0, 2.0], [3, 2])
-    assert type(merged) is found
-    assert merged["x"].tolist() == [1, 1, 1, 0, 0]
-    assert type(detached(parts[0])) is kind
