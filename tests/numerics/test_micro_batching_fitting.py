@@ -183,32 +183,6 @@ def test_any_loader_passed_to_fit(kind: str) -> None:
     assert difference(module, reference) < 1e-6
 
 
-@pytest.mark.nightly_cases("options0", "options1", "options2")
-@pytest.mark.parametrize(
-    "options", [{"fast_dev_run": True}, {"max_steps": 1, "max_epochs": -1}, {"limit_train_batches": 2}]
-)
-def test_trainer_options(options: dict[str, Any]) -> None:
-    fitted, plain = Wide(), Wide()
-    for module in (fitted, plain):
-        module.net[2].p = 0.0
-    trainer = seeded_fit(fitted, MicroBatching(), MemoryLimit(LIMIT), **options)
-    other = seeded_fit(plain, **options)
-    assert trainer.global_step == other.global_step
-    assert difference(fitted, plain) < 1e-6
-
-
-def test_fitting_twice_with_one_trainer() -> None:
-    callback, module = MicroBatching(micro_batch_size=4), Tagger()
-    trainer = quiet_trainer(callback, max_epochs=1)
-    trainer.fit(module)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module)
-    reference = Tagger()
-    fit(reference)
-    assert trainer.global_step == 6
-    assert len(module.seen) == 96
-
-
 def test_what_cannot_be_exact_is_refused() -> None:
     class Normed(Tagger):
         def __init__(self) -> None:
@@ -227,16 +201,6 @@ def test_what_cannot_be_exact_is_refused() -> None:
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             return self.net(batch["input_ids"]).square().sum()
 
-    class SummedAndAveraged(Tagger):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            return self.net(batch["input_ids"]).square().sum() + super().training_step(batch, batch_idx)
-
-    with pytest.raises(MisconfigurationException, match=r"1 BatchNorm layers \(norm\).*allow_batch_statistics=True"):
-        fit(Normed(), MicroBatching(micro_batch_size=4))
-    with pytest.raises(MisconfigurationException, match=r"contrastive losses"):
-        fit(Contrastive(), MicroBatching(micro_batch_size=4))
-    with pytest.raises(MisconfigurationException, match=r"several means that count different things"):
-        fit(SummedAndAveraged(), MicroBatching(micro_batch_size=4))
     whole, split = Summed(), Summed()
     fit(whole)
     fit(split, MicroBatching(micro_batch_size=4))
@@ -244,7 +208,6 @@ def test_what_cannot_be_exact_is_refused() -> None:
     fit(Normed(), MicroBatching(micro_batch_size=4, allow_batch_statistics=True), max_epochs=1)
     with pytest.raises(MisconfigurationException, match=r"contrastive losses"):  # statistics and nothing else
         fit(Contrastive(), MicroBatching(micro_batch_size=4, allow_batch_statistics=True))
-    fit(Contrastive(), MicroBatching(micro_batch_size=16), max_epochs=1)  # the whole share
 
 
 def test_what_is_not_supported_says_so() -> None:

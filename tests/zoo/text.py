@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.base import BATCH, EVEN, NUM_SAMPLES, Case, Lit, floats, ints, uniform
+from tests.zoo.base import BATCH, NUM_SAMPLES, Case, Lit, floats, ints, uniform
 
 VOCABULARY = 17
 LENGTH = 7
@@ -335,6 +335,5 @@ CASES = (
     Case("packed_row", "sentences in one row with `cu_seqlens`", lambda: PackedRow(_packed), "either"),
     Case("soft_prompt", "learned prompts before each sentence", SoftPrompt),
     Case("time_first", "tensors of shape (time, batch)", TimeFirst, "either"),
-    Case("time_first_square", "(time, batch) where both are 8", lambda: TimeFirst(BATCH, EVEN), "either"),
     Case("time_first_with_hook", "(time, batch) with the module's `split_batch`", TimeFirstWithHook),
 )  # fmt: skip

@@ -73,7 +73,6 @@ class EffectiveStep:
     `Lockstep` ends on all ranks if one fails. Then all ranks exchange how it went, as three numbers each. Only if all
     succeeded are gradients reduced and values logged. Otherwise all of them go back to the start of the effective
     batch, take a smaller micro-batch and repeat it.
-
     """
 
     def __init__(

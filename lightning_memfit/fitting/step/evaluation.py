@@ -35,14 +35,6 @@ class EvaluationSplitter:
     become means, tensors of samples are concatenated. A value that is neither, such as a perplexity, becomes the mean
     over parts. Values with `sync_dist=True` are reduced once per batch, after all parts. Nothing else is exchanged
     between ranks, unless they share the module: then all of them cut a batch alike.
-
-    Args:
-        trainer: The trainer.
-        module: The module.
-        splitter: Splits batches.
-        weights: Returns what weighs their parts; called with the first batch that is split.
-        sizes: Sizes to start with, by the name of the step, for example those of the last run.
-        ranks: Returns what ranks agree by; called with the first batch.
     """
 
     def __init__(
@@ -172,12 +164,6 @@ class EvaluationSplitter:
 
 def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, progress: Any) -> bool:
     """Whether memory has run out in a step: on this rank, or on one that communicates with it in the step.
-
-    Args:
-        name: Name of the step.
-        ranks: What ranks agree by.
-        failure: What the step has ended in on this rank.
-        progress: Lightning's counter of the batches.
 
     Raises:
         MisconfigurationException: If this batch is the last one on some of the ranks that share the module.

@@ -102,15 +102,7 @@ SUM = Rule("sum")
 
 
 class LossWeights:
-    """Counts what the loss of a batch is a mean over.
-
-    Args:
-        hook: Function from a batch or a part of it to what its loss is a mean over; it is the only candidate.
-        module: The module in training, whose losses and buffers may hold ignored indices and class weights.
-
-    Attributes:
-        is_sum: Whether losses add up instead of being averaged.
-    """
+    """Counts what the loss of a batch is a mean over."""
 
     def __init__(self, hook: LossWeight | None = None, module: nn.Module | None = None) -> None:
         self._hook = hook
@@ -119,7 +111,7 @@ class LossWeights:
         self._classes = _class_weights(module)
         self._refuted: set[Rule] = set()
         self._known: dict[tuple[Any, ...], list[Rule]] = {}
-        self.is_sum = False
+        self.is_sum = False  # whether losses add up instead of being averaged
 
     @property
     def is_users(self) -> bool:

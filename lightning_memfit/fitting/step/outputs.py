@@ -104,10 +104,6 @@ def merge_logs(calls: Sequence[LogCall], parts: Sequence[tuple[float, int]]) -> 
 
     As `reduce_fx` says sums add up and extremes stay. Everything else is a mean, weighted by the `batch_size` that was
     passed, or as the loss is. The `batch_size`, the value's weight in the epoch, adds up.
-
-    Args:
-        calls: Those of all micro-batches of a batch.
-        parts: Loss weight and number of samples of each micro-batch.
     """
     rows: dict[tuple[str, str, int], list[LogCall]] = {}
     for key, call in _numbered(calls):
@@ -263,9 +259,6 @@ class ComputeGroups:
 
     A collection lets metrics share one state from its first update on if theirs are equal then. Those of the few
     samples of a micro-batch may be so by chance, and what the epoch computes would be wrong.
-
-    Args:
-        module: The module with the collections.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -357,9 +350,8 @@ class StepOutputs:
     def merged(self, factor: float) -> ClosureResult:
         """Return the result of the whole batch from those of several micro-batches.
 
-        Args:
-            factor: Factor from the sum of the divided losses to the loss that Lightning reports: the mean over this
-                rank's batch, divided by `accumulate_grad_batches`.
+        The factor makes the sum of the divided losses what Lightning reports: the mean over this rank's batch, divided
+        by `accumulate_grad_batches`.
         """
         self._groups.compare()
         loss = self.loss if self.loss is not None else self._uncounted

@@ -267,7 +267,8 @@ class FitSession:
         if kept.get("micro_batch_size") and self._is_as_kept():
             size = min(local_batch_size, int(kept["micro_batch_size"]))
             self._predict_for(request.batch, local_batch_size)
-            from lightning_memfit.fitting.step.first_steps import guard_of, shape_of
+            from lightning_memfit.fitting.size.shapes import shape_of
+            from lightning_memfit.fitting.step.first_steps import guard_of
 
             shape = shape_of(request.batch)
             self._step.shapes = guard_of(self._splitter, self._prediction, shape, size, limit_bytes)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.step.loss_weights import LossWeights, predicts_next_token
+from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.split import (
     BatchGuard,
     BatchSplitter,
@@ -327,21 +327,6 @@ def test_the_users_weight_decides_and_must_add_up() -> None:
     assert found.weights_of(BatchSplitter().split(batch, [2, 2]), [2, 2]) == [0, 3]
     with pytest.raises(ValueError, match=r"adds up to 2\.0.*to 1\.0"):
         LossWeights(lambda part: 1.0).read(batch, 4).weights_of([None, None], [2, 2])
-
-
-def test_hugging_face_models_that_shift() -> None:
-    import transformers as hf
-
-    tiny = {"vocab_size": 11}
-    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_embd=8, n_head=1, n_positions=8, **tiny))
-    t5 = hf.T5ForConditionalGeneration(hf.T5Config(num_layers=1, d_model=8, d_kv=4, num_heads=1, d_ff=8, **tiny))
-    bert = hf.BertForMaskedLM(
-        hf.BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8, **tiny)
-    )
-    assert predicts_next_token(nn.ModuleList([gpt2]))
-    assert not predicts_next_token(t5)
-    assert not predicts_next_token(bert)
-    assert not predicts_next_token(nn.Linear(2, 2))
 
 
 # --- batches without version counters --------------------------------------------------------------------------------

@@ -73,8 +73,7 @@ def test_every_case_of_the_zoo_has_a_verdict() -> None:
     # Samples that begin to depend on each other after the first split: the guide says that no comparison sees it.
     later = {"coupled_later", "experts_with_capacity"}
     assert {row["case"] for row in rows if "WRONG" in (row["training"], row["logs"])} <= later
-    # Cut in time, not one sample fits: the run ends with an out-of-memory error in words.
-    assert {row["case"] for row in rows if row["training"] == "crashed"} <= {"time_first_square"}
+    assert not [row["case"] for row in rows if row["training"] == "crashed"]
 
 
 def test_every_architecture_and_every_seed_has_a_row() -> None:
