@@ -810,7 +810,7 @@ UNSHOWN = (
     *(Padded, Queue, Helpers, MadeInHelper, Replaced, Clamped, Normed, Noised, MovedInputs, SomeMovedInputs),
     ClearsItself,
 )
-"""Left out of the contract: padding that nothing names, queues of samples, objects, steps and hooks that change much."""
+"""Left out of the contract: padding that nothing names, queues of samples, steps and hooks that change gradients."""
 
 REFUSED = (
     *(Contrastive, Normalised, HiddenWeights, WrongHook, FunctionalNorm, Centred, Mixup, Balanced),

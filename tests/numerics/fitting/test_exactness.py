@@ -26,8 +26,6 @@ from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
 from tests.helpers.trainers import difference, fit
 from tests.zoo.split_steps import (
     BATCH,
-    WRITING,
-    Classes,
     Cleared,
     Clipped,
     Contrastive,
@@ -37,15 +35,12 @@ from tests.zoo.split_steps import (
     FunctionalNorm,
     HalvesSums,
     HiddenWeights,
-    HookOfSums,
     InPlace,
-    Kept,
     Made,
     Noisy,
     Normalised,
     Popping,
     QueueRead,
-    Reading,
     Record,
     RelativeLoss,
     RunningVariance,
@@ -160,14 +155,6 @@ def test_a_step_that_fails_on_one_sample_is_refused() -> None:
 # --- 2: what the step writes on the module ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "fails_at"), [(5, ()), (4, (2, 4))])
-@pytest.mark.parametrize("kind", WRITING)
-def test_what_the_step_writes_is_that_of_the_batch(kind: type[Toy], size: int, fails_at: tuple[int, ...]) -> None:
-    plain, ours = assert_exact(kind, size, fails_at)
-    for name in ("calls", "space"):
-        assert getattr(plain, name, None) == getattr(ours, name, None)
-
-
 class Listing(Toy):
     """Keeps the loss of every batch and the first number of every sample."""
 
@@ -188,12 +175,6 @@ def test_lists_keep_what_every_micro_batch_adds() -> None:
         plain, ours = assert_exact(Listing, 4, (2, 6))
     assert len(ours.losses) > len(plain.losses)
     assert ours.firsts == plain.firsts
-
-
-@pytest.mark.parametrize("kind", [Kept, Reading])
-def test_attributes_of_micro_batches_are_named(kind: type[Toy]) -> None:
-    with pytest.warns(match="changes `.*` of the module per micro-batch"):
-        assert_exact(kind)
 
 
 # --- 4: steps that change what they are given -------------------------------------------------------------------------
@@ -384,24 +365,12 @@ def test_sizes_are_found_for_optimizers_that_need_their_closure(optimizer: Any) 
     assert difference(plain, ours) < (1e-5 if optimizer is torch.optim.LBFGS else 1e-9)
 
 
-def test_hooks_may_look_at_the_sums_of_micro_batches() -> None:
-    _, ours = assert_exact(HookOfSums)
-    for parameter in ours.parameters():
-        assert list((parameter._post_accumulate_grad_hooks or {}).values()) == [ours.hook]  # as the user has put it
-
-
 @pytest.mark.parametrize(("start", "ends_at"), [(0, 0), (11, 15)])
 def test_steps_that_begin_to_write_to_weights_are_refused(start: int, ends_at: int) -> None:
     module = type("Shrinks", (Shrinks,), {"start": start})()
     with pytest.raises(MisconfigurationException, match=r"sees: `net\.0\.weight`"):
         fit(module, MicroBatching(micro_batch_size=2), max_epochs=8)
     assert module.trainer.global_step == ends_at
-
-
-@pytest.mark.parametrize(("size", "fails_at"), [(2, (5,)), (BATCH, (2, 4))])
-def test_what_a_zero_grad_hook_writes_is_seen_from_the_next_batch_on(size: int, fails_at: tuple[int, ...]) -> None:
-    plain, ours = assert_exact(Cleared, size, fails_at)
-    assert plain.share == ours.share
 
 
 @pytest.mark.parametrize("fails_at", [(), (8,)])
@@ -647,43 +616,6 @@ def test_an_epoch_for_batch_norms_keeps_no_batches() -> None:
     assert set(kept) == {0}
     assert difference(plain, ours) == 0.0
     assert torch.equal(plain.norm.running_mean, ours.norm.running_mean)
-
-
-# --- what the step returns --------------------------------------------------------------------------------------------
-
-
-class Returning(Classes):
-    """Returns what its hook sums up over the epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.got: list[dict[str, Any]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        logits, classes = self.net(batch[0]), batch[1]
-        losses = functional.cross_entropy(logits, classes, reduction="none")
-        hits = logits.argmax(1) == classes
-        found = {"loss": losses.mean(), "correct": hits.sum(), "total": len(hits), "rate": hits.double().mean().item()}
-        rare = {"has_fourth": True} if bool((classes == 4).any()) else {}
-        more = {"summed": losses.sum(), "stage": "train", "rows": logits}
-        return found | {"more": more, "output": {"rows": logits}} | rare
-
-    def on_train_batch_end(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
-        self.got.append(outputs)
-
-
-def test_hooks_get_what_the_whole_batch_would_have_returned() -> None:
-    plain, ours = Returning(), Returning()
-    fit(plain, max_epochs=1)
-    fit(ours, MicroBatching(micro_batch_size=2), max_epochs=1)
-    for found, wanted in zip(ours.got, plain.got, strict=True):
-        assert {key: type(value) for key, value in found.items()} == {k: type(v) for k, v in wanted.items()}
-        assert (int(found["correct"]), found["total"]) == (int(wanted["correct"]), wanted["total"])
-        assert found["correct"].dtype == wanted["correct"].dtype
-        assert found["rate"] == pytest.approx(wanted["rate"])
-        assert found["more"]["stage"] == "train"
-        torch.testing.assert_close(found["output"]["rows"], wanted["output"]["rows"])
-        torch.testing.assert_close(found["more"]["rows"], wanted["more"]["rows"])
 
 
 class Holder:

@@ -19,7 +19,6 @@ from lightning_memfit.fitting.step.split import (
     BatchSplitter,
     tensors_of,
     versions,
-    with_own_containers,
     with_own_tensors,
 )
 from lightning_memfit.memory.host_copy import HostCopy
@@ -236,22 +235,6 @@ def nested() -> dict[str, Any]:
         "names": ["a", "b"],
         "other": SimpleNamespace(values=[1]),
     }
-
-
-def test_own_containers_hold_the_same_tensors() -> None:
-    batch = nested()
-    own = with_own_containers(batch)
-    assert own["x"] is batch["x"]
-    assert own["pair"].y[1]["deep"] is batch["pair"].y[1]["deep"]
-    assert own["record"].x is batch["record"].x
-    assert own["other"] is batch["other"]
-    assert (type(own["pair"]), type(own["record"])) == (Pair, Record)
-    del own["x"]
-    own["pair"].y.clear()
-    own["names"].append("c")
-    assert batch.keys() == nested().keys()
-    assert len(batch["pair"].y) == 2
-    assert batch["names"] == ["a", "b"]
 
 
 def test_own_tensors_share_no_storage() -> None:
