@@ -150,8 +150,6 @@ class BatchSplitter:
             return [batch]
         if _num_graphs(batch) is not None:
             return _split_graphs(batch, sizes)
-        if type(batch) is Tensor:
-            return list(batch.split(sizes))
         total = sum(sizes)
         return self._split(batch, (), sizes, {path for path, _, is_cut in self._walk(batch, total) if is_cut})
 
