@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _DATA = "datamodule_hyper_parameters"
-_OF_CHATS = {"chat_template": "template", "date": "date", "template_options": "options"}
+_OF_CHATS = {"chat_template": "template", "template_options": "options"}
 """Arguments of data modules for chats, and what `ChatTemplate` calls them."""
 
 _LANGUAGES = ("source_language", "target_language")

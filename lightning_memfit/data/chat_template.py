@@ -1,14 +1,13 @@
 """`ChatTemplate`: tokens of a conversation, and which of them are the model's answers.
 
-A template that marks its answers (`{% generation %}`) tells by itself, through transformers. In any other one answers
-are found by prefixes: what stands before an answer is what the template gives the model to continue, and its end is the
-end-of-turn token that follows its text. Either is tried on a conversation whose answers are known before it is trusted.
+transformers finds the answers of a template that marks them (`{% generation %}`). In any other one an answer begins
+behind the prompt that the template writes for it, and ends with the special token that follows its text. Either way is
+tried on a known conversation first.
 """
 
 from __future__ import annotations
 
 import copy
-import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,6 @@ _CHATML = (
 )
 
 _ANSWERING = "assistant"
-_WORDS = re.compile(r"<[^<>\s]+>|[^<\s]+|<")
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 _PROBE = [
     {"role": "user", "content": "How many legs has a beetle?"},
@@ -68,8 +66,7 @@ class ChatTemplate:
     Args:
         tokenizer: From `load_tokenizer`.
         template: `chatml`, a file with a Jinja template, or None for the tokenizer's own.
-        date: Day for templates that write today's, as `2024-07-26`: tokens must not change from day to day.
-        options: Further variables of the template, such as `enable_thinking: false`.
+        options: Further variables of the template, such as `date_string: 26 Jul 2024` of Llama 3.
 
     Raises:
         ValueError: If there is no template, or its answers can't be told from what is around them.
@@ -79,12 +76,11 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         template: str | None = None,
-        date: str = "2024-07-26",
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = "the tokenizer's chat template" if template is None else f"`chat_template={template!r}`"
         self.options = dict(options or {})
-        self.source = _pin_date(read_template(tokenizer, template), date)
+        self.source = read_template(tokenizer, template)
         self.marks_answers = _MARKED.search(self.source) is not None
         if not tokenizer.is_fast:
             raise ValueError(
@@ -93,9 +89,9 @@ class ChatTemplate:
             )
         self.tokenizer = _with_spaces_in_offsets(tokenizer)
         # Any special token may end a turn.
-        self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._special |= {str(token) for token in tokenizer.all_special_tokens}
-        self._end_of_turn = "|".join(map(re.escape, sorted(self._special, key=lambda token: (-len(token), token))))
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = sorted({*special, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
+        self._end_of_turn = f"({'|'.join(map(re.escape, self._special))})"
         self.end_of_answer = int(tokenizer.eos_token_id)
         """Id of the token with which the model learns to end an answer."""
         self._prove()
@@ -159,47 +155,33 @@ class ChatTemplate:
     def _answers(self, messages: Messages, tools: Sequence[Any] | None, text: str) -> list[tuple[int, int]]:
         """Return start and end of every answer in the rendered text."""
         places = [place for place, message in enumerate(messages) if message["role"] == _ANSWERING]
-        starts = [self._start(text, messages[:place], tools, number) for number, place in enumerate(places, 1)]
+        prompts = [self._render(messages[:place], tools=tools, add_generation_prompt=True) for place in places]
+        moved = next((number for number, one in enumerate(prompts, 1) if not text.startswith(one)), None)
+        if moved is not None:
+            raise ValueError(
+                f"{self.name} writes what stands before answer {moved} otherwise once the conversation goes on"
+            )
+        bounds = [*map(len, prompts), len(text)]
         spans = []
-        for number, (place, start) in enumerate(zip(places, starts, strict=True), 1):
-            stop = starts[number] if number < len(starts) else len(text)
-            if messages[place].get("tool_calls"):
+        for number, place in enumerate(places):
+            start, message = bounds[number], messages[place]
+            if message.get("tool_calls"):
                 # Some templates write calls between special tokens of their own.
                 turn = self._render(messages[: place + 1], tools=tools)
                 ends = list(re.finditer(self._end_of_turn, text[start : len(turn)])) if text.startswith(turn) else []
                 if not ends:
-                    raise ValueError(f"answer {number} calls tools, and {self.name} doesn't show where that ends")
+                    raise ValueError(f"answer {number + 1} calls tools, and {self.name} doesn't show where that ends")
                 spans.append((start, start + ends[-1].end()))
                 continue
-            # Templates write other spaces between words, and around the tags of a thought.
-            said = r"\s*".join(map(re.escape, _WORDS.findall(str(messages[place]["content"]))))
-            found = re.compile(rf"{said}\s*({self._end_of_turn})").search(text, start, stop)
+            said = re.compile(rf"{re.escape(message['content'].strip())}\s*{self._end_of_turn}")
+            found = said.search(text, start, bounds[number + 1])
             if found is None:
                 raise ValueError(
-                    f"answer {number} isn't followed by a special token of the tokenizer, by which the model would "
+                    f"answer {number + 1} isn't followed by a special token of the tokenizer, by which the model would "
                     f"learn to end it, or {self.name} changes its words"
                 )
             spans.append((start, found.end()))
         return spans
-
-    def _start(self, text: str, before: Messages, tools: Sequence[Any] | None, number: int) -> int:
-        """Return where an answer begins in the rendered text.
-
-        Some options change the prompt alone: with `enable_thinking: false` Qwen3's ends with an empty thought, which
-        its template doesn't write before answers that are no longer the last. Such an answer begins where it would
-        without the option.
-
-        Raises:
-            ValueError: If the text doesn't begin with the prompt.
-        """
-        fewer = [{name: self.options[name] for name in self.options if name != left} for left in self.options]
-        for options in (self.options, *fewer, {}):
-            prompt = self._render(before, tools=tools, add_generation_prompt=True, options=options)
-            if text.startswith(prompt):
-                return len(prompt)
-        raise ValueError(
-            f"{self.name} writes what stands before answer {number} otherwise once the conversation goes on"
-        )
 
     # --- both -------------------------------------------------------------------------------------------------------
 
@@ -233,7 +215,7 @@ class ChatTemplate:
     def _render(self, messages: Messages, **arguments: Any) -> str:
         return str(self._apply(messages, tokenize=False, **arguments))
 
-    def _apply(self, messages: Messages, options: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+    def _apply(self, messages: Messages, **arguments: Any) -> Any:
         from jinja2 import TemplateError
 
         try:
@@ -241,7 +223,7 @@ class ChatTemplate:
                 [dict(message) for message in messages],
                 chat_template=self.source,
                 **arguments,
-                **(self.options if options is None else options),
+                **self.options,
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"{self.name} refuses the conversation: {' '.join(str(error).split())}") from error
@@ -267,17 +249,6 @@ def read_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> s
             "The tokenizer has no chat template, as those of base models often do. Give `chat_template: chatml`, or a "
             "file with a template."
         ) from error
-
-
-def _pin_date(source: str, date: str) -> str:
-    """Let a template write a given day instead of today's, whatever it asks for."""
-    try:
-        day = datetime.date.fromisoformat(date)
-    except ValueError as error:
-        raise ValueError(f"`date={date!r}` is not a day. Write it as 2024-07-26.") from error
-    written = {form: day.strftime(form) for form in re.findall(r"strftime_now\s*\(\s*['\"](.*?)['\"]\s*\)", source)}
-    macro = f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(written)}[form] }}}}{{%- endmacro -%}}"
-    return macro + source if written else source
 
 
 def _with_spaces_in_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -249,7 +249,6 @@ class PackedChats(BatchedSamples):
         tokenizer: `bytes`, a local folder or a hub name.
         chat_template: `chatml`, a file with a Jinja template, or null for the tokenizer's own.
         template_options: Further variables of the template, for example `enable_thinking: false`.
-        date: Day for templates that write today's, so that tokens don't change from day to day.
         sequence_length: Tokens in a block; longer conversations are cut.
         packing: Put as many conversations into a block as fit; otherwise one.
         batching: Arguments of `BatchedSamples`; a sample is a block.
@@ -264,7 +263,6 @@ class PackedChats(BatchedSamples):
         tokenizer: str,
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
-        date: str = "2024-07-26",
         sequence_length: int = 2048,
         packing: bool = True,
         **batching: Any,
@@ -273,7 +271,7 @@ class PackedChats(BatchedSamples):
         at_least(2, sequence_length=sequence_length)
         self.sequence_length = sequence_length
         self.packing = packing
-        self._template = chat_template, date, template_options
+        self._template = chat_template, template_options
         self._is_tried = False
 
     messages_column = "messages"

@@ -13,7 +13,7 @@ from tests.helpers.framing import translating
 
 TINY = {"model_type": "gpt2", "vocab_size": 258, "n_positions": 256, "n_embd": 8, "n_layer": 1, "n_head": 1}
 TINY |= {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 257}
-OF_CHATS = {"tokenizer": "bytes", "chat_template": CHATML, "date": "2024-07-26", "template_options": None}
+OF_CHATS = {"tokenizer": "bytes", "chat_template": CHATML, "template_options": None}
 
 
 def saved(tmp_path, data):

@@ -48,28 +48,18 @@ def test_what_the_system_says_is_not_learned(kind):
     ]
 
 
-def test_an_option_may_change_the_prompt_alone():
+def test_prompts_that_are_no_beginning_of_the_conversation_are_refused():
     """Without thinking, Qwen3's prompt ends with an empty thought, which earlier answers don't have before them."""
-    template = ChatTemplate(chat_tokenizer("qwen3"), options={"enable_thinking": False})
-    assert learned(template, CHAT) == [" Hello, you. <|im_end|>", "Bye: <b>é</b><|im_end|>"]
-    ids, is_answer = template.encode(CHAT)
-    start = len(is_answer) - is_answer[::-1].tolist().index(False, 5)  # behind the last answer is a line break
-    assert template.tokenizer.decode(ids[:start]).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     with pytest.raises(ValueError, match="writes what stands before answer 1 otherwise"):
-        moving = QWEN3.replace("{% for message in messages %}", "{{ messages | length }}{% for message in messages %}")
-        ChatTemplate(chat_tokenizer("qwen3", moving), options={"enable_thinking": False})
+        ChatTemplate(chat_tokenizer("qwen3"), options={"enable_thinking": False})
 
 
-@pytest.mark.parametrize("thought", ["<think>\nWho?\n</think>\n\nHello, you", "<think>Who?</think>Hello,   you"])
-def test_a_template_may_space_a_thought_otherwise(thought):
-    [answer] = learned(ChatTemplate(chat_tokenizer("qwen3")), said("Hi!", thought))
-    assert answer.startswith("<think>\nWho?\n</think>\n\nHello,")
-    assert answer.endswith("you<|im_end|>")
-
-
-def test_a_thought_that_the_template_leaves_out_is_named():
+def test_a_thought_that_the_template_changes_is_named():
+    template = ChatTemplate(chat_tokenizer("qwen3"))
+    [answer] = learned(template, said("Hi!", "<think>\nWho?\n</think>\n\nHello"))
+    assert answer == "<think>\nWho?\n</think>\n\nHello<|im_end|>"
     with pytest.raises(ValueError, match="answer 1 isn't followed by .* or .* changes its words"):
-        ChatTemplate(chat_tokenizer("qwen3")).encode(said("Hi!", "<think>Who?</think>Hello", "Bye?", "Bye"))
+        template.encode(said("Hi!", "<think>Who?</think>Hello", "Bye?", "Bye"))
 
 
 def test_marks_of_the_template_are_followed():
@@ -139,15 +129,6 @@ def test_a_template_comes_from_a_file(tmp_path):
     assert learned(template, CHAT) == EXPECTED["llama3"]
     with pytest.raises(ValueError, match=r"`chat_template='nowhere.jinja'` is neither 'chatml' nor a file"):
         ChatTemplate(chat_tokenizer("llama3"), "nowhere.jinja")
-
-
-def test_the_day_is_a_given_one():
-    tokenizer = chat_tokenizer("llama3")
-    first = tokenizer.decode(ChatTemplate(tokenizer).encode(CHAT).ids)
-    assert "Today Date: 26 Jul 2024" in first
-    assert "Today Date: 01 Feb 2025" in tokenizer.decode(ChatTemplate(tokenizer, date="2025-02-01").encode(CHAT).ids)
-    with pytest.raises(ValueError, match=r"`date='yesterday'` is not a day"):
-        ChatTemplate(tokenizer, date="yesterday")
 
 
 def test_options_reach_the_template():

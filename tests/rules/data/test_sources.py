@@ -89,7 +89,7 @@ CHAT = [
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": "Yes"},
 ]
-TOKENS = (4, {"text": "cb6c1022afdcf9c3", "chatml": "6709ca326d10c0c8", "prefixes": "d52346bc54a1a959"})
+TOKENS = (4, {"text": "cb6c1022afdcf9c3", "chatml": "6709ca326d10c0c8", "prefixes": "99fefffe793bcd35"})
 
 
 def test_the_format_is_raised_with_what_rows_become():
@@ -98,7 +98,7 @@ def test_the_format_is_raised_with_what_rows_become():
     made = {}
     templates = {
         "chatml": ChatTemplate(byte_tokenizer(), "chatml"),
-        "prefixes": ChatTemplate(chat_tokenizer("llama3")),
+        "prefixes": ChatTemplate(chat_tokenizer("gemma3")),
     }
     rows = [{"messages": CHAT}, {"messages": CHAT[:2]}]
     chats = {name: (ChatEncoder("messages", template), rows) for name, template in templates.items()}
