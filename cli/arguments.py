@@ -33,18 +33,7 @@ NAMED_OPTIONS = (
 
 
 def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read the options that are ours, and leave those of the recipe, `--config` among them, in their order.
-
-    Args:
-        parser: Knows our options, which may be written with `_` for `-`, too.
-        argv: The command line.
-
-    Returns:
-        Values of our options, and of `config` the files or names of recipes, or None; and the recipe's words.
-
-    Raises:
-        ValueError: If an option is neither ours nor below a section of recipes.
-    """
+    """Read the options that are ours, and leave those of the recipe, `--config` among them, in their order."""
     ours = {name for action in parser._actions for name in action.option_strings}
     words = []
     for argument in argv:
@@ -81,15 +70,7 @@ def positive(text: str) -> int:
 
 
 def check_new_file(option: str, path: Path) -> None:
-    """Refuse a file that can't be written, before the work whose result it is to hold.
-
-    Args:
-        option: The option that names it.
-        path: The file, which is made and removed again.
-
-    Raises:
-        ValueError: If it exists, its folder does not, or nothing can be written there.
-    """
+    """Refuse a file that can't be written, before the work whose result it is to hold."""
     if os.path.lexists(path):
         raise ValueError(f"`{option} {path}` exists already. Name another file: none is overwritten.")
     if not path.parent.is_dir():
@@ -102,11 +83,7 @@ def check_new_file(option: str, path: Path) -> None:
 
 
 def split_device(name: str | None) -> tuple[int | None, str | None]:
-    """Split `8x A100 80GB` into a number of devices and the name of one; None where no number is named.
-
-    Raises:
-        ValueError: If the number isn't positive.
-    """
+    """Split `8x A100 80GB` into a number of devices and the name of one; None where no number is named."""
     if name is None or not name[:1].isdigit() or "x" not in name.lower():
         return None, name
     from lightning_memfit.planner.workload import parse_device_count
@@ -115,13 +92,7 @@ def split_device(name: str | None) -> tuple[int | None, str | None]:
 
 
 def next_line(command: str, words: Sequence[str], why: str = "") -> str:
-    """Return the last line of a report: what to type next, as a shell takes it.
-
-    Args:
-        command: Name of one of our commands.
-        words: Its arguments.
-        why: What it is for, where that isn't plain; it becomes a comment.
-    """
+    """Return the last line of a report: what to type next, as a shell takes it."""
     return f"Next: memfit {shlex.join([command, *words])}" + (f"  # {why}" if why else "")
 
 

@@ -98,11 +98,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(runner: Runner, rows: Sequence[Row], repeat: bool) -> list[Result]:
-    """Measure rows, and tell each.
-
-    Raises:
-        SystemExit: If the user interrupts it.
-    """
+    """Measure rows, and tell each."""
     runner.folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
     try:
         return runner.run(rows, repeat, progress_of(len(rows)))
@@ -143,11 +139,7 @@ def _imported_worker(device: str) -> Callable[[list[str]], int] | None:
 
 
 def check_device(device: str) -> None:
-    """Refuse a GPU if there is none, before every row fails.
-
-    Raises:
-        ValueError: If CUDA is asked for but not available.
-    """
+    """Refuse a GPU if there is none, before every row fails."""
     if not DeviceKind.of(device).is_host:
         import torch
 
@@ -191,16 +183,7 @@ FOLDER = next((path for path in (_ROOT / "benchmarks" / "experiments", _ROOT / "
 
 
 def file_of(option: str, name: str, folder: Path) -> Path:
-    """Return the YAML file of an experiment or a sweep given by name or path.
-
-    Args:
-        option: The option that names it, for messages.
-        name: Its path, or the name of one in the folder.
-        folder: Where those that come with the package are.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the YAML file of an experiment or a sweep given by name or path."""
     files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     path = Path(name).expanduser()
     if path.is_file() or name in files:
@@ -210,11 +193,7 @@ def file_of(option: str, name: str, folder: Path) -> Path:
 
 
 def read_recipe(name: str) -> Mapping[str, Any]:
-    """Return the configuration of a technique, recipe or file.
-
-    Raises:
-        ValueError: If there is none with that name.
-    """
+    """Return the configuration of a technique, recipe or file."""
     import yaml
 
     with contextlib.suppress(ValueError):

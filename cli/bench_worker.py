@@ -120,11 +120,7 @@ class _Run:
 
 
 def main(argv: list[str]) -> int:
-    """Measure one run; an error is part of the outcome.
-
-    Returns:
-        0, or 1 if the run failed in a way that is not a result, or in a process other than the first.
-    """
+    """Measure one run; an error is part of the outcome."""
     folder = Path(argv[0])
     peer = json.loads((folder / "job.json").read_text(encoding="utf-8")).get("peer")
     run = import_module("benchmarks.peers.run").PeerRun(folder) if peer else _Run(folder)

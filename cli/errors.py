@@ -42,11 +42,7 @@ class RunFailedError(Exception):
 
 @contextmanager
 def readable_errors(debug: bool = False) -> Iterator[Outcome]:
-    """Turn user mistakes into one message on stderr and exit code 2.
-
-    Args:
-        debug: Let them pass with their traceback, as `MEMFIT_DEBUG=1` does.
-    """
+    """Turn user mistakes into one message on stderr and exit code 2."""
     outcome = Outcome()
     try:
         yield outcome
@@ -131,11 +127,7 @@ def _raised_by_us(error: BaseException) -> bool:
 
 
 def report_unexpected(error: BaseException) -> int:
-    """Print what ended a command, when nobody foresaw it, and return the exit code.
-
-    Args:
-        error: What was raised.
-    """
+    """Print what ended a command, when nobody foresaw it, and return the exit code."""
     code = RUN_FAILED if isinstance(error, RunFailedError) else USER_ERROR
     error = original(error)
     from lightning_memfit.profile.culprit import is_of_this_package

@@ -75,11 +75,7 @@ class EstimateRequest(RecipeRequest):
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> EstimateRequest:
-        """Read the command's own arguments.
-
-        Raises:
-            ValueError: If one makes no sense, or is for models that are only named.
-        """
+        """Read the command's own arguments."""
         for name in NAMED_OPTIONS:
             if getattr(arguments, name) is not None:
                 option = f"--{name.replace('_', '-')}"
@@ -91,12 +87,7 @@ class EstimateRequest(RecipeRequest):
 
 
 def estimate_recipe(request: EstimateRequest, tell: Callable[[str], None]) -> EstimateReport | None:
-    """Estimate a recipe; if its step can't be traced, say why and return None.
-
-    Args:
-        request: What is asked.
-        tell: Is told what takes long.
-    """
+    """Estimate a recipe; if its step can't be traced, say why and return None."""
     words, size = list(request.recipe), request.micro_batch_size
     with quiet(), load_recipe(words, request.batch_shape, request.real_batch, request.measure) as run:
         target = target_of(request.device, run)
@@ -175,17 +166,7 @@ def ranks_together(strategy: Any) -> int:
 
 
 def devices_here(run: RecipeRun, device: str | None, named: int | None, target: Target) -> int | None:
-    """Devices of each machine: the recipe's, else those that the user named, else all GPUs here; None if unknown.
-
-    Args:
-        run: The recipe.
-        device: Name of one device, if the user gave one.
-        named: Number of them, if the user gave one.
-        target: What `target_of` has found.
-
-    Raises:
-        ValueError: If the recipe's machines can't share the named devices.
-    """
+    """Devices of each machine: the recipe's, else those that the user named, else all GPUs here; None if unknown."""
     if run.devices is not None:
         return run.devices
     if named is not None:
@@ -222,12 +203,7 @@ def division_of_recipe(run: RecipeRun) -> tuple[Division | None, list[str]]:
 
 
 def division_in_plans_of(run: RecipeRun) -> Division | None:
-    """How the recipe's strategy divides the run, as plans see it.
-
-    Raises:
-        NotDividedError: If plans don't know it.
-        ModuleNotFoundError: If a package is missing that it needs.
-    """
+    """How the recipe's strategy divides the run, as plans see it."""
     from lightning_memfit.estimate.division import division_in_plans
 
     per_machine = run.devices or 1
@@ -256,11 +232,7 @@ def _not_in_figures(name: str, error: Exception | str) -> str:
 
 
 def make_strategy(spec: Any) -> Any:
-    """Make a recipe's strategy, without processes or devices.
-
-    Raises:
-        NotDividedError: If it can't be made so.
-    """
+    """Make a recipe's strategy, without processes or devices."""
     from lightning.pytorch.strategies import StrategyRegistry
 
     from lightning_memfit.estimate.division import NotDividedError
@@ -297,11 +269,7 @@ def quiet() -> Iterator[None]:
 
 
 def target_of(name: str | None, run: RecipeRun) -> Target:
-    """Return the named device, else this machine's GPU, else its CPU unless the recipe requires a GPU.
-
-    Raises:
-        ValueError: If the recipe's accelerator is another, or none of its GPUs is here.
-    """
+    """Return the named device, else this machine's GPU, else its CPU unless the recipe requires a GPU."""
     limits = [callback.limit_bytes for callback in run.callbacks if isinstance(callback, MemoryLimit)]
     if name is not None and name.strip().lower() != CPU:
         return named_target(name)

@@ -39,14 +39,7 @@ def explain(
     recipes: Sequence[Mapping[str, Any]] = (),
     arguments: Sequence[str] = (),
 ) -> str:
-    """Return what is wrong and what was probably meant.
-
-    Args:
-        error: What the parser raised.
-        parser: The parser, which knows the valid names.
-        recipes: Sections of the files that were given.
-        arguments: Command-line arguments.
-    """
+    """Return what is wrong and what was probably meant."""
     given = [*(pair for recipe in recipes for pair in _sections(recipe)), *_options(arguments)]
     if arguments and arguments[-1].endswith(".help"):
         return f"`{arguments[-1]}` needs the name of a class, such as {', '.join(lightning_memfit.__all__)}."

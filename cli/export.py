@@ -60,11 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def tokenizer_of(checkpoint: dict[str, Any], name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, with the chat template and the languages of a checkpoint's data in place of its own.
-
-    Raises:
-        ValueError: If it can't be read, or the chat template is gone.
-    """
+    """Load a tokenizer, with the chat template and the languages of a checkpoint's data in place of its own."""
     data, chats = checkpoint.get(_DATA, {}), chats_of(checkpoint)
     tokenizer = load_tokenizer(name)
     if chats is not None:
@@ -95,11 +91,7 @@ def end_with_answers(network: Any, tokenizer: PreTrainedTokenizerBase, chats: di
 
 
 def load_verified(ckpt_path: str) -> dict[str, Any]:
-    """Check a checkpoint and load it; a sharded one is consolidated in memory.
-
-    Raises:
-        ValueError: If it is missing, damaged, no checkpoint, or not one of a language model.
-    """
+    """Check a checkpoint and load it; a sharded one is consolidated in memory."""
     from lightning_memfit.strategies.checkpoints import consolidated
     from lightning_memfit.strategies.integrity import verify
 

@@ -163,15 +163,7 @@ def _weights_only(path: str) -> str:
 
 
 def plan_automatically(trainer: Any, batch_size: int | None = None) -> None:
-    """Change a trainer's configuration, and say which callbacks the plan replaces.
-
-    Args:
-        trainer: The `trainer` section of a parsed recipe, before anything is instantiated.
-        batch_size: That of its `data`; None if they have none.
-
-    Raises:
-        ValueError: If the plan would replace one by which other numbers are trained.
-    """
+    """Change a trainer's configuration, and say which callbacks the plan replaces."""
     named = trainer.callbacks or []
     callbacks = named if isinstance(named, list) else [named]
     replaced = [spec.class_path for spec in callbacks if is_technique(spec.class_path)]
@@ -225,25 +217,14 @@ def num_devices(trainer: Any) -> int:
 
 
 def is_started_by_others(num_nodes: int) -> bool:
-    """Whether a run's processes are not all started by the first of them, which could plan before it starts the others.
-
-    Args:
-        num_nodes: Number of machines.
-    """
+    """Whether a run's processes are not all started by the first of them, which could plan before that."""
     if os.environ.get(PLAN_VARIABLE):
         return False
     return num_nodes > 1 or SLURMEnvironment.detect() or any(name in os.environ for name in _STARTED_BY_OTHERS)
 
 
 def plan_file(arguments: Sequence[str]) -> Path:
-    """Return the plan's file for a `fit` on several devices; it was made by the process that started this one, or here.
-
-    Args:
-        arguments: Command-line arguments after `fit`.
-
-    Raises:
-        ValueError: If nothing fits.
-    """
+    """Return the plan's file for a `fit` on several devices, made by the process that started this one or here."""
     known = os.environ.get(PLAN_VARIABLE)
     return Path(known) if known else _made(list(arguments))
 

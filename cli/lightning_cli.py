@@ -84,11 +84,7 @@ class MemFitCLI(LightningCLI):
         _check_choices(section.get("trainer") or {})
 
     def parse_plan(self, parser: LightningArgumentParser, arguments: list[str]) -> Namespace:
-        """Parse arguments; if a plan's file is among them, see that it was made for this recipe, and lay it over.
-
-        Raises:
-            ValueError: If it was made for another recipe.
-        """
+        """Parse arguments; if a plan's file is among them, see that it was made for this recipe, and lay it over."""
         files = {path: check_recipe(Path(path)) for path in configs_of(arguments)}
         plans = [path for path, laid in files.items() if laid.get(MADE_FOR) is not None]
         config = parser.parse_args(arguments)

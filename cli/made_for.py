@@ -47,12 +47,7 @@ _LOADING = frozenset({"num_workers", "tokenize_workers", "pin_memory", "persiste
 
 
 def made_for(config: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return what a plan names itself as made for.
-
-    Args:
-        config: The recipe as parsed, in plain values.
-        device: Name of the device.
-    """
+    """Return what a plan names itself as made for."""
     return {"device": device, "recipe": written(config)}
 
 
@@ -90,13 +85,7 @@ def _class_name(spec: Any) -> str:
 
 
 def differences(stamp: Mapping[str, Any], now: Mapping[str, Any], recounted: Collection[str] = ()) -> list[str]:
-    """Return what is not as it was when a plan was made, in words.
-
-    Args:
-        stamp: `made_for` of the plan's file.
-        now: `written` of the recipe under the plan.
-        recounted: Those of `COUNT_BATCHES` that the run has from the plan; others may have changed.
-    """
+    """Return what is not as it was when a plan was made, in words."""
     then = stamp.get("recipe")
     found = []
     if isinstance(then, Mapping):
@@ -114,16 +103,7 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def laid_over(planned: Sequence[Namespace], recipe: Sequence[Namespace], plan_file: str) -> list[Namespace]:
-    """Return the callbacks of a run by a plan: the plan's, and the recipe's without techniques.
-
-    Args:
-        planned: Callbacks of the recipe with the plan's appended somewhere.
-        recipe: Callbacks of the recipe without the plan.
-        plan_file: For messages.
-
-    Raises:
-        ValueError: If a file after the plan's has replaced its callbacks.
-    """
+    """Return the callbacks of a run by a plan: the plan's, and the recipe's without techniques."""
     own = list(planned)
     for spec in recipe:
         if spec not in own:

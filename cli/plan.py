@@ -131,11 +131,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def write_overlay(path: Path, plan: dict[str, Any]) -> None:
-    """Write the YAML of a plan.
-
-    Raises:
-        ValueError: If the file exists, or its folder does not.
-    """
+    """Write the YAML of a plan."""
     check_new_file("--out", path)
     with path.open("x", encoding="utf-8") as file:
         file.write(overlay_text(plan["summary"], plan["overlay"]))

@@ -69,11 +69,7 @@ class PlanRequest(RecipeRequest):
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> PlanRequest:
-        """Read the command's own arguments.
-
-        Raises:
-            ValueError: If one makes no sense.
-        """
+        """Read the command's own arguments."""
 
         def size(name: str) -> int | None:
             text = getattr(arguments, name)
@@ -93,17 +89,7 @@ class PlanRequest(RecipeRequest):
 def plan_recipe(
     request: PlanRequest, compare: bool = True, progress: Progress = unseen, with_page: bool = False
 ) -> tuple[dict[str, Any], str | None] | None:
-    """Plan for a recipe; if its step can't be traced, say why and return None.
-
-    Args:
-        request: What is asked.
-        compare: Compare the plan with the recipe as it is.
-        progress: Is told how far the search is.
-        with_page: Make the page of all settings that the search knows.
-
-    Returns:
-        The plan as plain data with its overlay, and the page.
-    """
+    """Plan for a recipe; if its step can't be traced, say why and return None."""
     with quiet(), load_recipe(list(request.recipe), request.batch_shape, request.real_batch) as run:
         run = _of_own_size(run) if request.batch_shape is not None else run
         try:
@@ -149,16 +135,7 @@ def plan_recipe(
 
 
 def workload_of(run: RecipeRun, target: Target, request: PlanRequest) -> Workload:
-    """Return what a recipe trains on a target within the limits that the user gave.
-
-    Args:
-        run: The recipe.
-        target: One device.
-        request: What is asked.
-
-    Raises:
-        ValueError: If the module can't be planned for, or a limit makes no sense.
-    """
+    """Return what a recipe trains on a target within the limits that the user gave."""
     check_trainable(run.module)
     if target.lower_bound:
         raise ValueError(
@@ -254,12 +231,7 @@ def _said_of_counts(run: RecipeRun, planned: Mapping[str, Any]) -> Iterator[str]
 
 
 def own_setting(run: RecipeRun, all_devices: int) -> tuple[Setting | None, str]:
-    """Return what the recipe itself chooses, or None and the reason if no records describe it.
-
-    Args:
-        run: The recipe.
-        all_devices: Devices that a recipe runs on which takes all there are.
-    """
+    """Return what the recipe itself chooses, or None and the reason if no records describe it."""
     ranks = all_devices if run.devices is None else run.devices * run.num_nodes
     try:
         setting = Setting.from_callbacks(run.callbacks, run.options.precision)

@@ -43,14 +43,7 @@ def describe(file: Path) -> str:
 
 
 def resolve(name: str) -> str:
-    """Return the file of a recipe given by name; the path of an existing file is returned unchanged.
-
-    Args:
-        name: Path, or `quickstart`, `quickstart.yaml`, `recipes/quickstart.yaml`.
-
-    Raises:
-        ValueError: If there is no such file and no such recipe.
-    """
+    """Return the file of a recipe given by name; the path of an existing file is returned unchanged."""
     if Path(name).expanduser().is_file():
         return str(Path(name).expanduser())
     recipes = available()
@@ -63,14 +56,7 @@ def resolve(name: str) -> str:
 
 
 def technique_config(name: str) -> dict[str, Any]:
-    """Return the sections that lay a technique over a recipe.
-
-    Args:
-        name: Of the technique's record.
-
-    Raises:
-        ValueError: If no technique has that name.
-    """
+    """Return the sections that lay a technique over a recipe."""
     from lightning_memfit.techniques.core.registry import techniques
 
     records = {technique.name: technique for technique in techniques()}
@@ -81,11 +67,7 @@ def technique_config(name: str) -> dict[str, Any]:
 
 
 def resolve_arguments(arguments: Sequence[str]) -> list[str]:
-    """Replace the recipe name after every `--config` or `-c` by its file, and `--with NAME` by what it stands for.
-
-    Raises:
-        ValueError: If there is no such recipe or technique.
-    """
+    """Replace the recipe name after every `--config` or `-c` by its file, and `--with NAME` by what it stands for."""
     resolved: list[str] = []
     waiting = iter(arguments)
     for argument in waiting:

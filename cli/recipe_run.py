@@ -102,10 +102,6 @@ class RecipeRun:
 
         `MicroBatching` may set what the loader gives. At `auto` it cuts as few micro-batches as fit, which are taken
         for the whole batch.
-
-        Args:
-            replicas: Devices, or groups of them, with samples of their own.
-            asked: Micro-batch to take instead of the one that `MicroBatching` is told.
         """
         accumulate = self.options.accumulate_grad_batches
         whole = getattr(self.batching, "global_batch_size", None)
@@ -220,17 +216,7 @@ def _may_load_weights(model: Any) -> bool:
 def load_recipe(
     arguments: list[str], batch_shape: str | None = None, real_batch: bool = False, weights: bool = False
 ) -> Iterator[RecipeRun]:
-    """Instantiate a recipe, make or fetch a batch, and yield both, for as long as models come without weights.
-
-    Args:
-        arguments: Command-line arguments as for `memfit fit`.
-        batch_shape: Shapes of the batch; see `parse_batch_shape`.
-        real_batch: Take the batch from the recipe's own loader.
-        weights: Load pretrained weights, for steps that really run.
-
-    Raises:
-        ValueError: If the recipe has no training data, or a precision that estimates don't support.
-    """
+    """Instantiate a recipe, make or fetch a batch, and yield both, for as long as models come without weights."""
     if batch_shape is not None and real_batch:
         raise ValueError("`--batch-shape` and `--real-batch` both say where the batch comes from. Drop one.")
     shaped = parse_batch_shape(batch_shape) if batch_shape is not None else None
@@ -282,11 +268,7 @@ def _precision(value: Any) -> Precision:
 
 
 def device_numbers(devices: Any) -> tuple[int, ...] | None:
-    """Return the numbers of the devices that the Trainer's `devices` names or counts; None for all that exist.
-
-    Raises:
-        ValueError: If they are no numbers of devices.
-    """
+    """Return the numbers of the devices that the Trainer's `devices` names or counts; None for all that exist."""
     text = str(devices)
     if text in ("auto", "-1"):
         return None
@@ -322,12 +304,8 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16
 def parse_batch_shape(text: str) -> Any:
     """Make a batch of the given shapes, filled with ones.
 
-    Args:
-        text: `input_ids=4x128:int64,labels=4:int64` for a dictionary, `4x3x224x224,4:int64` for a list, or one shape
-            for a tensor. The first size is the micro-batch; the type is float32 where none is named.
-
-    Raises:
-        ValueError: If the text is written otherwise, or the batch doesn't fit into memory.
+    It is written `input_ids=4x128:int64,labels=4:int64` for a dictionary, `4x3x224x224,4:int64` for a list, or one
+    shape for a tensor. The first size is the micro-batch; the type is float32 where none is named.
     """
     option, tensors = f"`--batch-shape {text}`", []
     for part in text.split(","):

@@ -53,17 +53,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 def check_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe's file and check its top level.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The sections as plain values.
-
-    Raises:
-        ValueError: If it is no recipe.
-    """
+    """Read a recipe's file and check its top level."""
     shown = f"`--config {path}`"
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # nosec B506  # a SafeLoader
@@ -95,14 +85,7 @@ def _one_line(error: Exception) -> str:
 
 
 def check_numbers(section: Namespace | Mapping[str, Any]) -> None:
-    """Refuse values of the Trainer's arguments that it would take without a word.
-
-    Args:
-        section: What was parsed for a command.
-
-    Raises:
-        ValueError: If a number is out of range, or there is no Trainer.
-    """
+    """Refuse values of the Trainer's arguments that it would take without a word."""
     trainer = section.get("trainer")
     if "trainer" in section and trainer is None:
         raise ValueError("`trainer: null` is no section with arguments of the Trainer. Leave it out for its defaults.")

@@ -36,11 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def by_task_and_memory(rows: list[dict[str, Any]]) -> list[str]:
-    """Return lines of a table: which micro-batch of which recipe fits which card.
-
-    Args:
-        rows: Of `recipes/sizes.json`.
-    """
+    """Return lines of a table: which micro-batch of which recipe fits which card."""
     devices = list(rows[0]["largest_micro_batch"])
     cells = [["task", "recipe", "model", "sample", *(device.replace("GiB", " GB") for device in devices)]]
     for row in sorted(rows, key=lambda row: (list(TASKS).index(row["recipe"]), row["num_parameters"])):

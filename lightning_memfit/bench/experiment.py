@@ -44,9 +44,6 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> Settings:
 
     Mappings are merged key by key, everything else is replaced. `name+` appends to the list `name`. Where `class_path`
     changes, the arguments of the former class are dropped.
-
-    Raises:
-        ValueError: If `name+` does not add a list to a list.
     """
     result = deepcopy(dict(base))
     if "class_path" in top and top["class_path"] != base.get("class_path"):
@@ -170,11 +167,7 @@ class Experiment:
         return f"{self.name}_{self.device}" if self.scale == SWEEP else f"{self.name}_{self.device}_{self.scale}"
 
     def only(self, names: list[str]) -> tuple[Row, ...]:
-        """Return the rows with these names, or all rows if no name is given.
-
-        Raises:
-            ValueError: If there is no such row.
-        """
+        """Return the rows with these names, or all rows if no name is given."""
         known = [row.name for row in self.rows]
         for name in names:
             if name not in known:
@@ -183,17 +176,7 @@ class Experiment:
 
 
 def load_experiment(path: Path, scale: str, device: str, read_recipe: ReadRecipe) -> Experiment:
-    """Read an experiment at a scale.
-
-    Args:
-        path: YAML file; its stem is the experiment's name.
-        scale: One of the file's `scales`.
-        device: `cpu` or `cuda`.
-        read_recipe: Reads recipes, and configurations of techniques, by name.
-
-    Raises:
-        ValueError: If the file is not an experiment, or names something unknown.
-    """
+    """Read an experiment at a scale."""
     document = read_document(path, _KEYS, required=("title", "base", "rows"))
     scales = document.get("scales") or {"full": {}}
     if scale not in scales:
@@ -242,22 +225,14 @@ def _row(name: str, entry: Mapping[str, Any], settings: Settings, measurement: M
 
 
 def accelerator(device: str) -> str:
-    """Return Lightning's name for `cpu` or `cuda`.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Return Lightning's name for `cpu` or `cuda`."""
     if device not in _ACCELERATORS:
         raise ValueError(f"`--device {device}` must be one of {', '.join(_ACCELERATORS)}.")
     return _ACCELERATORS[device]
 
 
 def read_document(path: Path, known: tuple[str, ...], required: tuple[str, ...]) -> dict[str, Any]:
-    """Read a YAML mapping and check its keys.
-
-    Raises:
-        ValueError: If the file is not a YAML mapping, has an unknown key, or lacks a required one.
-    """
+    """Read a YAML mapping and check its keys."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -272,11 +247,7 @@ def read_document(path: Path, known: tuple[str, ...], required: tuple[str, ...])
 
 
 def check_keys(entry: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Refuse misspelt keys, which would otherwise be ignored.
-
-    Raises:
-        ValueError: If a key is unknown.
-    """
+    """Refuse misspelt keys, which would otherwise be ignored."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"`{where}` holds {entry!r} where a mapping with {', '.join(known)} must be.")
     for key in entry:
@@ -285,11 +256,7 @@ def check_keys(entry: Mapping[str, Any], known: tuple[str, ...], where: str) -> 
 
 
 def read_measurement(entry: Mapping[str, Any]) -> Measurement:
-    """Make a measurement from plain data.
-
-    Raises:
-        ValueError: If a key or value is wrong.
-    """
+    """Make a measurement from plain data."""
     check_keys(entry, tuple(f.name for f in fields(Measurement)), "measure")
     return Measurement(**entry)
 
@@ -297,11 +264,7 @@ def read_measurement(entry: Mapping[str, Any]) -> Measurement:
 def resolve_layer(
     layer: str | Mapping[str, Any], overlays: Mapping[str, Any], read_recipe: ReadRecipe
 ) -> Mapping[str, Any]:
-    """Return the configuration of a layer.
-
-    Raises:
-        ValueError: If it names neither an overlay nor a recipe, or is neither a name nor a mapping.
-    """
+    """Return the configuration of a layer."""
     if isinstance(layer, Mapping):
         return layer
     if not isinstance(layer, str):

@@ -43,11 +43,6 @@ def with_buckets(by_category: Mapping[Category, int], size_bytes: int, followed_
 
     DDP allocates its buckets when it wraps the module, which no ledger sees, and again in the forward of the second
     step, where a ledger takes them for activations.
-
-    Args:
-        by_category: Bytes that a ledger counted.
-        size_bytes: Bytes of the buckets, from `bucket_bytes`.
-        followed_steps: Number of optimizer steps that the ledger tracked, from the first on.
     """
     result = dict(by_category)
     if not size_bytes:

@@ -174,11 +174,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Result":
-        """Make a result from what `to_dict` returned.
-
-        Raises:
-            ValueError: If the data has another schema.
-        """
+        """Make a result from what `to_dict` returned."""
         if data.get("schema") != SCHEMA:
             raise ValueError(f"`schema={data.get('schema')}` is not {SCHEMA}: made by another version. Measure anew.")
         made = {name: kind(**data[name]) for name, kind in NESTED.items() if data.get(name) is not None}
@@ -194,11 +190,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """Read a result.
-
-    Raises:
-        ValueError: If the file has another schema.
-    """
+    """Read a result."""
     return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -29,11 +29,7 @@ _BAND = 0.05
 
 
 def draw(points: Sequence[Point], unit: str) -> dict[str, Figure]:
-    """Draw every picture that the points allow, by name.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """Draw every picture that the points allow, by name."""
     require("matplotlib", "Drawing the report's pictures")
     figures, curves = {}, curves_of(points)
     if curves:
@@ -170,14 +166,7 @@ _CAPTIONS = {
 
 
 def page(title: str, results: Sequence[Result], pictures: Sequence[str], command: str) -> str:
-    """Return the page as Markdown.
-
-    Args:
-        title: The sweep's title.
-        results: Results of all runs.
-        pictures: Names of the pictures beside the page.
-        command: Command line that makes the page.
-    """
+    """Return the page as Markdown."""
     shown = "".join(f"\n{_CAPTIONS[name]}\n\n![{name}]({name}.png)\n" for name in pictures)
     bars = "Bars are the 5 % to 95 % quantiles of the step times." if pictures else ""
     made = f"{len(results)} runs. Made by `{command}`. {bars}".strip()
@@ -185,20 +174,7 @@ def page(title: str, results: Sequence[Result], pictures: Sequence[str], command
 
 
 def write_report(title: str, results: Sequence[Result], folder: Path, command: str) -> list[Path]:
-    """Write `points.csv`, one PNG per picture and `report.md` into a folder, in place of older ones.
-
-    Args:
-        title: The sweep's title.
-        results: The sweep's records.
-        folder: The folder that holds the records.
-        command: Command line that makes the report, shown on its page.
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed; `points.csv` is written all the same.
-    """
+    """Write `points.csv`, one PNG per picture and `report.md` into a folder, in place of older ones."""
     written = [folder / "points.csv"]
     written[0].write_text(as_csv(results), encoding="utf-8")
     points = points_of(results)

@@ -67,16 +67,7 @@ class Runner:
     def run(
         self, rows: Iterable[Row], repeat: bool = False, on_result: Callable[[Result, bool], None] | None = None
     ) -> list[Result]:
-        """Measure the rows that are not finished.
-
-        Args:
-            rows: The rows to measure.
-            repeat: Whether to measure finished rows again.
-            on_result: Called with every result and whether it was measured just now.
-
-        Returns:
-            All results, in the order of the rows.
-        """
+        """Measure the rows that are not finished."""
         results = []
         for row in rows:
             kept = None if repeat else self.finished(row)

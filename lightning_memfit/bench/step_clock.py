@@ -104,11 +104,7 @@ class StepClock:
         return _total(self._first), _total(self._final)
 
     def speed(self, num_replicas: int = 1) -> Speed | None:
-        """Return median and quantiles of the step times, and rates; None before the first timed step.
-
-        Args:
-            num_replicas: Number of processes (or groups that share a batch); each trains on as many samples.
-        """
+        """Return median and quantiles of the step times, and rates; None before the first timed step."""
         if not self.steps:
             return None
         seconds = torch.tensor([step.seconds for step in self.steps], dtype=torch.float64)

@@ -48,16 +48,7 @@ _SHORT = {"devices": "p", "micro_batch_size": "b", "sequence_length": "s"}
 
 
 def load_sweep(path: Path, device: str, read_recipe: ReadRecipe) -> Experiment:
-    """Read a sweep.
-
-    Args:
-        path: YAML file; its stem is the sweep's name.
-        device: `cpu` or `cuda`.
-        read_recipe: Reads recipes, and configurations of techniques, by name.
-
-    Raises:
-        ValueError: If the file is not a sweep, names something unknown, or has a global batch that can't be divided.
-    """
+    """Read a sweep."""
     document = read_document(path, _KEYS, required=("title", "base", "matrix"))
     matrix, paths = document["matrix"], {**_PATHS, **(document.get("paths") or {})}
     check_keys(matrix, (*NUMBERS, *CHOICES), "matrix")
@@ -84,14 +75,6 @@ def write_wandb_sweep(sweep: Experiment, file: Path, command: Sequence[str]) -> 
     """Write the configuration of a Weights & Biases sweep that has one run for each point.
 
     `wandb sweep FILE` registers it, and `wandb agent ID` on any number of machines works it off, a point at a time.
-
-    Args:
-        sweep: What is measured.
-        file: YAML file to write; it must not exist yet.
-        command: Command line that measures points; an agent adds `--only=POINT`.
-
-    Raises:
-        ValueError: If the file can't be written.
     """
     document = {
         "name": f"{sweep.name}-{sweep.device}",

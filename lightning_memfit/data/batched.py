@@ -242,11 +242,7 @@ class BatchedSamples(pl.LightningDataModule):
         return None
 
     def example_tokens(self, length: int, vocab_size: int | None) -> torch.Tensor:
-        """Return `(batch_size, length)` ids below the vocabulary, without special ones as far as they can be told.
-
-        Raises:
-            ValueError: If the batch sizes contradict each other, or the batch is too large to be made.
-        """
+        """Return `(batch_size, length)` ids below the vocabulary, without special ones as far as they can be told."""
         self._check_global_batch_size()
         if self.batch_size * length > 1 << 26:
             raise ValueError(
@@ -343,11 +339,7 @@ class BatchedSamples(pl.LightningDataModule):
 
 
 def at_least(low: int, **arguments: int | None) -> None:
-    """Refuse arguments of a constructor that are below a number; None is not.
-
-    Raises:
-        ValueError: If one is.
-    """
+    """Refuse arguments of a constructor that are below a number; None is not."""
     for name, value in arguments.items():
         if value is not None and value < low:
             raise ValueError(f"`{name}={value}` must be at least {low}.")

@@ -108,10 +108,6 @@ class ChatTemplate:
             messages: With `role` and `content`, both text. Answers are of the role `assistant`; those with `weight: 0`
                 are not learned. With `tool_calls` the content may be missing.
             tools: Descriptions of tools for the template, as JSON schemas.
-
-        Raises:
-            ValueError: If messages are malformed, or the template refuses them, leaves calls of tools out, or shows
-                them so that answers can't be found.
         """
         messages = _checked(messages)
         if not self.marks_answers and messages[0]["role"] == _ANSWERING:
@@ -186,11 +182,7 @@ class ChatTemplate:
     # --- both -------------------------------------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        """Refuse a template whose answers aren't found in a conversation where they are known.
-
-        Raises:
-            ValueError: If it is so.
-        """
+        """Refuse a template whose answers aren't found in a conversation where they are known."""
         try:
             ids, is_answer = self.encode(_PROBE)
         except ValueError as error:
@@ -230,11 +222,7 @@ class ChatTemplate:
 
 
 def read_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
-    """Return the text of a template: `chatml`, that of a file, or for None the tokenizer's own.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the text of a template: `chatml`, that of a file, or for None the tokenizer's own."""
     if template == CHATML:
         return _CHATML
     if template is not None:
@@ -269,11 +257,7 @@ def _with_spaces_in_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTok
 
 
 def _checked(messages: Any) -> list[dict[str, Any]]:
-    """Return messages with text as their content, and the arguments of tool calls as objects.
-
-    Raises:
-        ValueError: If one is malformed.
-    """
+    """Return messages with text as their content, and the arguments of tool calls as objects."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"expected a list of messages, got {type(messages).__name__} {str(messages)[:40]!r}")
     checked = []

@@ -77,11 +77,7 @@ class ChatEncoder:
         check_column(rows, self.column, "messages_column")
 
     def encode(self, rows: Sequence[dict[str, Any]], first: int) -> list[tuple[np.ndarray, int]]:
-        """Return flagged tokens and hash of every conversation.
-
-        Raises:
-            ValueError: If a row is no conversation, with its number.
-        """
+        """Return flagged tokens and hash of every conversation."""
         return [self._encode(row, number) for number, row in enumerate(rows, first + 1)]
 
     def _encode(self, row: Mapping[str, Any], number: int) -> tuple[np.ndarray, int]:
@@ -207,15 +203,7 @@ def _answers_in(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 
 
 def _pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack by best fit, longest first: into the fullest block that has room, else into a new one.
-
-    Args:
-        lengths: `(conversations,)`, none above `size`.
-        size: Room of a block; 0 gives every conversation a block of its own.
-
-    Returns:
-        `(conversations,)` numbers of the conversations in the order of the blocks, and `(blocks + 1,)` bounds in it.
-    """
+    """Pack by best fit, longest first: into the fullest block that has room, else into a new one."""
     if not size:
         return np.arange(len(lengths)), np.arange(len(lengths) + 1)
     blocks: list[list[int]] = []
@@ -281,11 +269,7 @@ class PackedChats(BatchedSamples):
         """Return flagged tokens for training and validation, each `(tokens,)`, by the encoder."""
 
     def make_encoder(self) -> ChatEncoder:
-        """Return what turns rows into tokens.
-
-        Raises:
-            ValueError: If the template's answers can't be told from what is around them.
-        """
+        """Return what turns rows into tokens."""
         return ChatEncoder(self.messages_column, ChatTemplate(self.tokenizer, *self._template))
 
     @override
@@ -316,12 +300,6 @@ class PackedChats(BatchedSamples):
         """Return a training batch of the right shapes without reading data or tokenizer; see `PackedText`.
 
         With packing every block has two conversations, so that attention gets the mask that it gets in training.
-
-        Args:
-            vocab_size: Number of token ids that the model takes; None if it is not known.
-
-        Returns:
-            `input_ids` and `labels`, and with packing `position_ids`, all `(batch_size, sequence_length)`, int64.
         """
         tokens = self.example_tokens(self.sequence_length, vocab_size)
         labels, half = tokens.clone(), max(1, self.sequence_length // 2)
@@ -335,11 +313,7 @@ class PackedChats(BatchedSamples):
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Before the first batch of a run, try whether its model keeps packed conversations apart.
-
-        Raises:
-            ValueError: If it doesn't.
-        """
+        """Before the first batch of a run, try whether its model keeps packed conversations apart."""
         module = getattr(self.trainer, "lightning_module", None)
         if self.packing and not self._is_tried and isinstance(module, torch.nn.Module):
             self._is_tried = True
@@ -402,11 +376,7 @@ class ChatData(PackedChats):
 
     @override
     def load_tokens(self, encoder: ChatEncoder) -> tuple[np.ndarray, np.ndarray]:
-        """Map the token files, and write those that are missing.
-
-        Raises:
-            ValueError: If there is one conversation only.
-        """
+        """Map the token files, and write those that are missing."""
         train, val = self.source.tokens(encoder)
         if val is None:
             raise ValueError(

@@ -22,13 +22,6 @@ def refuse_mixing(module: nn.Module, like: torch.Tensor) -> None:
 
     The model is called as `module(input_ids=..., position_ids=...)` in evaluation mode, without gradients or
     compilation; nothing of it changes.
-
-    Args:
-        module: The model, whose output is logits `(batch, length, vocabulary)` or has them as `.logits`.
-        like: `(batch, length)` ids of a batch in training: their device, and one or several samples.
-
-    Raises:
-        ValueError: If conversations see each other, or the model can't be called so.
     """
     ids, num_ids = torch.arange(_LENGTH, device=like.device, dtype=like.dtype), max(2, int(like.max()) + 1)
     first, other, second = ids % num_ids, torch.full_like(ids, num_ids - 1), (3 * ids + 1) % num_ids

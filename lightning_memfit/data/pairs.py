@@ -92,16 +92,7 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
 def set_languages(
     tokenizer: PreTrainedTokenizerBase, source_language: str | None, target_language: str | None
 ) -> PreTrainedTokenizerBase:
-    """Set the languages of a tokenizer that marks them (NLLB, mBART, M2M100), and return it.
-
-    Args:
-        tokenizer: From `load_tokenizer`.
-        source_language: What the tokenizer calls the sources' language, such as `eng_Latn`. None: its own setting.
-        target_language: The targets' language. None: the tokenizer's own setting.
-
-    Raises:
-        ValueError: If the tokenizer knows no languages or not these, or marks them and none is set for the targets.
-    """
+    """Set the languages of a tokenizer that marks them (NLLB, mBART, M2M100), and return it."""
     wanted = {"source_language": ("src_lang", source_language), "target_language": ("tgt_lang", target_language)}
     for argument, (attribute, language) in wanted.items():
         if not hasattr(tokenizer, attribute):
@@ -175,13 +166,6 @@ class PairedText(BatchedSamples):
         """Return a training batch of the right shapes without reading data or tokenizer; see `PackedText`.
 
         The first pair has padding, as models may leave out a mask without any.
-
-        Args:
-            vocab_size: Number of token ids that the model takes; None if it is not known.
-
-        Returns:
-            `input_ids` and `attention_mask`, `(batch_size, source_length)`, and `labels`, `(batch_size,
-            target_length)`, int64.
         """
         input_ids = self.example_tokens(self.source_length, vocab_size)
         attention_mask, labels = torch.ones_like(input_ids), self.example_tokens(self.target_length, vocab_size)
@@ -189,11 +173,7 @@ class PairedText(BatchedSamples):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
     def divide(self, pairs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Keep `val_fraction` for validation; equal sources fall on the same side.
-
-        Raises:
-            ValueError: If there are too few pairs.
-        """
+        """Keep `val_fraction` for validation; equal sources fall on the same side."""
         hashes = np.array([content_hash(source) for source, _ in pairs], np.uint64)
         sides: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
         for pair, is_val in zip(pairs, validation_mask(hashes, self.val_fraction).tolist(), strict=True):
@@ -243,11 +223,7 @@ class PairData(PairedText):
 
     @override
     def load_pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Read both columns into memory.
-
-        Raises:
-            ValueError: If a column is missing, or contains something other than text.
-        """
+        """Read both columns into memory."""
         pairs = self._read(self.source.split)
         return self.divide(pairs) if self.source.val_split is None else (pairs, self._read(self.source.val_split))
 

@@ -82,11 +82,7 @@ class RandomSample(Dataset[dict[str, torch.Tensor]]):
 
 
 def _checked(tensors: Mapping[str, Any]) -> Specs:
-    """Return shape and bound of every tensor.
-
-    Raises:
-        ValueError: If one has something else, or there are none.
-    """
+    """Return shape and bound of every tensor."""
     if not tensors:
         raise ValueError("`tensors` is empty. Name at least one, for example `{x: {shape: [3]}}`.")
     specs = {}

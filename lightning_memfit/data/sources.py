@@ -81,12 +81,7 @@ class Source:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def rows(self, split: str | None = None) -> Dataset:
-        """Return the rows of a split, by default that to train on.
-
-        Raises:
-            ModuleNotFoundError: If `datasets` isn't installed.
-            ValueError: If there is nothing to read, or the hub cannot be reached.
-        """
+        """Return the rows of a split, by default that to train on."""
         split = self.split if split is None else split
         require("datasets", f"`dataset={self.dataset!r}`: reading it")
         path = Path(self.dataset).expanduser()
@@ -128,16 +123,7 @@ class Source:
             ) from error
 
     def check_texts(self, rows: Dataset, column: str, argument: str) -> None:
-        """Refuse a column that has something else than text in any row, or nothing at all.
-
-        Args:
-            rows: From `rows`.
-            column: Name of the column.
-            argument: The argument that names it, for messages.
-
-        Raises:
-            ValueError: If the column is missing, isn't text, or has rows without a value.
-        """
+        """Refuse a column that has something else than text in any row, or nothing at all."""
         check_column(rows, column, argument)
         values, kind = rows.data.column(column), getattr(rows.features[column], "dtype", None)
         if values.null_count or kind not in ("string", "large_string"):
@@ -149,19 +135,7 @@ class Source:
     # --- tokens -----------------------------------------------------------------------------------------------------
 
     def tokens(self, encoder: RowEncoder) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokenize what isn't yet, and split it by content.
-
-        Args:
-            encoder: How rows become tokens.
-
-        Returns:
-            `(tokens,)` for training and for validation, mapped files. None in the second place if there is one row
-            only, which can't be split here.
-
-        Raises:
-            ModuleNotFoundError: If `datasets` isn't installed.
-            ValueError: If the data can't be read or split, or no row has tokens.
-        """
+        """Tokenize what isn't yet, and split it by content."""
         tokenized = self._tokenize(self.rows(), encoder)
         if self.val_split is not None:
             return self._map(tokenized, "all"), self._map(self._tokenize(self.rows(self.val_split), encoder), "all")
@@ -224,11 +198,7 @@ class Source:
 
 
 def check_column(rows: Dataset, column: str, argument: str) -> None:
-    """Refuse data without a column.
-
-    Raises:
-        ValueError: With the columns that there are.
-    """
+    """Refuse data without a column."""
     if column not in rows.column_names:
         there = ", ".join(rows.column_names)
         raise ValueError(f"`{argument}={column!r}` is not in the data. Its columns: {there}.")
@@ -265,11 +235,7 @@ def write_tokens(tokenized: Dataset, keep: np.ndarray | None, file: Path) -> Non
 
 
 def local_files(path: Path) -> list[Path]:
-    """Return the files to read, sorted, all of one kind; hidden ones are left out, and others with a warning.
-
-    Raises:
-        ValueError: If there are no files, or they are of several kinds.
-    """
+    """Return the files to read, sorted, all of one kind; hidden ones are left out, and others with a warning."""
     found = [path]
     if path.is_dir():
         inside = map(Path, glob.glob(f"{glob.escape(str(path))}/**/*", recursive=True))
@@ -302,16 +268,6 @@ def validation_mask(hashes: np.ndarray, fraction: float) -> np.ndarray:
     """Choose the documents with the smallest hashes for validation.
 
     The choice depends neither on the order of the documents nor on a seed, and equal documents are in the same split.
-
-    Args:
-        hashes: `(documents,)` unsigned 64-bit hashes from `content_hash`.
-        fraction: Share of the documents, in (0, 1).
-
-    Returns:
-        `(documents,)` booleans, true for validation; at least one of each.
-
-    Raises:
-        ValueError: If the documents cannot be split.
     """
     wanted = max(1, round(len(hashes) * fraction))
     mask = hashes <= np.partition(hashes, wanted - 1)[wanted - 1] if len(hashes) else np.zeros(0, bool)

@@ -152,16 +152,8 @@ class PackedText(BatchedSamples):
     def example_batch(self, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
         """Return a training batch of the right shapes without reading data or tokenizer, for estimates and plans.
 
-        Any data module may have this method.
-
-        Args:
-            vocab_size: Number of token ids that the model takes; None if it is not known.
-
-        Returns:
-            `input_ids` and `labels`, both `(batch_size, sequence_length)`, int64.
-
-        Raises:
-            ValueError: If the batch sizes contradict each other.
+        Any data module may have this method. `vocab_size` is that of the model, None if it is not known. `input_ids`
+        and `labels` are `(batch_size, sequence_length)`, int64.
         """
         tokens = self.example_tokens(self.sequence_length, vocab_size)
         return {"input_ids": tokens, "labels": tokens.clone()}

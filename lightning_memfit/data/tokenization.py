@@ -19,14 +19,7 @@ _EOS, _PAD = "<|endoftext|>", "<|pad|>"
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that knows where a document ends.
-
-    Args:
-        name: `bytes` for the byte tokenizer, a local folder, or a hub name.
-
-    Raises:
-        ValueError: If the tokenizer cannot be read, or has no end-of-sequence token.
-    """
+    """Return a tokenizer that knows where a document ends."""
     if name == BYTES:
         return byte_tokenizer()
     from transformers import AutoTokenizer
@@ -73,14 +66,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
     A model that was trained with a token at the beginning of every text (Llama 3, Gemma) gets it here, too, if its
     tokenizer puts it there.
-
-    Args:
-        tokenizer: From `load_tokenizer`.
-        texts: Documents. Special tokens written in them become those tokens, as in `tokenizer(text)`; to the byte
-            tokenizer they are bytes like any others.
-
-    Returns:
-        One array of `token_dtype` for each document.
     """
     dtype = token_dtype(len(tokenizer))
     before, after = (np.array(ids, dtype) for ids in surroundings(tokenizer))

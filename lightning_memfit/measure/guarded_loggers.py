@@ -18,12 +18,6 @@ def guard_loggers(loggers: Sequence[Logger]) -> Callable[[], None]:
     """Let the calls that a run makes to its loggers fail without an end of the run.
 
     Making a logger's experiment, before training, may still fail: then nothing is lost.
-
-    Args:
-        loggers: Those of a Trainer.
-
-    Returns:
-        A function that takes the guards off.
     """
     undo = []
     for logger in loggers:

@@ -53,15 +53,7 @@ class UsageSampler:
         self.largest: dict[str, int] = {}
 
     def read(self, trainer: Trainer, ledger: StorageLedger | None) -> dict[str, float]:
-        """Take a sample.
-
-        Args:
-            trainer: A Trainer that is training.
-            ledger: The ledger that tracks live tensors, if there is one.
-
-        Returns:
-            Figures named `memory/..._gib`, in GiB.
-        """
+        """Take a sample."""
         held = held_bytes(trainer.lightning_module, trainer.optimizers, self.device)
         sizes: dict[str, int | None] = {f"{category}": size for category, size in held.by_category().items()}
         peak = self._peaks(sizes, ledger)
@@ -240,11 +232,7 @@ class MemoryMonitor(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the last run.
-
-        Raises:
-            MisconfigurationException: If `exact` was asked for and another profiler of torch runs or will.
-        """
+        """Forget the last run."""
         self._reset(trainer.strategy.root_device)
         if self._reads_events and (profiler_runs() or isinstance(getattr(trainer, "profiler", None), PyTorchProfiler)):
             raise MisconfigurationException(f"`MemoryMonitor(exact=True)`: {ProfilerRunningError()}.")

@@ -104,11 +104,7 @@ class RunReport:
         return in_json({**data, "prediction_error": self.prediction_error})
 
     def write(self, path: str | Path) -> Path:
-        """Write JSON to `path`, or to `path` with the next free number if the file exists.
-
-        Returns:
-            The file that was written.
-        """
+        """Write JSON to `path`, or to `path` with the next free number if the file exists."""
         path, text = Path(path), json.dumps(self.to_dict(), indent=2) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
         numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))

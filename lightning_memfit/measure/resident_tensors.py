@@ -47,11 +47,6 @@ def held_bytes(module: torch.nn.Module, optimizers: Iterable[Any], device: torch
     count as optimizer states. Host memory that a technique keeps for parameters and buffers (`memory.host`), such as
     float32 masters and their gradients, counts as what it is used for. Tensors that were swapped out to a disk count as
     0 bytes.
-
-    Args:
-        module: The module; its own parameters and buffers are counted, or their local shards if it is sharded.
-        optimizers: The Trainer's optimizers; wrappers such as DeepSpeed's are unwrapped.
-        device: The run's device; every tensor elsewhere counts as host memory.
     """
     total = _Sum(device)
     for parameter in module.parameters():
@@ -75,11 +70,6 @@ def untracked_tensors(holders: Iterable[Any], ledger: StorageLedger, device: tor
     """Tensors on a device that objects hold in attributes and containers, and that a ledger doesn't track.
 
     Trainers, data modules, loaders, data sets and optimizers that they refer to are not looked into.
-
-    Args:
-        holders: Modules and callbacks.
-        ledger: Knows what is counted already.
-        device: Of the tensors that are wanted; those of other devices are passed over.
     """
     waiting = [value for holder in holders for value in vars(holder).values()]
     known: set[int] = set()

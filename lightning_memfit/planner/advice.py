@@ -37,12 +37,7 @@ _ROUNDS = 4
 
 
 def advice_of(search: Search, outcome: Outcome) -> Iterator[str]:
-    """What would make it fit, the least that anything needs first.
-
-    Args:
-        search: A search that has run.
-        outcome: What it found: nothing that fits.
-    """
+    """What would make it fit, the least that anything needs first."""
     least = next(iter(by_need(outcome.rejected)), None)
     if least is not None and least.needed_bytes is not None:
         usable = format_bytes(search.solver.budget.usable_bytes)

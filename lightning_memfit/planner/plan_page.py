@@ -56,13 +56,7 @@ limit. For the other combinations only bounds are known: at the size that was pl
 
 
 def render_plan(plan: Mapping[str, Any], explored: Explored, overlays: Sequence[str]) -> str:
-    """The page as text. Loads nothing: its policy forbids every request, and every script but its own.
-
-    Args:
-        plan: The plan as `memfit plan --json` prints it.
-        explored: What the search knows.
-        overlays: The YAML of every setting that was tried, in order.
-    """
+    """The page as text. Loads nothing: its policy forbids every request, and every script but its own."""
     length = plan["sequence_length"]
     limits = explored.limits
     dots = []

@@ -23,12 +23,7 @@ _SOLVED, _TRACED, _CLOSED = "by the search", "by a trace", "at least, by closed 
 
 
 def rows_of(search: Search, outcome: Outcome) -> Iterator[Row]:
-    """Compare what was chosen with three settings that a user asks about.
-
-    Args:
-        search: A search that has run.
-        outcome: What it found.
-    """
+    """Compare what was chosen with three settings that a user asks about."""
     if search.workload.own is not None:
         own = search.workload.own
         known = next((one for one in outcome.solutions if one.setting == own), None)

@@ -65,13 +65,7 @@ class Explored:
 
 
 def tried_of(search: Search, outcome: Outcome, plan: Plan) -> Explored:
-    """Work out what the traces of a search allow, at all limits. Makes no trace.
-
-    Args:
-        search: A search that has run.
-        outcome: What it found.
-        plan: What was made of it; its figures are those of the setting that was chosen.
-    """
+    """Work out what the traces of a search allow, at all limits. Makes no trace."""
     limits, planned = _limits(search)
     numbers: dict[Setting, int] = {}
     found: list[tuple[int, Solution]] = []
