@@ -12,7 +12,7 @@ from typing import Any
 
 from .recipe_files import configs_of
 
-_SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "with", "memfit", "made_for", "print_config")
+_SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "with", "made_for", "print_config")
 """What options of a recipe begin with."""
 
 RECIPE_HELP = "--config RECIPE, -c RECIPE: file or name, and further options of it, as for `memfit fit`"

@@ -2,12 +2,10 @@
 
 import os
 import re
-import select
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +47,12 @@ def readable_errors(debug: bool = False) -> Iterator[Outcome]:
         if sys.stdout is not None:  # as where the process was started without it
             sys.stdout.flush()
     except BrokenPipeError:
-        if not _output_is_closed():
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads what is printed has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be flushed to it at exit
+        else:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be flushed to it at exit
     except SystemExit as stop:
         outcome.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if outcome.code and not isinstance(stop.code, int):  # words, which Python prints (`sys.exit("no data")`)
@@ -62,19 +63,6 @@ def readable_errors(debug: bool = False) -> Iterator[Outcome]:
             raise
         print(f"memfit: error: {mistake}", file=sys.stderr)
         outcome.code = USER_ERROR
-
-
-def _output_is_closed() -> bool:
-    """Whether whoever reads what is printed has seen enough, rather than another pipe having broken."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    with suppress(OSError, ValueError, AttributeError):  # nothing may be left to flush; Windows has no `poll`
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), select.POLLOUT)
-        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    return False
 
 
 def missing_extra(error: BaseException) -> str | None:
@@ -103,18 +91,9 @@ def user_mistake(error: BaseException) -> BaseException | None:
         return error
     if isinstance(error, (ValueError, ModuleNotFoundError)) and _raised_by_us(error):
         return error
-    taken = re.match(r"SaveConfig\w* expected (.+) to NOT exist", str(error))
-    if isinstance(error, RuntimeError) and taken is not None:
-        return ValueError(_taken(taken[1]))
+    if isinstance(error, RuntimeError) and str(error).startswith("SaveConfig"):
+        return error
     return user_mistake(error.__cause__) if error.__cause__ is not None else None
-
-
-def _taken(config: str) -> str:
-    """What to do where the configuration of an earlier run stands, which Lightning doesn't overwrite."""
-    told = f"{config!r} is that of an earlier run, which is never overwritten. Remove it, or name another folder:"
-    if "://" in config:
-        return f"{told} at an address only CSVLogger and TensorBoardLogger have one for each run (`trainer.logger`)."
-    return f"{told} another `version` of the logger, or another `trainer.default_root_dir`."
 
 
 def _raised_by_us(error: BaseException) -> bool:
@@ -140,7 +119,10 @@ def report_unexpected(error: BaseException) -> int:
     lines = [line for line in told.splitlines() if line.strip()]
     shown = "\n".join(lines[:_MOST_LINES])[:_MOST_CHARACTERS]
     more = " ..." if len(shown) < len("\n".join(lines)) else ""
-    print(f"memfit: error: {shown}{more} ({place}). {_where_more(error, code)}", file=sys.stderr)
+    if code == RUN_FAILED:
+        traceback.print_exception(type(error), error, error.__traceback__)
+    fix = "The traceback stands above." if code == RUN_FAILED else f"`{DEBUG_OPTION}` for the traceback."
+    print(f"memfit: error: {shown}{more} ({place}). {fix}", file=sys.stderr)
     return code
 
 
@@ -173,17 +155,3 @@ def _is_users(filename: str) -> bool:
     from lightning_memfit.profile.culprit import owner_of
 
     return owner_of(filename) == "user" and not any(Path(filename).is_relative_to(folder) for folder in _OURS)
-
-
-def _where_more(error: BaseException, code: int) -> str:
-    """Say where the traceback is: in a file if the run can't simply be repeated."""
-    if code != RUN_FAILED:
-        return f"`{DEBUG_OPTION}` for the traceback."
-    try:
-        handle, name = tempfile.mkstemp(prefix="memfit-traceback-", suffix=".txt")
-        with open(handle, "w", encoding="utf-8") as file:
-            file.writelines(traceback.format_exception(type(error), error, error.__traceback__))
-    except OSError:
-        traceback.print_exception(type(error), error, error.__traceback__)
-        return "The traceback stands above."
-    return f"The traceback is in {name}; `{DEBUG_OPTION}` prints it."

@@ -7,7 +7,6 @@ were given and the signatures of the classes that they are for.
 import argparse
 import inspect
 import os
-import sys
 import traceback
 import types
 import typing
@@ -15,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -147,42 +145,24 @@ def _find_class(path: str) -> tuple[Any, str | None]:
     if not module:
         found = _by_name().get(name)
         return found, None if found is not None else f"there is no class `{path}`. {_closest_class(name)}"
-    if (failure := _import_failure(path)) is not None:
-        return None, failure
     try:
         found = getattr(import_module(module), name, None)
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            return None, _raised(path, error)
+        if find_spec(error.name.partition(".")[0]) is None:
+            return None, f"there is no module `{error.name}` for the class `{path}`, installed or in {os.getcwd()}."
         found = None
+    except Exception as error:
+        return None, _raised(path, error)
     return found, None if found is not None else f"there is no class `{path}`. {_closest_class(name)}"
 
 
-def _import_failure(class_path: str) -> str | None:
-    """Say why the module of a class can't be imported; None if it can."""
-    module = class_path.rpartition(".")[0]
-    try:
-        import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            return _raised(class_path, error)
-        if "." in error.name or error.name in sys.stdlib_module_names or find_spec(error.name) is not None:
-            return None  # a part of a package that is there, whose classes may be suggested
-        return (
-            f"there is no module `{error.name}` for the class `{class_path}`: none is installed, and the working "
-            f"directory ({os.getcwd()}) has no {error.name}.py."
-        )
-    except Exception as error:
-        return _raised(class_path, error)
-    return None
-
-
 def _raised(class_path: str, error: Exception) -> str:
-    """Name the error that a module raised while it was imported, and its line in the user's files."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd())]
-    place = f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        place = f"{error.filename}:{error.lineno}"
-    return f"`{class_path}` can't be imported: {type(error).__name__}: {error} ({place})."
+    """Name the error that a module raised while it was imported, and its line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"  # it names its own
+    return f"`{class_path}` can't be imported: {type(error).__name__}: {error}{place}."
 
 
 def import_public_names() -> None:

@@ -7,7 +7,7 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, _typehints, set_parsing_settings
@@ -115,13 +115,7 @@ class MemFitCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the option `--memfit`, which plans a run."""
-        parser.add_argument(
-            "--memfit",
-            type=Literal["off", "auto"],
-            default="off",
-            help="`auto` plans a fit for this device and trains by it, replacing techniques",
-        )
+        """Add the section of a plan's file."""
         parser.add_argument(f"--{MADE_FOR}", type=Any, default=None, help="in the file of a plan: what it was made for")
 
     @override

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-import time
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,8 +29,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import lightning_memfit
-from lightning_memfit.memory import format_bytes
-from lightning_memfit.memory.units import format_seconds
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.step import Precision, StepOptions
@@ -121,8 +118,7 @@ class _RecipeCLI(MemFitCLI):
 
     def __init__(self, arguments: list[str], weights: bool, context: ExitStack) -> None:
         self._weights, self._context = weights, context
-        self._without: tuple[Weightless, ExitStack] | None = None
-        self.notes: tuple[str, ...] = ()
+        self._without: Weightless | None = None
         self.example = ""
         super().__init__(arguments, run=False, save_config_callback=None)
 
@@ -149,8 +145,7 @@ class _RecipeCLI(MemFitCLI):
         if not self._weights and _may_load_weights(self.config.get("model")):
             from lightning_memfit.estimate.pretrained import without_weights
 
-            stack = self._context.enter_context(ExitStack())
-            self._without = stack.enter_context(without_weights()), stack
+            self._without = self._context.enter_context(without_weights())
         self.as_written = self.config.clone()
         trainer = self.config.trainer
         self.recipe = {name: trainer[name] for name in _STAND_IN}
@@ -161,46 +156,28 @@ class _RecipeCLI(MemFitCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        """Make everything, with weights if the model's own code can't do without their values."""
+        """Make everything, without weights."""
         if self._without is None:
             super().instantiate_classes()
             return
-        weightless, stack = self._without
         try:
-            with weightless:
+            with self._without:
                 super().instantiate_classes()
         except Exception as error:
-            if not weightless.was_asked:
+            if not self._without.was_asked:
                 raise
-            stack.close()
-            self.notes = (_with_weights(weightless, error, super().instantiate_classes),)
+            raise ValueError(
+                f"{_reads_weights(error)}. Move that line to `configure_model`, where a value is assumed."
+            ) from error
 
 
-def _with_weights(weightless: Weightless, error: Exception, make: Callable[[], None]) -> str:
-    """Make a recipe's model with its weights, and say what for and at which cost."""
-    from lightning_memfit.estimate.target import host_target
-    from lightning_memfit.hub import offline_if_unreachable
+def _reads_weights(error: Exception) -> str:
+    """Say which line of the user's reads values of pretrained weights, which an estimate doesn't load."""
     from lightning_memfit.memory.error_chain import error_chain
     from lightning_memfit.profile.culprit import Culprit
 
-    size, free = format_bytes(weightless.weights_bytes), host_target().usable_bytes or 0
     places = [place for one in error_chain(error) if (place := Culprit.of(one).place)]  # jsonargparse's is the first
-    reads = f"{places[-1] if places else 'the model'} reads values of pretrained weights"
-    fix = "Move that line to `configure_model`, where a value is assumed and no weights are needed."
-    if weightless.weights_bytes > free:
-        raise ValueError(f"{reads}: {size}, where {format_bytes(free)} of RAM is free. {fix}")
-    begun = time.perf_counter()
-    try:
-        with offline_if_unreachable():
-            make()
-    except Exception as failed:
-        missing = next((one for one in error_chain(failed) if isinstance(one, OSError)), None)  # of transformers
-        if missing is None:
-            raise
-        reason = str(missing).strip().splitlines()[0].rstrip(".")
-        raise ValueError(f"{reads}, which can't be loaded: {reason}. {fix}") from missing
-    seconds = format_seconds(time.perf_counter() - begun)
-    return f"{reads}, so these were loaded: {size} of host memory, {seconds}."
+    return f"{places[-1] if places else 'the model'} reads values of pretrained weights, which are not loaded here"
 
 
 def _may_load_weights(model: Any) -> bool:
@@ -253,7 +230,7 @@ def _loaded(cli: _RecipeCLI, shaped: Any, real_batch: bool) -> RecipeRun:
         None if numbers is None else len(numbers),
         recipe["num_nodes"],
         (cli.parser, cli.as_written),
-        cli.notes,
+        (),
         cli.example,
         numbers,
     )

@@ -18,7 +18,7 @@ MADE_FOR = "made_for"
 """Section of a plan's file that says what it was made for (`made_for.py`)."""
 
 SECTIONS = (
-    *("seed_everything", "memfit", MADE_FOR, "model", "data", "trainer"),
+    *("seed_everything", MADE_FOR, "model", "data", "trainer"),
     *("ckpt_path", "weights_only", "verbose", "return_predictions"),
 )
 """Sections of a recipe."""

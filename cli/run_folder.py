@@ -6,9 +6,7 @@ logger, Lightning would write every run's configuration to the same place. At an
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,9 +16,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
-
-_OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv", "events.out.tfevents.")
-"""Beginnings of the names of files that a run writes before its first step."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -44,7 +39,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class RunFolder:
-    """Gives a run a folder of its own, and removes it if the run ends before its first step was done.
+    """Gives a run a folder of its own.
 
     It is no callback: the steps of callbacks are part of what a trace copies. Only the first rank makes a folder;
     Lightning broadcasts its choice to the others (`ModelCheckpoint.setup`).
@@ -70,7 +65,6 @@ class RunFolder:
         # Not of any logger: MLflow's asks a server for its name.
         name = getattr(logger, "name", None) if type(logger).__name__ == "WandbLogger" else None
         self.path = Path((own or CSVLogger(root, name or "lightning_logs")).log_dir)
-        self._existed = {folder for folder in (self.path, *self.path.parents) if folder.exists()}
         if own is not None:
             return
         if _is_first(trainer.num_nodes):
@@ -92,22 +86,6 @@ class RunFolder:
             return True
         evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
         return any(loop.batch_progress.total.completed > 0 for loop in evaluations)
-
-    def remove_if_unused(self) -> None:
-        """Remove the run's folder, and those above it that are now empty, if no step was done."""
-        folder = self.path
-        if folder is None or self.began or not self._trainer.is_global_zero or folder in self._existed:
-            return
-        if folder.is_dir():
-            files = [path for path in folder.rglob("*") if not path.is_dir()]
-            if not all(path.name.startswith(_OF_A_START) for path in files):
-                return
-            shutil.rmtree(folder, ignore_errors=True)
-        for above in folder.parents:
-            if above in self._existed:
-                return
-            with contextlib.suppress(OSError):
-                above.rmdir()
 
 
 def _is_first(num_nodes: int) -> bool:

@@ -307,18 +307,13 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "Mistakes": (
         *_cases(
             _MISTAKES,
-            ("in a recipe or an option, some 30 kinds", "one message, exit code 2, no folder", "test_mistakes"),
-            (
-                "an error before the first step",
-                "the run leaves no folder",
-                "test_a_run_that_fails_before_its_first_step_leaves_no_folder",
-            ),
+            ("in a recipe or an option, some 30 kinds", "one message, exit code 2", "test_mistakes"),
         ),
         *_cases(
             "commands/cli/test_fuzz.py",
             (
                 "mutated recipes and command lines (300 by `make fuzz`)",
-                "no traceback, no folder, an answer within 10 s",
+                "no traceback, an answer within 10 s",
                 "test_mutated_input_ends_in_one_message",
             ),
         ),

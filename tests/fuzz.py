@@ -101,7 +101,6 @@ _OPTIONS = """
 --trainer.callbacks=[
 --trainer.callbacks+=Nothing
 --trainer.logger=false
---memfit=perhaps
 --ckpt_path=none.ckpt
 --seed_everything=x
 --config=nosuch
@@ -218,9 +217,6 @@ def run_case(case: Case, folder: Path) -> Case:
         case.broken.append(f"ended with exit code {case.code}")
     if case.code == 2 and "memfit: " not in told and "usage: " not in told:
         case.broken.append("said nothing")
-    left = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.name != "recipe.yaml"]
-    if case.code and left:
-        case.broken.append(f"left {', '.join(left[:5])}")
     return case
 
 

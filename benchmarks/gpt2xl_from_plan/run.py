@@ -1,6 +1,6 @@
 """Two optimizer steps of GPT-2 XL's true architecture under a simulated limit of 12 GiB, from the plan alone.
 
-Run from the root of a checkout: `OMP_NUM_THREADS=2 python -m benchmarks.gpt2xl_from_plan.run`. `memfit: auto` takes the
+Run from the root of a checkout: `OMP_NUM_THREADS=2 python -m benchmarks.gpt2xl_from_plan.run`. `MemFit` takes the
 place of the recipe's techniques. Needs 16 GiB of free memory and half an hour; writes `result.json` beside this file.
 """
 
@@ -20,7 +20,7 @@ trainer:
 
 def main() -> None:
     configs = ["recipes/gpt2xl.yaml", f"{HERE.relative_to(ROOT)}/override.yaml"]
-    run = fit(configs, ["--memfit", "auto"], PLACES, needed_gib=16)
+    run = fit(configs, [], PLACES, needed_gib=16)
     figures = {
         "benchmark": "gpt2xl_from_plan",
         "runs": run.command,

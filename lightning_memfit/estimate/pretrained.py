@@ -39,12 +39,6 @@ class Weightless(TorchFunctionMode):
         self.models: list[torch.nn.Module] = []
         self.was_asked = False
 
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights that were left out."""
-        tensors = (tensor for model in self.models for tensor in (*model.parameters(), *model.buffers()))
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -286,26 +286,6 @@ def own_adapter(callbacks: Sequence[Any], precision: str) -> TechniqueChoice | N
             "other techniques by hand, by what `memfit estimate` says."
         )
     return adapter
-
-
-def check_adapters(class_paths: Iterable[str], allow: Collection[str], where: str) -> None:
-    """Refuse to plan without the adapters of a recipe, so that a run would train all weights instead.
-
-    Args:
-        class_paths: Of the recipe's callbacks, in full or as `lightning_memfit.NAME`.
-        allow: Numerics that a plan may have.
-        where: What plans, and where `allow` is given to it.
-
-    Raises:
-        ValueError: If there are some, and none may be planned.
-    """
-    found = _of_adapters(class_paths)
-    if found and "lora" not in allow:
-        raise ValueError(
-            f"`trainer.callbacks` has {found[0].rpartition('.')[2]}, by which adapters are trained, and a plan would "
-            f"train all weights in its stead. {where} lets it choose adapters, with arguments of their own; `memfit "
-            "plan --config ...` keeps those of the recipe."
-        )
 
 
 def _of_adapters(class_paths: Iterable[str]) -> list[str]:

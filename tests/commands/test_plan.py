@@ -17,7 +17,6 @@ from cli import made_for
 from cli.main import main
 from cli.recipe_files import resolve_arguments
 from cli.recipe_run import _RecipeCLI, load_recipe
-from lightning_memfit.fitting.auto import MemFit
 
 RECIPE = """\
 seed_everything: 1
@@ -175,56 +174,6 @@ def test_a_plan_that_offloads_trains_with_deepspeed(
         timeout=400,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-
-
-@pytest.mark.nightly
-def test_processes_of_a_recipe_on_auto_train_by_one_plan(recipe: str, tmp_path: Path) -> None:
-    """No plan is made for several CPU processes, so that it is written by hand, where the first process would."""
-    laid = {"strategy": "memfit_ddp", "accumulate_grad_batches": 1, "callbacks": []}
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"trainer": laid, "data": {"init_args": {"batch_size": 4}}}))
-    arguments = ["--config", recipe, "--memfit", "auto", "--trainer.devices", "2", "--trainer.logger", "true"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "cli", "fit", *arguments, f"--trainer.default_root_dir={tmp_path}"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "MEMFIT_AUTO_PLAN": str(tmp_path / "plan.yaml"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "MEMBER: 2/2" in finished.stdout + finished.stderr
-    [used] = tmp_path.rglob("config.yaml")
-    assert yaml.safe_load(used.read_text())["data"]["init_args"]["batch_size"] == 4
-
-
-def test_several_processes_on_auto_that_nothing_is_planned_for(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "--config", recipe, "--memfit", "auto", "--trainer.devices", "2"]) == 2
-    assert "are not planned for" in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-def test_a_recipe_on_auto_plans_and_trains(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "auto.yaml"
-    values = yaml.safe_load(RECIPE.format())
-    values["memfit"] = "auto"
-    values["trainer"]["callbacks"].append(
-        {"class_path": "lightning_memfit.device.limit.MemoryLimit", "init_args": {"limit": "3MiB"}}
-    )
-    path.write_text(yaml.safe_dump(values))
-    planned, put_on = [], MemFit._put_on
-
-    def note(self: MemFit, *arguments: Any) -> None:
-        planned.append(self.plan)
-        put_on(self, *arguments)
-
-    monkeypatch.setattr(MemFit, "_put_on", note)
-    code = main(["fit", "--config", str(path)])
-    said = capsys.readouterr().err
-    assert code == 0, said
-    assert "the plan replaces Optimizer8bit" in said
-    assert planned
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""`MemFit` and `memfit: auto` on two ranks that torchrun or SLURM has started: one plan, made by the first rank."""
+"""`MemFit` on two ranks that torchrun or SLURM has started: one plan, made by the first rank."""
 
 import sys
 from pathlib import Path

