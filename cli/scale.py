@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +12,7 @@ from lightning_memfit.bench.experiment import Experiment
 from lightning_memfit.bench.report import write_report
 from lightning_memfit.bench.runner import Runner
 from lightning_memfit.bench.sweep import load_sweep, write_wandb_sweep
-from lightning_memfit.bench.tracking import Mode, Tracking, reachable_mode
+from lightning_memfit.bench.tracking import Mode, Tracking
 
 from .bench import FOLDER, add_run_options, check_device, file_of, measure, read_recipe, show, worker_command
 
@@ -47,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--wandb",
         choices=("online", "offline", "off"),
-        help="where runs are tracked (default: WANDB_MODE, else offline); online becomes offline without a network",
+        help="where runs are tracked (default: WANDB_MODE, else offline)",
     )
     parser.add_argument("--project", default="lightning-memfit", help="Weights & Biases project")
     parser.add_argument(
@@ -101,10 +100,7 @@ def _tracking(arguments: argparse.Namespace, sweep: Experiment, folder: Path) ->
     mode = {"disabled": "off", "dryrun": "offline", "run": "online"}.get(mode, mode)
     if mode not in ("online", "offline", "off"):
         raise ValueError(f"`WANDB_MODE={mode}` must be online, offline or disabled. Or give `--wandb`.")
-    reached = reachable_mode(cast(Mode, mode), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    if reached != mode:
-        print(f"memfit: Weights & Biases can't be reached: runs are kept in {folder}/wandb", file=sys.stderr)
-    return Tracking(reached, arguments.project, f"{sweep.name}-{sweep.device}", str(folder.resolve()))
+    return Tracking(cast(Mode, mode), arguments.project, f"{sweep.name}-{sweep.device}", str(folder.resolve()))
 
 
 def _command(arguments: argparse.Namespace, *more: str) -> str:

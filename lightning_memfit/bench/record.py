@@ -81,8 +81,7 @@ class Speed:
     data_wait_fraction: float
     """Share of the time that passes between the end of a batch and the start of the next."""
     queued_fraction: float | None = None
-    """Share of the time in which a thread was ready to compute and other programs had its core; None if the system
-    doesn't tell."""
+    """Share of the time in which a thread waited for a core, in records that have it."""
 
 
 @dataclass(frozen=True)

@@ -18,24 +18,11 @@ class Point:
     devices: int
     per_second: float
     """Tokens of all processes per second, or samples if batches have no tokens."""
-    per_second_low: float
-    """Speed at the 95 % quantile of the step times."""
-    per_second_high: float
-    """Speed at the 5 % quantile of the step times."""
     measured_bytes: int
     """Peak of live tensors of the first process."""
     predicted_bytes: int | None
     technique: str = ""
     row: str = ""
-
-    def times(self, factor: float) -> "Point":
-        """This point with its speeds on another scale."""
-        return replace(
-            self,
-            per_second=self.per_second * factor,
-            per_second_low=self.per_second_low * factor,
-            per_second_high=self.per_second_high * factor,
-        )
 
 
 def unit_of(results: Sequence[Result]) -> str:
@@ -60,8 +47,6 @@ def points_of(results: Sequence[Result]) -> list[Point]:
                 label=_label(result.point, varying),
                 devices=int(result.point.get("devices", 1)),
                 per_second=per_second,
-                per_second_low=per_second * speed.step_seconds_median / speed.step_seconds_q95,
-                per_second_high=per_second * speed.step_seconds_median / speed.step_seconds_q05,
                 measured_bytes=memory.allocated_bytes,
                 predicted_bytes=result.predicted.allocated_bytes if result.predicted else None,
                 technique=str(result.point.get("technique", "")),
@@ -83,7 +68,9 @@ def curves_of(points: Sequence[Point]) -> dict[str, list[Point]]:
     for label, group in by_label.items():
         group = sorted(group, key=lambda point: point.devices)
         if group[0].devices < group[-1].devices:
-            curves[label] = [point.times(group[0].devices / group[0].per_second) for point in group]
+            curves[label] = [
+                replace(point, per_second=point.per_second * group[0].devices / group[0].per_second) for point in group
+            ]
     return curves
 
 

@@ -46,14 +46,12 @@ class StepClock:
         self._current = TimedStep()
         self._last = 0.0
         self._step_start = 0.0
-        self._queued: list[dict[str, int] | None] = []  # when the timed steps began and ended
         self._losses: list[torch.Tensor] = []
         self._first: list[torch.Tensor] = []
         self._final: list[torch.Tensor] = []
 
     def start(self) -> None:
         """Start the clock before the first step."""
-        self._note_queued()
         self._step_start = self._last = time.perf_counter()
 
     def batch_starts(self) -> None:
@@ -75,28 +73,10 @@ class StepClock:
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             self.steps.append(self._current)
-        self._note_queued()
         self._current = TimedStep()
         self._first = self._first or self._losses
         self._final, self._losses = self._losses, []
         self._step_start = self._last = time.perf_counter()
-
-    def _note_queued(self) -> None:
-        """Note how long threads have waited for a core, between two steps, whose times it isn't part of."""
-        if self.num_steps >= self.warmup_steps:
-            self._queued = [*self._queued[:1], queued_nanoseconds()]
-
-    @property
-    def queued_fraction(self) -> float | None:
-        """Share of the timed steps in which a thread was ready to compute while others had its core.
-
-        None before the first of them, and where the system doesn't tell. A thread that has ended counts no more.
-        """
-        before, now = self._queued if len(self._queued) > 1 else (None, None)
-        if before is None or now is None:
-            return None
-        waited = sum(value - before.get(thread, 0) for thread, value in now.items())
-        return waited * 1e-9 / sum(step.seconds for step in self.steps) / torch.get_num_threads()
 
     @property
     def losses(self) -> tuple[float | None, float | None]:
@@ -118,7 +98,6 @@ class StepClock:
             samples_per_second=None if samples is None else samples * num_replicas / median,
             tokens_per_second=None if tokens is None else tokens * num_replicas / median,
             data_wait_fraction=sum(step.waited for step in self.steps) / float(seconds.sum()),
-            queued_fraction=self.queued_fraction,
         )
 
 
@@ -133,24 +112,6 @@ def _sum(total: int | None, count: int | None) -> int | None:
 def _mean(counts: list[int | None]) -> float | None:
     known = [count for count in counts if count is not None]
     return sum(known) / len(known) if len(known) == len(counts) and any(known) else None
-
-
-_TASKS = Path("/proc/self/task")
-
-
-def queued_nanoseconds() -> dict[str, int] | None:
-    """Return how long each thread of this process has been ready without a core; None where the system doesn't tell.
-
-    The second number of `/proc/PID/task/TID/schedstat` (`Documentation/scheduler/sched-stats.rst` of Linux).
-    """
-    found = {}
-    try:
-        for thread in _TASKS.iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                found[thread.name] = int((thread / "schedstat").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    return found or None
 
 
 # --- resident memory --------------------------------------------------------------------------------------------------

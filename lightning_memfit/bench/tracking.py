@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from lightning_memfit.extras import require
 
@@ -28,19 +26,6 @@ class Tracking:
     def __post_init__(self) -> None:
         if self.mode != "off":
             require("wandb", f"`--wandb {self.mode}` (or take `--wandb off`)")
-
-
-def reachable_mode(mode: Mode, base_url: str = "https://api.wandb.ai", timeout_s: float = 3.0) -> Mode:
-    """Return `offline` instead of `online` if the server can't be reached."""
-    if mode != "online":
-        return mode
-    url = urlsplit(base_url)
-    port = url.port or (80 if url.scheme == "http" else 443)
-    try:
-        socket.create_connection((url.hostname or "", port), timeout_s).close()
-    except OSError:
-        return "offline"
-    return "online"
 
 
 class Tracker:

@@ -100,14 +100,10 @@ class UsageSampler:
 # --- the callback -----------------------------------------------------------------------------------------------------
 
 
-_MOST_TRACKED = 20
-"""Times `tracked_steps` after which an optimizer that steps more seldom than others is not waited for."""
-
-
 class MemoryMonitor(Callback):
     """Measure the memory and the speed of a fit, for any LightningModule.
 
-    - During the first `tracked_steps` steps of every optimizer all live tensors are tracked and counted by category:
+    - During the first `tracked_steps` optimizer steps all live tensors are tracked and counted by category:
       parameters, buffers, gradients, optimizer states, activations, temporaries, inputs. Tracking slows down those
       steps, but not later ones. A `MemoryLimit` on the CPU tracks tensors anyway; its figures are then used for the
       whole run. Compiled modules run uncompiled while they are tracked: set `tracked_steps` to 0 for them.
@@ -128,11 +124,9 @@ class MemoryMonitor(Callback):
     Speed is measured after the tracked steps; it includes waiting for data and leaves out validation.
 
     Args:
-        tracked_steps: Optimizer steps during which live tensors are tracked; 0 tracks none. With several optimizers,
-            as many of each, unless one steps 20 times as seldom as the others.
+        tracked_steps: Optimizer steps during which live tensors are tracked; 0 tracks none. States of an optimizer
+            that steps more seldom than others are in the peak only if it has stepped by then.
         every_n_steps: Optimizer steps between two samples. None takes the Trainer's `log_every_n_steps`.
-        loss_name: Logged validation metric for the table. None takes the first one whose name starts with `val` and
-            contains `loss`.
         report_path: JSON file for the report. If the file exists, a number is added to the name.
         exact: On the CPU, read the allocator's events during the tracked steps, so that the measured peak holds what
             kernels take while they run, too, which tracking tensors doesn't show. It includes batches that the loader
@@ -149,7 +143,6 @@ class MemoryMonitor(Callback):
         self,
         tracked_steps: int = 3,
         every_n_steps: int | None = None,
-        loss_name: str | None = None,
         report_path: str | Path | None = None,
         exact: bool = False,
     ) -> None:
@@ -163,7 +156,6 @@ class MemoryMonitor(Callback):
             raise ValueError(f"`every_n_steps={every_n_steps}` must be at least 1.")
         self.tracked_steps = tracked_steps
         self.every_n_steps = every_n_steps
-        self.loss_name = loss_name
         self.report_path = report_path
         self.exact = exact
         self.predicted: MemoryBreakdown | None = None
@@ -190,9 +182,6 @@ class MemoryMonitor(Callback):
         self._global_step = 0
         self._is_automatic = False
         self._every = 1
-        self._steps_of: dict[int, int] = {}
-        self._handles: list[Any] = []
-        self._is_warm = False
         self._is_made_later = False
         self._losses: tuple[str, float, float] | None = None
 
@@ -244,9 +233,6 @@ class MemoryMonitor(Callback):
         """Track live tensors, unless a limit already does so."""
         self._global_step = trainer.global_step
         self._is_automatic = pl_module.automatic_optimization
-        if self.tracked_steps and len(trainer.optimizers) > 1:
-            self._steps_of = {id(optimizer): 0 for optimizer in trainer.optimizers}
-            self._handles = [o.register_step_post_hook(self._count_step) for o in trainer.optimizers]
         self._every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         limit = next((c for c in trainer.callbacks if isinstance(getattr(c, "ledger", None), StorageLedger)), None)  # type: ignore[attr-defined]
         if limit is not None:
@@ -282,7 +268,7 @@ class MemoryMonitor(Callback):
             self._is_made_later = False
             self._attachment.ledger.track_module(pl_module)
         self._num_steps += 1
-        warmed_up = not self._is_warm and self._num_steps >= (self.tracked_steps or 1) and self._warms_up()
+        warmed_up = self._num_steps == (self.tracked_steps or 1)
         if not warmed_up and self._num_steps % self._every:
             return
         ledger = self._followed
@@ -291,19 +277,6 @@ class MemoryMonitor(Callback):
         self._sample(trainer, ledger)
         if warmed_up:
             self._throughput.start()
-
-    def _warms_up(self) -> bool:
-        """Whether every optimizer has stepped often enough just now, or some step so seldom that none waits for them.
-
-        The states of an optimizer are part of the peak only after its first step.
-        """
-        if self._is_warm:
-            return False
-        wanted = max(1, self.tracked_steps)
-        self._is_warm = (
-            min(self._steps_of.values(), default=wanted) >= wanted or self._num_steps >= _MOST_TRACKED * wanted
-        )
-        return self._is_warm
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -376,13 +349,7 @@ class MemoryMonitor(Callback):
     def _others_of(self, trainer: Trainer) -> list[Callback]:
         return [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
 
-    def _count_step(self, optimizer: Any, *_: Any) -> None:
-        self._steps_of[id(optimizer)] += 1
-
     def _stop_following(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
         if self._reader.is_running:
             peak = max(accumulate(self._reader.stop()), default=0)
             self._exact_bytes = self._held_bytes + max(0, peak)
@@ -415,12 +382,8 @@ class MemoryMonitor(Callback):
 
     def _keep_loss(self, trainer: Trainer) -> None:
         metrics = trainer.callback_metrics
-        name = self.loss_name or next((n for n in metrics if n.startswith("val") and "loss" in n), None)
+        name = next((n for n in metrics if n.startswith("val") and "loss" in n), None)
         if name is None:
-            return
-        if name not in metrics:  # no reason to end a run that trains
-            logged = ", ".join(metrics) or "nothing"
-            rank_zero_warn(f"`loss_name={name!r}` of MemoryMonitor was not logged in validation. Logged: {logged}.")
             return
         last = float(metrics[name])
         first = last if self._losses is None else self._losses[1]
@@ -455,7 +418,6 @@ class MemoryMonitor(Callback):
             loss_name=name,
             first_loss=first,
             last_loss=last,
-            checkpoint_path=_checkpoint_path(trainer),
             num_processes=trainer.world_size,
             versions=versions(),
         )
@@ -476,12 +438,3 @@ def _publish(trainer: Trainer, figures: dict[str, float], in_bar: float) -> None
         logger.log_metrics(figures, step=step)
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
     trainer.progress_bar_metrics["mem_gib"] = in_bar
-
-
-def _checkpoint_path(trainer: Trainer) -> str | None:
-    paths = (
-        path
-        for callback in trainer.checkpoint_callbacks
-        for path in (getattr(callback, "best_model_path", ""), getattr(callback, "last_model_path", ""))
-    )
-    return next((str(path) for path in paths if path), None)

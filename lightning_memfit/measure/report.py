@@ -65,7 +65,6 @@ class RunReport:
     loss_name: str | None = None
     first_loss: float | None = None
     last_loss: float | None = None
-    checkpoint_path: str | None = None
     num_processes: int = 1
     """Number of processes; all figures are those of the first."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -114,7 +113,7 @@ class RunReport:
         return target
 
     def table(self) -> "Table":
-        """Rich table: memory by category, then figures of process and driver, speed, loss and checkpoint."""
+        """Rich table: memory by category, then figures of process and driver, speed and loss."""
         from rich.table import Table
 
         table = Table(title=f"Run report: {self.num_steps} optimizer steps on {self.device}", title_justify="left")
@@ -173,7 +172,6 @@ class RunReport:
         rows.append(("optimizer step", step))
         if self.loss_name is not None:
             rows.append((self.loss_name, f"{self.first_loss:.4f} -> {self.last_loss:.4f}"))
-        rows.append(("checkpoint", self.checkpoint_path or "none written"))
         return rows
 
     def _caption(self) -> str:

@@ -27,9 +27,6 @@ def test_speed_up_against_the_fewest_processes():
     curves = curves_of(points_of(RESULTS))
     assert [point.devices for point in curves["none"]] == [1, 2, 4]
     assert [point.per_second for point in curves["none"]] == pytest.approx([1.0, 1.8, 3.2])
-    # Step times are twice as long at the 95 % quantile.
-    assert [point.per_second_low for point in curves["none"]] == pytest.approx([0.5, 0.9, 1.6])
-    assert [point.per_second_high for point in curves["none"]] == pytest.approx([1.25, 2.25, 4.0])
     assert [point.per_second for point in curves["small"]] == pytest.approx([1.0, 1.8])
 
 

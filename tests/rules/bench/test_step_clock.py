@@ -4,9 +4,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from lightning_memfit.bench.step_clock import ResidentGrowth, StepClock
+from lightning_memfit.bench.step_clock import ResidentGrowth
 
 MIB = 2**20
 
@@ -42,29 +41,3 @@ def test_without_the_kernels_help_nothing_is_said(monkeypatch: pytest.MonkeyPatc
     growth = ResidentGrowth()
     growth.start()
     assert growth.growth_bytes is None
-
-
-def test_time_without_a_core_is_that_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Linux counts nanoseconds for each thread; one that begins later begins at none."""
-    monkeypatch.setattr("lightning_memfit.bench.step_clock._TASKS", tmp_path)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    now = iter(range(100))
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))  # a second passes at every look
-
-    def told(**seconds: float) -> None:
-        for thread, waited in seconds.items():
-            (tmp_path / thread).mkdir(exist_ok=True)
-            (tmp_path / thread / "schedstat").write_text(f"123 {round(waited * 1e9)} 4\n")
-
-    clock = StepClock(warmup_steps=1)
-    clock.start()
-    told(first=50.0)
-    clock.step_ends(torch.device("cpu"))
-    assert clock.queued_fraction is None
-    told(first=50.25, second=0.5)
-    clock.step_ends(torch.device("cpu"))
-    (step,) = clock.steps
-    assert clock.queued_fraction == pytest.approx(0.75 / step.seconds / 2)
-    speed = clock.speed()
-    assert speed is not None
-    assert speed.queued_fraction == clock.queued_fraction
