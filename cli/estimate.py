@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import gc
 import json
-import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -429,10 +428,6 @@ def _named_ranks(division: Division) -> Ranks:
     return Ranks(partial(StrategyRegistry.get, division.name), division.ranks)
 
 
-_COMMA = re.compile(r",(?![^\[]*\])")
-"""A comma that isn't inside brackets: `mode=selective,keep=[matmul,attention]`."""
-
-
 def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
     """Return a function that makes the callbacks of techniques given as `NAME` or `NAME:KEY=VALUE,...`."""
     import yaml
@@ -444,8 +439,8 @@ def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
     for text in techniques:
         name, _, options = text.partition(":")
         technique = find_technique(name)
-        pairs = [pair.partition("=") for pair in _COMMA.split(options) if pair]
-        malformed = next((key for key, equals, _ in pairs if not equals), None)
+        given: dict[str, Any] = yaml.safe_load(f"{{{options.replace('=', ': ')}}}")
+        malformed = next((key for key, value in given.items() if value is None), None)
         if malformed is not None:
             raise ValueError(f"`--technique {text}`: `{malformed}` has no value. Write NAME:KEY=VALUE,KEY=VALUE.")
         known = setting.of_kind(technique.kind)
@@ -457,7 +452,6 @@ def _callbacks_of(techniques: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
             )
         if not technique.traced or technique.kind == "strategy":
             raise ValueError(f"`--technique {name}` changes nothing that one device's memory shows. Leave it out.")
-        given = {key: yaml.safe_load(value) for key, _, value in pairs}
         technique.configured(**given)  # refuses unknown options
         setting = setting.choose(name, **given)
 
