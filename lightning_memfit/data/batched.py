@@ -43,17 +43,6 @@ class EffectiveBatchSampler(DistributedSampler[Any]):
 
     Samples that do not fill the last effective batch of an epoch are left out, different ones in each epoch. Because it
     is a `DistributedSampler`, Lightning keeps it and sets its epoch.
-
-    Args:
-        dataset: The data set that is indexed.
-        batch_size: Micro-batch of one process.
-        accumulation: Micro-batches of one optimizer step.
-        num_replicas: Number of processes.
-        rank: Index of this process.
-        seed: Seed of the order.
-
-    Raises:
-        ValueError: If the data do not fill one effective batch.
     """
 
     def __init__(
@@ -106,14 +95,9 @@ class ResumableLoader(DataLoader[Any]):
     Lightning stores `state_dict` in checkpoints and calls `load_state_dict` before the first batch. The position is
     applied when the first batch is requested; by then Lightning has set the epoch. It counts samples over all
     processes, so that the run may go on with another batch size, accumulation or number of processes. With other data
-    or another seed an epoch that was interrupted begins anew, with a warning that names what has changed.
-
-    Args:
-        dataset: The data set.
-        sampler: Its order.
-        on_resume: Called with a position, the number of batches of the present size that stand for it, and of an epoch;
-            returns whether that epoch goes on.
-        arguments: Further arguments of `DataLoader`.
+    or another seed an epoch that was interrupted begins anew, with a warning that names what has changed. `on_resume` is
+    called with a position and the numbers of batches of the present size that stand for it, and of an epoch; it returns
+    whether that epoch goes on.
     """
 
     sampler: EffectiveBatchSampler

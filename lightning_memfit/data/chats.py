@@ -47,12 +47,7 @@ _CONVERSIONS = {
 
 
 class ChatEncoder:
-    """Rows have a conversation, a list of messages, and perhaps the tools that it uses. A `RowEncoder`.
-
-    Args:
-        column: Column with the messages.
-        template: The chat template.
-    """
+    """Rows have a conversation, a list of messages, and perhaps the tools that it uses. A `RowEncoder`."""
 
     dtype = np.dtype(np.uint32)
 
@@ -115,17 +110,7 @@ class ConversationBlocks(MappedTokens):
 
     Items are `input_ids` and `labels`, `(sequence_length,)` int64; labels are -100 but on answers. With packing
     `position_ids` of the same shape start anew with every conversation, and with the padding. Longer conversations are
-    cut; what has no answer then is left out.
-
-    Args:
-        tokens: `(tokens,)` flagged tokens from `ChatEncoder`.
-        sequence_length: Tokens in a block.
-        pad: Id of the padding.
-        packing: Put as many conversations into a block as fit; otherwise one.
-        name: Name of the conversations in error messages.
-
-    Raises:
-        ValueError: If no conversation has an answer within a block's length.
+    cut; what has no answer then is left out. `tokens` are flagged ones of `ChatEncoder`.
     """
 
     def __init__(

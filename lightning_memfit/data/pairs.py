@@ -27,15 +27,6 @@ class TokenizedPairs(Dataset[dict[str, torch.Tensor]]):
     where nothing is predicted. Sources are tokenized as by `tokenizer(text)`, targets as by
     `tokenizer(text_target=text)`, each with all its special tokens, even if it is cut, and with
     the end-of-sequence token.
-
-    Args:
-        pairs: Source and target texts.
-        tokenizer: From `load_tokenizer`.
-        source_length: Tokens of a source.
-        target_length: Tokens of a target.
-
-    Raises:
-        ValueError: If the tokenizer has no padding token, or a length leaves no room for a text.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ _CHUNK = 1 << 24
 
 
 class MappedTokens(Dataset[dict[str, torch.Tensor]]):
-    """Samples out of one flat array. A memory-mapped one stays so: workers map the file again instead of copying it.
-
-    Args:
-        tokens: `(tokens,)` integers, in memory or from `np.load(..., mmap_mode="r")`.
-    """
+    """Samples out of one flat array. A memory-mapped one stays so: workers map the file again instead of copying it."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens = tokens
@@ -55,14 +51,6 @@ class PackedBlocks(MappedTokens):
     """Blocks of `sequence_length` consecutive tokens; a remainder at the end of the text is not used.
 
     Items are `{"input_ids": (sequence_length,), "labels": (sequence_length,)}`, int64; the model shifts the labels.
-
-    Args:
-        tokens: `(tokens,)` integers, in memory or from `np.load(..., mmap_mode="r")`.
-        sequence_length: Tokens in a block.
-        name: Name of the text in error messages.
-
-    Raises:
-        ValueError: If the text does not fill one block.
     """
 
     def __init__(self, tokens: np.ndarray, sequence_length: int, name: str = "text") -> None:

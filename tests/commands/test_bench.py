@@ -3,12 +3,10 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from cli.bench import progress_of
 from cli.main import main
 from cli.scale import build_parser
 from tests.helpers.wandb_files import read_run
@@ -140,20 +138,3 @@ def test_a_gpu_that_is_not_there(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "--experiment", "bert_large", "--device", "cuda"]) == 2
     assert "`--device cuda`: torch" in capsys.readouterr().err
-
-
-def test_a_report_of_nothing(tmp_path, capsys):
-    config = write(tmp_path / "toys.yaml", {"title": "T", "base": BASE, "matrix": {"devices": [1]}})
-    assert main(["scale", "--config", config, "--folder", str(tmp_path), "--report-only"]) == 2
-    assert "there are no records" in capsys.readouterr().err
-
-
-def test_every_row_is_told_with_what_is_left(capsys):
-    progress = progress_of(3)
-    for name, seconds, measured_now in (("a", 0.0, False), ("b", 90.0, True), ("c", 30.0, True)):
-        progress(SimpleNamespace(row=name, status="ok", seconds=seconds, error=None), measured_now)
-    assert capsys.readouterr().err.splitlines() == [
-        "a: ok (kept); 2 of 3 left",
-        "b: ok (90 s); 1 of 3 left, about 1.5 min",
-        "c: ok (30 s); 0 of 3 left",
-    ]

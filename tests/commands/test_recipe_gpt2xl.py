@@ -140,19 +140,6 @@ def test_the_example_continues_a_text_with_what_was_exported(trained, tmp_path):
     assert expected.startswith("99 bot")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data.global_batch_size=6"], "`global_batch_size=6`, but `batch_size=2` x `accumulate_grad_batches=2` x 1"),
-        (["--data.global_batch_size=7"], "7 is not a multiple of 2"),
-    ],
-)
-def test_a_global_batch_that_does_not_come_out_is_one_message(place, tmp_path, capsys, options, message):
-    arguments = ["fit", "--config", "gpt2xl", "--config", str(place / "override.yaml"), *options]
-    assert main([*arguments, f"--trainer.logger.init_args.save_dir={tmp_path}"]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_the_recipe_itself_is_the_flagship(capsys):
     assert main(["fit", "--config", "gpt2xl", "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)

@@ -30,15 +30,6 @@ def test_table_shows_the_fix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "hinder" in output
 
 
-def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from cli.main import main
-
-    file = tmp_path / "file"
-    file.touch()
-    assert main(["doctor", "--folder", str(file)]) == 1
-    assert "disk space" in capsys.readouterr().out
-
-
 def test_what_was_measured_is_shown_and_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,21 +77,6 @@ def test_recipe_for_a_gpu_is_estimated_without_one_and_leaves_nothing(capsys, re
     assert not (tmp_path / "cache" / "profiles").exists()
 
 
-@pytest.mark.nightly
-def test_settings_come_from_the_recipe(capsys, recipe):
-    _, plain = estimate(capsys, *recipe, "--device", "12GiB")
-    _, changed = estimate(
-        capsys, *recipe, "--device", "12GiB", "--trainer.precision=bf16-true", "--trainer.accumulate_grad_batches=4",
-        "--trainer.gradient_clip_val=1.0",
-        "--trainer.callbacks+=lightning_memfit.techniques.optimizer_8bit.Optimizer8bit",
-    )  # fmt: skip
-    assert (plain["precision"], changed["precision"]) == ("32-true", "bf16-true")
-    assert (plain["optimizer"], changed["optimizer"]) == ("AdamW", "AdamW8bit")
-    assert changed["accumulate_grad_batches"] == 4
-    weights = [report["peak"]["breakdown"]["device"]["parameter"] for report in (plain, changed)]
-    assert weights[0] == pytest.approx(2 * weights[1], rel=0.05)
-
-
 def test_exit_codes_and_largest_micro_batch(capsys, recipe):
     code, report = estimate(capsys, *recipe, "--device", "900MiB")
     assert code == (0 if report["verdict"]["fits"] else 1)
@@ -125,11 +110,6 @@ def test_what_is_left_out_is_said(capsys, recipe):
     )  # fmt: skip
     assert any("strategy=fsdp` is not in the figures" in note for note in report["notes"])
     assert report["strategy"] is None
-
-
-def test_global_batch_size_of_several_devices_is_accepted(capsys, recipe):
-    code, _ = estimate(capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--data.global_batch_size=4")
-    assert code == 0
 
 
 def test_table_reads_well(capsys, recipe, tmp_path):
@@ -214,24 +194,6 @@ def test_an_amd_device_gets_a_lower_bound_and_no_claim(capsys, device, code, wor
     assert "Does not fit: needs at least" in capsys.readouterr().out
 
 
-def test_no_plan_is_made_for_an_amd_device(capsys, recipe):
-    assert main(["plan", *recipe, "--device", "MI250X"]) == 2
-    assert "is an AMD device" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("--trainer.devices=0", "`trainer.devices=0` must be"),
-        ("--trainer.devices=100000000000000000000", "must be from 1 to"),
-        ("--trainer.num_nodes=0", "`trainer.num_nodes=0` must be"),
-    ],
-)
-def test_impossible_numbers_of_devices_are_refused(capsys, recipe, override, message):
-    assert main(["estimate", *recipe, "--device", "12GiB", override]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.nightly
 def test_a_recipe_under_fsdp2_has_the_figures_of_a_rank(capsys, recipe):
     found = {}
@@ -270,16 +232,6 @@ def test_a_recipe_under_deepspeed_has_the_figures_of_a_rank(capsys, recipe, stra
     each = 20 if strategy == "memfit_zero_infinity" else 12
     assert states == pytest.approx(each * report["num_parameters"] / 2, rel=0.02)
     assert (report["verdict"]["host_needed_bytes"] > 0) == host
-
-
-@DEEPSPEED
-def test_the_table_of_a_rank_names_every_place(capsys, recipe):
-    options = ["--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=memfit_zero_infinity"]
-    assert main(["estimate", *recipe, *options]) == 0
-    output = capsys.readouterr().out
-    for text in ("memfit_zero_infinity on 2 devices: figures are those of one rank", "page-locked host memory"):
-        assert text in output
-    assert "Host memory for 2 ranks of a machine" in output
 
 
 @pytest.mark.nightly_cases("zero_offload")
@@ -415,16 +367,6 @@ def test_a_recipe_imports_nothing_that_it_does_not_name(recipe):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert run.stderr.splitlines()[-1] == "[]"
-
-
-def test_a_recipe_of_several_files_is_estimated(recipe, tmp_path, monkeypatch, capsys):
-    """What a file within a recipe names is known, too: nothing of it is scanned before it is parsed."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "trainer.cfg").write_text("{strategy: memfit_ddp, callbacks: [{class_path: ZeroGradAfterStep}]}\n")
-    (tmp_path / "whole.yaml").write_text("trainer: trainer.cfg\n")
-    note = f"--trainer.default_root_dir={'a' * 300}"  # longer than any file name may be
-    _, report = estimate(capsys, "--config", "whole.yaml", *recipe[2:], note, "--device", "12GiB")
-    assert report["strategy"]["name"] == "memfit_ddp"
 
 
 @pytest.mark.nightly

@@ -57,11 +57,6 @@ def test_mistakes_in_a_file_name_the_closest(write, capsys, content, message):
     assert len(error.splitlines()) <= 2
 
 
-def test_wrong_value_in_a_constructor(write, capsys):
-    assert main(["fit", "--config", write(), "--model.learning_rate=-1"]) == 2
-    assert "memfit: error: `learning_rate=-1.0` must be" in capsys.readouterr().err
-
-
 def test_print_config_composes_files_and_appends_callbacks(write, tmp_path, capsys):
     first = write(trainer={"max_steps": 3, "callbacks": [{"class_path": "LearningRateMonitor"}]})
     (tmp_path / "b.yaml").write_text(
@@ -73,25 +68,6 @@ def test_print_config_composes_files_and_appends_callbacks(write, tmp_path, caps
     assert printed["trainer"]["max_steps"] == 5
     names = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
     assert names == ["LearningRateMonitor", "RichProgressBar", "MemoryLimit"]
-
-
-def test_help_is_short_at_the_top(capsys):
-    assert main(["fit", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: memfit fit [--config RECIPE ...] [--with TECHNIQUE ...]")
-
-
-def test_without_running(write):
-    cli = MemFitCLI(["--seed_everything=1", "--config", write(trainer={"max_steps": 3})], run=False)
-    assert cli.trainer.max_steps == 3
-    assert type(cli.model).__name__ == "CausalLM"
-    assert type(cli.datamodule).__name__ == "StandardLibraryText"
-    assert cli.model.model is None
-
-
-def test_no_deprecation_warning_of_the_parser(write, recwarn, monkeypatch):
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "all")
-    MemFitCLI(["--seed_everything=1", "--config", write()], run=False)
-    assert not [warning for warning in recwarn if "jsonargparse" in str(warning.category).lower()]
 
 
 @pytest.mark.parametrize("name", ["trainer.yaml", "trainer.cfg", "trainer"])

@@ -29,16 +29,6 @@ def test_a_plans_callbacks_replace_techniques_and_nothing_else() -> None:
     assert paths(found[2:]) == ["mine.Averaging", "lightning.pytorch.callbacks.EarlyStopping", *paths(later)]
 
 
-def test_an_equal_technique_in_the_recipe_is_taken_once() -> None:
-    technique = specs(EIGHT_BIT)
-    assert laid_over([*technique, *technique], technique, "plan.yaml") == technique
-
-
-def test_feedback_of_an_earlier_plan_goes() -> None:
-    older, newer = (Namespace(class_path=FEEDBACK, init_args=Namespace(rates=name)) for name in ("T4", "H100"))
-    assert laid_over([older, newer], [older], "plan.yaml") == [newer]
-
-
 def test_a_list_that_replaces_the_plans_is_refused() -> None:
     with pytest.raises(ValueError, match=r"after `plan.yaml` replaces the list `callbacks`.*callbacks\+"):
         laid_over(specs("mine.Other"), specs("mine.Averaging", EIGHT_BIT), "plan.yaml")

@@ -27,11 +27,6 @@ def test_no_command_and_unknown_command(capsys):
     assert "there is no command 'fti'. Closest: fit" in capsys.readouterr().err
 
 
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip()
-
-
 def test_user_mistake_is_one_message(capsys, monkeypatch):
     monkeypatch.delenv("MEMFIT_DEBUG", raising=False)
     assert main(["recipes", "copy", "quikstart"]) == 2
@@ -40,20 +35,10 @@ def test_user_mistake_is_one_message(capsys, monkeypatch):
     assert "Traceback" not in error
 
 
-def test_where_no_recipe_is_close_the_command_that_lists_them_is_named(capsys):
-    assert main(["recipes", "copy", "xyzzy"]) == 2
-    assert capsys.readouterr().err.endswith("is neither a file nor a recipe. `memfit recipes` lists all.\n")
-
-
 def test_debug_variable_keeps_the_traceback(monkeypatch):
     monkeypatch.setenv("MEMFIT_DEBUG", "1")
     with pytest.raises(ValueError, match="neither a file nor a recipe"):
         main(["recipes", "copy", "quikstart"])
-
-
-def test_our_own_mistakes_keep_their_traceback():
-    with pytest.raises(ValueError, match="invalid literal"), readable_errors():
-        int("x")
 
 
 def test_causes_are_looked_at(capsys):
@@ -87,13 +72,6 @@ def test_what_a_program_exits_with_is_said(capsys, given, code, said):
     with readable_errors() as outcome:
         sys.exit(given)
     assert (outcome.code, capsys.readouterr().err) == (code, said)
-
-
-def test_a_profiler_gets_the_program_back(tmp_path):
-    command = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "profile"), "-m", "cli", "--help"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert (tmp_path / "profile").stat().st_size
 
 
 @pytest.mark.parametrize("command", ["fit", "estimate", "plan"])

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import yaml
-from lightning.pytorch.callbacks.timer import Interval
 
 import cli.fit  # noqa: F401  Lightning's log handler must not hold the stderr of one test
-from cli.errors import RunFailedError, readable_errors, report_unexpected
+from cli.errors import RunFailedError, readable_errors
 from cli.main import main
 from tests.fuzz import RECIPE
 
@@ -121,11 +120,6 @@ def test_mistakes_of_options_name_option_and_value(run, command, option, message
     assert len(told.splitlines()) == 1
 
 
-def test_a_text_with_an_enum_as_default_is_written_as_text():
-    """As Lightning's `Timer(interval=Interval.step)`, which every recipe with one passes on."""
-    assert yaml.safe_dump({"interval": Interval.step}) == "interval: step\n"
-
-
 @pytest.mark.parametrize("command", ["fit", "estimate", "plan"])
 def test_plain_mistakes_are_not_said_to_be_untraceable(run, command):
     code, told = run(command, init_args=HEADS, trainer={"callbacks": [callback("lightning_memfit.MemoryPrediction")]})
@@ -141,13 +135,6 @@ def test_a_limit_in_which_no_sample_fits_is_one_message(run, tmp_path):
     assert "memfit: error: A micro-batch of one sample does not fit" in told
     assert "`MicroBatching(last_resort='recompute')`" in told
     assert "Traceback" not in told
-
-
-def test_a_plan_file_with_a_wrong_number(run, tmp_path):
-    (tmp_path / "plan.yaml").write_text("trainer: {accumulate_grad_batches: -1}\n")
-    code, told = run("fit", "--config", "plan.yaml")
-    assert code == 2
-    assert "`trainer.accumulate_grad_batches=-1` must be" in told
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -191,23 +178,3 @@ def test_a_package_that_a_begun_run_misses_is_no_mistake_of_the_command(capsys, 
     assert 'pip install "lightning-memfit[wandb]"' in capsys.readouterr().err
     with pytest.raises(RunFailedError), readable_errors():
         raise RunFailedError from missing
-
-
-def test_messages_of_own_errors_go_without_the_name_of_their_class(capsys):
-    """Its file tells, not its name: a checkout's command line is `cli`, not `lightning_memfit.cli`."""
-    for module, told in (
-        ("cli.errors", "no room"),
-        ("lightning_memfit.memory.units", "no room"),
-        ("mine", "mine.Full: no room"),
-    ):
-        assert report_unexpected(type("Full", (Exception,), {"__module__": module})("no room")) == 2
-        assert capsys.readouterr().err.startswith(f"memfit: error: {told} (")
-
-
-def test_long_messages_are_cut(capsys):
-    error = RuntimeError("\n".join(f"line {number}" for number in range(100)))
-    assert report_unexpected(error) == 2
-    assert report_unexpected(RunFailedError()) == 1
-    told = capsys.readouterr().err
-    assert "line 5 ..." in told
-    assert "line 6" not in told

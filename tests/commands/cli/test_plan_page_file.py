@@ -51,38 +51,6 @@ def test_a_file_that_exists_is_refused_before_planning(planned: list[bool], caps
     assert planned == []
 
 
-@pytest.mark.parametrize(
-    ("option", "file", "told"),
-    [
-        ("--out", "/proc/self/plan.file", "can't be written: "),
-        ("--html", "pages/page.html", ": there is no folder 'pages'"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_refused_before_planning(
-    planned: list[bool], option: str, file: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plan was made, lost, and not even printed."""
-    assert run(option, file) == 2
-    assert f"`{option} {file}`" in (error := capsys.readouterr().err)
-    assert told in error
-    assert planned == []
-
-
-def test_so_are_those_of_estimates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.estimate._report", lambda *_: pytest.fail("something was traced first"))
-    assert main(["estimate", "--model", "gpt2", "--timeline", "/proc/self/page.html"]) == 2
-    assert "`--timeline /proc/self/page.html` can't be written" in capsys.readouterr().err
-
-
-def test_one_file_for_page_and_plan_is_refused_before_planning(
-    planned: list[bool], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--out", "same.file", "--html", "./same.file") == 2
-    assert "is the file of `--out`" in capsys.readouterr().err
-    assert not Path("same.file").exists()
-    assert planned == []
-
-
 def test_a_dry_run_writes_no_file(planned: list[bool], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     assert run("--html", "page.html", "--out", "plan.yaml", "--dry-run") == 0

@@ -173,11 +173,6 @@ def test_a_named_cpu_is_under_the_limit_of_the_recipe() -> None:
     assert not target_of("cpu", recipe()).counts_tensors
 
 
-def test_devices_that_are_no_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`trainer.devices=\['first', '1'\]` must be numbers"):
-        device_numbers("first,1")
-
-
 def test_machines_that_cannot_share_the_named_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="names 3 devices, which the recipe's 2 machines can't share"):
         devices_here(replace(recipe(devices=None), num_nodes=2), "T4", 3, named_target("T4"))
@@ -251,16 +246,6 @@ def test_layers_that_take_statistics_over_a_micro_batch_keep_its_size(
     assert any("Micro-batches stay as large" in note for note in large["notes"]) == is_kept
     assert codes == ([0, 1] if is_kept else [0, 0])
     assert any("Smaller micro-batches are not planned" in line for line in small["advice"]) == is_kept
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_batches_of_another_size_are_named(size: int) -> None:
-    with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=1"]) as run:
-        workload = plan_recipe.workload_of(run, target_of("A100 80GB", run), REQUEST)
-        setting = replace(workload.own, micro_batch_size=size)  # type: ignore[type-var]
-        notes = list(plan_recipe._assumed(run, workload, SimpleNamespace(setting=setting, written_bytes=0), None))  # type: ignore[arg-type]
-    assert workload.own_micro_batch == 4
-    assert any("Batches have 1 samples instead of 4" in note for note in notes) == (size == 1)
 
 
 class BesideReference(CausalLM):

@@ -1,8 +1,7 @@
 import pytest
-import yaml
 
 from cli.main import main
-from cli.recipe_files import FOLDER, available, describe, resolve, resolve_arguments
+from cli.recipe_files import FOLDER, available, resolve, resolve_arguments
 
 
 def test_every_recipe_is_listed_with_what_it_is_for(capsys):
@@ -16,12 +15,6 @@ def test_every_recipe_is_listed_with_what_it_is_for(capsys):
 def test_found_by_name_from_anywhere(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve(name) == str(FOLDER / "quickstart.yaml")
-
-
-def test_own_file_wins(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "quickstart.yaml").write_text("{}")
-    assert resolve("quickstart.yaml") == "quickstart.yaml"
 
 
 def test_arguments():
@@ -43,16 +36,6 @@ def test_copy_never_overwrites(tmp_path, capsys):
     copied.write_text("mine")
     assert main(["recipes", "copy", "quickstart", str(tmp_path)]) == 2
     assert copied.read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", sorted(available()))
-def test_recipe_says_what_it_is_and_appends_its_lists(name):
-    file = available()[name]
-    assert file.read_text().startswith("# ")
-    assert describe(file).endswith(".")
-    content = yaml.safe_load(file.read_text())
-    if name.startswith("fragments/"):
-        assert not {"callbacks", "plugins"} & set(content.get("trainer", {})), "write `callbacks+:` in a fragment"
 
 
 def test_the_trial_of_gpt2xl_without_network_trains(tmp_path, monkeypatch, capsys):

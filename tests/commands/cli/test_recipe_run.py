@@ -12,7 +12,7 @@ import lightning_memfit.hub
 from cli.main import main
 from cli.recipe_run import load_recipe, parse_batch_shape
 from lightning_memfit.data import PairData, TextData
-from lightning_memfit.estimate.architectures import ARCHITECTURES, is_known
+from lightning_memfit.estimate.architectures import ARCHITECTURES
 from lightning_memfit.estimate.named import architecture_of
 
 _OWN = """
@@ -147,23 +147,6 @@ def test_another_owner_s_model_is_named_where_it_cannot_be_had(away, capsys):
     assert "the hub can't be reached" in told
 
 
-def test_the_table_gives_way_to_what_is_named(away):
-    """A folder of that name, another revision and another owner are not the model of the table."""
-    from lightning_memfit.estimate.pretrained import without_weights
-
-    assert is_known("openai-community/gpt2-xl")
-    assert is_known("gpt2-xl")
-    assert not is_known("somebody/gpt2-xl")
-    with without_weights():
-        from transformers import AutoConfig, GPT2Config
-
-        assert AutoConfig.from_pretrained("openai-community/gpt2-xl").n_layer == 48
-        with pytest.raises(OSError, match="couldn't connect"):
-            AutoConfig.from_pretrained("openai-community/gpt2-xl", revision="other", local_files_only=True)
-        GPT2Config(n_layer=3).save_pretrained("openai-community/gpt2-xl")
-        assert AutoConfig.from_pretrained("openai-community/gpt2-xl").n_layer == 3
-
-
 def test_weights_that_are_quantized_while_loaded_are_refused(away):
     from lightning_memfit.estimate.pretrained import without_weights
 
@@ -172,18 +155,6 @@ def test_weights_that_are_quantized_while_loaded_are_refused(away):
 
         with pytest.raises(ValueError, match="QuantizedWeights"):
             GPT2LMHeadModel.from_pretrained("gpt2", quantization_config={"load_in_4bit": True})
-
-
-def test_published_weights_keep_their_type(away):
-    from lightning_memfit.estimate.pretrained import without_weights
-
-    with without_weights():
-        from transformers import AutoModelForCausalLM
-
-        network = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
-        assert (network.dtype, network.device.type) == (torch.bfloat16, "meta")
-        network = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", dtype=torch.float32)
-        assert network.dtype is torch.float32
 
 
 def test_example_batches_have_the_shapes_of_real_ones(tmp_path):
@@ -203,28 +174,6 @@ def test_example_batches_have_the_shapes_of_real_ones(tmp_path):
             name: (one.shape, one.dtype) for name, one in real.items()
         }
         assert example["input_ids"].max() < 258
-
-
-_KNOWN = """
-import torch
-from lightning_memfit.data import TextData
-class Known(TextData):
-    def example_batch(self, vocab_size=None):
-        return {"pixels": torch.zeros(2, 3, 4, 4)}
-"""
-
-
-def test_a_step_that_its_example_does_not_suit_names_whose_that_is(away, capsys, monkeypatch):
-    Path("own_data.py").write_text(_KNOWN)
-    monkeypatch.syspath_prepend(str(away))
-    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 258}
-    model = {"class_path": "CausalLM", "init_args": {"config": config}}
-    data = {"class_path": "own_data.Known", "init_args": {"dataset": "none", "tokenizer": "bytes"}}
-    Path("own.yaml").write_text(yaml.safe_dump({"model": model, "data": data, "trainer": {"accelerator": "cpu"}}))
-    assert main(["estimate", "--config", "own.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert "cannot tell" in told
-    assert "The batch was made by `example_batch` of Known" in told
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fsspec
 import pytest
 import yaml
 
@@ -87,34 +86,6 @@ def test_a_logger_of_the_users_own_class_says_where(recipe, monkeypatch):
         assert {"checkpoints", "config.yaml"} <= set(folders(run))
 
 
-@pytest.mark.nightly
-def test_what_forked_ranks_wrote_stays_when_they_fail(recipe):
-    """Their steps aren't seen by the process that started them."""
-    Path("breaking.py").write_text(
-        "from lightning.pytorch import Callback\n"
-        "class Breaks(Callback):\n"
-        "    def on_train_batch_end(self, *_):\n"
-        "        raise LookupError('of the second kind')\n"
-    )
-    chosen = logger("CSVLogger", save_dir="runs", version=0)  # ranks that are forked share no new number
-    Path("logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": chosen}}))
-    more = ["--trainer.devices=2", "--trainer.strategy=ddp_fork", "--trainer.callbacks+=breaking.Breaks"]
-    command = [sys.executable, "-m", "cli", "fit", "--config", recipe, "--config", "logger.yaml", *more]
-    environment = {**os.environ, "PYTHONPATH": f"{_REPOSITORY}{os.pathsep}."}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1
-    assert "memfit: error: rank " in run.stderr.splitlines()[-1]
-    assert "LookupError: of the second kind (" in run.stderr.splitlines()[-1]
-    assert "breaking.py:4)" in run.stderr.splitlines()[-1]
-    assert list(Path().rglob("version_0/config.yaml")), run.stderr[-3000:]
-
-
-def test_a_saved_configuration_can_be_run_again(recipe):
-    assert fit(recipe, logger("CSVLogger", save_dir="runs")) == 0
-    assert main(["fit", "--config", "runs/lightning_logs/version_0/config.yaml"]) == 0
-    assert folders("runs/lightning_logs") == ["version_0", "version_1"]
-
-
 def test_a_version_of_the_user_is_not_overwritten(recipe, capsys):
     named = logger("CSVLogger", save_dir="runs", version="best")
     assert fit(recipe, named) == 0
@@ -123,24 +94,6 @@ def test_a_version_of_the_user_is_not_overwritten(recipe, capsys):
     assert fit(recipe, named) == 2
     assert "to NOT exist" in capsys.readouterr().err
     assert saved.read_text() == before
-
-
-def test_runs_at_an_address(recipe, capsys):
-    """Lightning's own loggers have a folder for each run there, and others say what is missing."""
-    files = fsspec.filesystem("memory")
-    at = [logger("CSVLogger", save_dir="memory://logs"), False]
-    for _ in range(2):
-        assert fit(recipe, at[0]) == 0
-    assert fit(recipe, at[1], "--trainer.default_root_dir=memory://plain") == 0
-    for version in ("logs/lightning_logs/version_0", "logs/lightning_logs/version_1", "plain"):
-        assert files.exists(f"/{version}/config.yaml")
-        assert files.find(f"/{version}/checkpoints")
-    capsys.readouterr()
-    assert fit(recipe, at[1], "--trainer.default_root_dir=memory://plain") == 2
-    assert "memory://plain/config.yaml to NOT exist" in capsys.readouterr().err
-    assert folders(".") == ["logger.yaml", "recipe.yaml"]
-    files.rm("/logs", recursive=True)
-    files.rm("/plain", recursive=True)
 
 
 @pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK"])

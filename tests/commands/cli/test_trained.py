@@ -25,12 +25,6 @@ def saved(tmp_path, data):
     return str(tmp_path / "model.ckpt")
 
 
-def test_an_export_says_how_to_load_it(tmp_path, capsys):
-    folder = str(tmp_path / "out")
-    assert main(["export", "--ckpt_path", saved(tmp_path, {"tokenizer": "bytes"}), "--folder", folder]) == 0
-    assert f"transformers.GPT2LMHeadModel.from_pretrained({folder!r})" in capsys.readouterr().out
-
-
 def test_a_template_that_is_gone_is_named(tmp_path, capsys):
     path = saved(tmp_path, {**OF_CHATS, "chat_template": "gone.jinja"})
     assert main(["export", "--ckpt_path", path, "--folder", str(tmp_path / "out")]) == 2

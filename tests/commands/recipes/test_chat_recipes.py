@@ -12,7 +12,6 @@ import yaml
 from benchmarks.recipe_sizes.__main__ import DEVICES, PAGES, PLANS, models, page, row_of, wanted
 from cli.main import main
 from cli.recipe_files import SIZES, TASKS, available, resolve
-from cli.recipes import by_task_and_memory
 from lightning_memfit.estimate.architectures import known_configuration
 from tests.helpers.strategy_launch import run_program
 
@@ -100,15 +99,6 @@ def test_every_recipe_is_listed_with_every_model():
     for row in ROWS:
         sizes = [row["largest_micro_batch"][device] for device in DEVICES]
         assert sizes == sorted(sizes)
-
-
-def test_the_list_shows_the_file(capsys):
-    assert main(["recipes"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.endswith("\n".join(by_task_and_memory(ROWS)) + "\n")
-    for row in ROWS:
-        (line,) = (line for line in printed.splitlines() if row["recipe"] in line and f" {row['model']} " in line)
-        assert line.split()[-3:] == [str(row["largest_micro_batch"][device] or "-") for device in DEVICES]
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)

@@ -9,7 +9,6 @@ from lightning_memfit.techniques.core.registry import TECHNIQUES
 
 RECORDS = {technique.name: technique for technique in TECHNIQUES}
 FRAGMENTS = [name for name in available() if name.startswith("fragments/") and name != "fragments/wandb"]
-TOGETHER = ["bf16_mixed", "adafactor", "chunked_loss", "attention_kernel", "activation_checkpointing"]
 SMALL = [
     "--model.config.n_embd=32",
     "--model.config.n_head=2",
@@ -41,11 +40,6 @@ def test_wandb_fragment_runs(tmp_path, monkeypatch):
     wandb.finish()  # Lightning leaves the run open, and the next one of this process would join it
 
 
-def test_techniques_run_together(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(fit(*(argument for name in TOGETHER for argument in ("--with", name)))) == 0
-
-
 @pytest.mark.parametrize("name", RECORDS)
 def test_technique_composes(name, capsys):
     assert main([*fit(f"--with={name}"), "--print_config"]) == 0
@@ -56,13 +50,6 @@ def test_technique_composes(name, capsys):
             assert written == [spec["class_path"] for spec in value]
         else:
             assert trainer[option] == value
-
-
-def test_options_after_a_technique_are_for_its_callback(capsys):
-    assert main([*fit("--with", "optimizer_8bit", "--trainer.callbacks.paged=true"), "--print_config"]) == 0
-    (callback,) = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
-    assert callback["class_path"].endswith(".Optimizer8bit")
-    assert callback["init_args"]["paged"] is True
 
 
 @pytest.mark.parametrize("command", ["fit", "estimate", "plan"])
@@ -81,9 +68,3 @@ def test_an_estimate_counts_what_is_laid_over_it(capsys):
         peak = yaml.safe_load(capsys.readouterr().out)["peak"]
         needed.append(peak["breakdown"]["device"]["optimizer_state"])
     assert needed[1] < 0.5 * needed[0]
-
-
-def test_the_recipes_list_every_technique(capsys):
-    assert main(["recipes"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n{name} " in shown and technique.summary in shown for name, technique in RECORDS.items())

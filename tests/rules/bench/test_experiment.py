@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cli.bench import FOLDER, file_of, read_recipe
+from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.experiment import load_experiment, overlay
 
 MINIMAL = {
@@ -83,22 +83,6 @@ def test_mistakes_name_what_and_how_to_fix(tmp_path, changes, message):
         load_experiment(write(tmp_path, **changes), "small", "cpu", read_recipe)
 
 
-def test_a_file_that_is_no_mapping(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("- a\n")
-    with pytest.raises(ValueError, match="holds list where a mapping"):
-        load_experiment(path, "small", "cpu", read_recipe)
-
-
-def test_unknown_names():
-    with pytest.raises(ValueError, match=r"`--experiment bert_larg` is neither .* Closest: bert_large"):
-        file_of("--experiment", "bert_larg", FOLDER)
-    experiment = load_experiment(file_of("--experiment", "bert_large", FOLDER), "small", "cpu", read_recipe)
-    with pytest.raises(ValueError, match=r"`--only vanila`: there is no such row. Closest: vanilla"):
-        experiment.only(["vanila"])
-    assert [row.name for row in experiment.only(["vanilla"])] == ["vanilla"]
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("scale", ["small", "full"])
 def test_committed_experiments_are_valid(path, scale):
@@ -115,12 +99,6 @@ def test_mappings_merge_and_the_rest_is_replaced():
     assert base["trainer"]["precision"] == "32-true"
 
 
-def test_plus_appends_and_makes_the_list_where_there_is_none():
-    first = overlay({"trainer": {}}, {"trainer": {"callbacks+": ["a"]}})
-    assert overlay(first, {"trainer": {"callbacks+": ["b"]}}) == {"trainer": {"callbacks": ["a", "b"]}}
-    assert overlay({}, {"trainer": {"callbacks+": ["a"]}}) == {"trainer": {"callbacks": ["a"]}}
-
-
 def test_another_class_loses_the_arguments_of_the_first():
     base = {"model": {"class_path": "A", "init_args": {"x": 1}}}
     assert overlay(base, {"model": {"class_path": "B", "init_args": {"y": 2}}})["model"]["init_args"] == {"y": 2}
@@ -128,8 +106,3 @@ def test_another_class_loses_the_arguments_of_the_first():
         "x": 1,
         "y": 2,
     }
-
-
-def test_appending_to_what_is_no_list_is_refused():
-    with pytest.raises(ValueError, match=r"`logger\+` appends to a list, but found list on bool"):
-        overlay({"logger": False}, {"logger+": []})

@@ -64,12 +64,6 @@ def test_steps_after_the_warm_up_are_timed_and_losses_are_means_over_micro_batch
     assert times.clock.losses == (1.5, 9.5)  # micro-batches 1 and 2, 9 and 10
 
 
-def test_nothing_is_said_of_a_run_without_timed_steps():
-    times = StepTimes(warmup_steps=5)
-    fit(Bag(), times, **run())
-    assert times.clock.speed() is None
-
-
 def test_the_prediction_is_for_the_monitor_too():
     predict, monitor = PredictRun(), MemoryMonitor(tracked_steps=2)
     fit(Bag(), predict, monitor, **run(accumulate_grad_batches=1))

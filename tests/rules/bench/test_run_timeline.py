@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_memfit import MemoryLimit, MemoryMonitor
+from lightning_memfit import MemoryMonitor
 from lightning_memfit.bench.run_timeline import RunTimeline
 from lightning_memfit.memory import format_bytes
 from tests.helpers.modules import Layers
@@ -29,13 +29,6 @@ def test_the_peak_is_that_of_the_monitor(tmp_path):
         assert text in page
     assert not re.search(r"<script|<link|@import|url\(", page)
     assert "training_step" not in vars(trainer.strategy)
-
-
-def test_a_limit_is_drawn(tmp_path):
-    train(RunTimeline(tmp_path / "run.html"), MemoryLimit("512KiB"))
-    page = (tmp_path / "run.html").read_text()
-    assert "room for tensors on this CPU under the recipe&#x27;s MemoryLimit: 512.00 KiB</text>" in page
-    assert '<line class="limit"' in page
 
 
 def test_recording_changes_nothing(tmp_path):

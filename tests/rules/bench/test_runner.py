@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -91,16 +89,6 @@ def test_finished_rows_are_kept_until_they_change_or_repeat(make):
     assert ran() == ["a", "b", "c", "c", "a", "b"]
 
 
-def test_half_a_record_counts_as_none(make):
-    runner, row, ran = make
-    runner.run([row("a")])
-    path = runner.folder / "a.json"
-    path.write_text(path.read_text()[:100])
-    [result] = runner.run([row("a")])
-    assert result.status == "ok"
-    assert ran() == ["a", "a"]
-
-
 def test_a_row_that_takes_too_long_is_ended_with_its_children(make, tmp_path):
     runner, row, _ = make
     started = time.monotonic()
@@ -155,28 +143,6 @@ def test_an_interrupt_leaves_what_was_finished_and_no_process(make, monkeypatch)
         runner.run([row("a"), row("b")], on_result=interrupted)
     assert [path.name for path in runner.folder.iterdir()] == ["a.json"]
     assert len(ended) == 1
-
-
-PARENT = """
-import sys
-from pathlib import Path
-from lightning_memfit.bench.experiment import Measurement, Row
-from lightning_memfit.bench.runner import Runner
-folder, worker = map(Path, sys.argv[1:])
-settings = {"name": "a", "does": "sleep", "log": str(folder / "log")}
-runner = Runner("mine", "small", "cpu", folder / "out", (sys.executable, str(worker)), str)
-runner.run([Row("a", "a", settings, Measurement())])
-"""
-
-
-def test_ending_the_command_ends_the_run(make, tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), str(tmp_path / "worker.py")])
-    child = tmp_path / "log.child"
-    _until(lambda: child.exists() and child.read_text(), seconds=30)
-    process.terminate()
-    assert process.wait(20) == 128 + signal.SIGTERM
-    _until(lambda: not _alive(int(child.read_text())), seconds=5)
-    assert not (tmp_path / "out").exists()
 
 
 def _until(condition, seconds):

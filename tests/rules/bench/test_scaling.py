@@ -4,7 +4,7 @@ import io
 import pytest
 
 from lightning_memfit.bench.record import Speed
-from lightning_memfit.bench.scaling import as_csv, curves_of, pareto_front, points_of, unit_of
+from lightning_memfit.bench.scaling import as_csv, curves_of, pareto_front, points_of
 
 from .results import out_of_memory, result
 
@@ -35,10 +35,6 @@ def test_curves_that_start_at_two_processes_start_at_two():
     assert [point.per_second for point in curve] == pytest.approx([2.0, 2 * 320 / 180])
 
 
-def test_one_number_of_processes_makes_no_curve():
-    assert curves_of(points_of([RESULTS[0], RESULTS[3]])) == {}
-
-
 def test_no_point_beats_one_on_the_front():
     points = points_of(RESULTS)
     front = pareto_front(points)
@@ -57,10 +53,3 @@ def test_runs_without_figures_are_no_points_but_stand_in_the_csv():
     assert rows[0]["tokens_per_second"] == "100.0"
     assert rows[0]["measured_bytes"] == "400"
     assert (rows[-1]["status"], rows[-1]["tokens_per_second"]) == ("out_of_memory", "")
-
-
-def test_samples_count_where_there_are_no_tokens():
-    images = [result("a", speed=Speed(5, 1.0, 1.0, 1.0, 8.0, None, 0.0), point={"devices": 1})]
-    assert unit_of(images) == "samples"
-    assert points_of(images)[0].per_second == 8.0
-    assert unit_of(RESULTS) == "tokens"

@@ -38,12 +38,6 @@ def test_every_point_of_the_matrix_with_its_settings(tmp_path):
     assert "strategy" not in row.settings["trainer"]
 
 
-def test_a_strategy_of_ones_own_stays(tmp_path):
-    base = {**MINIMAL["base"], "trainer": {"strategy": "fsdp"}}
-    for row in load_sweep(write(tmp_path, base=base), "cpu", read_recipe).rows:
-        assert row.settings["trainer"]["strategy"] == "fsdp"
-
-
 def test_a_global_batch_sets_the_accumulation(tmp_path):
     sweep = load_sweep(write(tmp_path, global_batch_size=16), "cpu", read_recipe)
     for row in sweep.rows:
@@ -60,11 +54,6 @@ def test_ranks_that_compute_together_see_one_batch(tmp_path):
     assert found == {
         "p2_b2_s16_none": 4, "p2_b2_s16_together": 8, "p2_b4_s16_none": 2, "p2_b4_s16_together": 4
     }  # fmt: skip
-
-
-def test_other_places_for_the_numbers(tmp_path):
-    sweep = load_sweep(write(tmp_path, paths={"micro_batch_size": "model.init_args.size"}), "cpu", read_recipe)
-    assert sweep.rows[0].settings["model"]["init_args"] == {"size": 2}
 
 
 @pytest.mark.parametrize(

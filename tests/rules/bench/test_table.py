@@ -1,9 +1,9 @@
 from dataclasses import replace
 
 from lightning_memfit.bench.record import Memory, Speed
-from lightning_memfit.bench.table import markdown, print_table
+from lightning_memfit.bench.table import markdown
 
-from .results import out_of_memory, result
+from .results import result
 
 MIB = 2**20
 SOURCE = {"samples_per_second": 8.0, "memory_mb": 1000}
@@ -40,15 +40,6 @@ def test_on_cuda_ratios_are_of_what_the_driver_counts():
     assert (row["used MB (NVML)"], row["memory x first"]) == ("2,000", "2.00")
 
 
-def test_out_of_memory_and_missing_figures_are_said():
-    text = markdown([result("a"), out_of_memory("b"), result("c", None, no_prediction="no trace")])
-    assert cells(text, "title of b")["step s (5 % to 95 %)"] == "out of memory"
-    assert cells(text, "title of b")["samples/s"] == "-"
-    assert cells(text, "title of b")["error"] == "-", "a peak that was not reached is no measurement"
-    assert "title of b: OutOfMemoryError: Tried to allocate 3 MiB" in text
-    assert "title of c: no prediction, for no trace" in text
-
-
 def test_noise_hardware_and_commit_are_stated():
     text = markdown([result("a")])
     assert "medians of 5 optimizer steps" in text
@@ -56,10 +47,6 @@ def test_noise_hardware_and_commit_are_stated():
     assert "cpu, 2 x86_64 cores, 1 used" in text
     assert "commit 0123456789ab." in text
     assert "quiet" in text
-
-
-def test_a_prediction_that_is_right_has_no_minus():
-    assert cells(markdown([result("a", 10**7 - 1, 10**7)]), "title of a")["error"] == "+0.00 %"
 
 
 def test_speeds_of_a_busy_machine_are_marked():
@@ -73,11 +60,3 @@ def test_speeds_of_a_busy_machine_are_marked():
     # Where it is known how long threads waited for a core, the load before the run says nothing.
     waited = [replace(row, speed=Speed(5, 1, 1, 1, 4, None, 0.0, share)) for row, share in ((busy, 0.01), (quiet, 0.2))]
     assert [row.had_cores for row in waited] == [True, False]
-
-
-def test_the_terminal_shows_the_same_rows(capsys):
-    print_table([result("a", reference=SOURCE), out_of_memory("b")], "T")
-    output = capsys.readouterr().out
-    assert "title of a" in output
-    assert "out of memory" in output
-    assert "source" not in output

@@ -41,13 +41,6 @@ def test_answers_are_found_by_prefixes(kind):
     assert learned(template, CHAT) == EXPECTED[kind]
 
 
-@pytest.mark.parametrize("kind", ["llama3", "qwen3", "gemma3"])
-def test_what_the_system_says_is_not_learned(kind):
-    assert learned(ChatTemplate(chat_tokenizer(kind)), said("Hi!", "Hello", system="Be short.")) == [
-        EXPECTED[kind][1].replace("Bye: <b>é</b>", "Hello")
-    ]
-
-
 def test_prompts_that_are_no_beginning_of_the_conversation_are_refused():
     """Without thinking, Qwen3's prompt ends with an empty thought, which earlier answers don't have before them."""
     with pytest.raises(ValueError, match="writes what stands before answer 1 otherwise"):
@@ -103,15 +96,6 @@ def test_templates_that_hide_their_answers_are_refused(template, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         ChatTemplate(chat_tokenizer("qwen3" if "im_" in template else "mistral", template))
     assert "chatml" in str(caught.value)
-
-
-def test_marks_around_the_questions_are_refused():
-    marked = (
-        "{% for message in messages %}{% if message['role'] == 'user' %}{% generation %}{{ message['content'] }}"
-        "{% endgeneration %}{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(ValueError, match="takes other tokens than its answers' for answers"):
-        ChatTemplate(chat_tokenizer("qwen3", marked))
 
 
 def test_a_tokenizer_without_a_template_is_refused_and_chatml_serves_any():
@@ -224,12 +208,6 @@ def test_a_prompt_may_end_in_the_space_of_the_first_word(trims):
     assert learned(ChatTemplate(tokenizer), chat) == [" Paris is</s>", "  it</s>"]
 
 
-def test_an_answer_whose_first_word_is_one_token_with_the_prompt_is_refused():
-    tokenizer = word_tokenizer("A:", "A:It A:Paris", before_the_last="<t></t>")
-    with pytest.raises(ValueError, match="other tokens than its answers'"):
-        ChatTemplate(tokenizer)
-
-
 def test_an_end_of_turn_that_takes_in_spaces_behind_it_is_learned():
     """As those of Phi-3 do (`rstrip`)."""
     tokenizer = byte_tokenizer()
@@ -237,13 +215,6 @@ def test_an_end_of_turn_that_takes_in_spaces_behind_it_is_learned():
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template = CHATML_BY_HAND
     assert learned(ChatTemplate(tokenizer), said("Hi!", "Hello")) == ["Hello<|im_end|>"]
-
-
-def test_a_tokenizer_without_offsets_is_refused(monkeypatch):
-    tokenizer = chat_tokenizer("llama3")
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(ValueError, match="Use a fast tokenizer"):
-        ChatTemplate(tokenizer)
 
 
 CALLING = (
@@ -271,10 +242,3 @@ def test_calls_of_tools_are_learned_to_their_end(mark, content):
     expected = ["Hello<|endoftext|>", f"{content}{mark}f(1)<|endoftext|>", "Six<|endoftext|>"]
     assert learned(template, chat) == expected
     assert learned(template, chat[:4]) == expected[:2]
-
-
-def test_calls_of_tools_whose_end_does_not_show_are_refused():
-    """As where a template writes something in the last turn alone."""
-    template, calls = calling(CALLING.replace("'[CALL]' +", "'[CALL]' + ('last' if loop.last else '') +"), "")
-    with pytest.raises(ValueError, match="answer 1 calls tools, and .* doesn't show where that ends"):
-        template.encode([*said("Hi!"), calls, *said("Bye?")])

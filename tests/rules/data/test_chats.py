@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memfit.data import ChatData, StandardLibraryChats
+from lightning_memfit.data import ChatData
 from lightning_memfit.data.chat_template import ChatTemplate
 from lightning_memfit.data.chats import ChatEncoder, ConversationBlocks, _pack, without_gaps
 from lightning_memfit.data.tokenization import byte_tokenizer
@@ -81,13 +81,6 @@ def test_packing_loses_nothing_and_fills_blocks(lengths):
     assert max(filled) <= 40
     # Two blocks that are half empty would have been one.
     assert sum(2 * room <= 40 for room in filled) <= 1
-
-
-def test_without_packing_each_conversation_has_a_block():
-    blocks = ConversationBlocks(tokens_of(CHATS), 256, PAD, packing=False)
-    assert len(blocks) == 60
-    assert set(blocks[0]) == {"input_ids", "labels"}
-    assert [text(blocks[i]["input_ids"]).count("<|im_start|>user") for i in range(60)] == [1] * 60
 
 
 def test_long_conversations_are_cut_and_those_without_an_answer_left():
@@ -219,15 +212,6 @@ def test_a_template_that_leaves_tools_out_is_refused():
     row = {"messages": [CHATS[0][0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
     with pytest.raises(ValueError, match="doesn't write the tool 'weather'"):
         encoder.encode([row], 0)
-
-
-def test_chats_of_the_standard_library_need_no_files():
-    data = StandardLibraryChats(max_files=30, num_workers=0)
-    data.setup("fit")
-    sample = next(iter(data.train_dataloader()))
-    assert sample["input_ids"].shape == (8, 512)
-    assert "What does " in text(sample["input_ids"][0].tolist())
-    assert data.largest_id() <= PAD
 
 
 def test_keys_that_only_other_rows_have_are_left_out_at_any_depth():

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lightning_memfit.data import PairData, StandardLibraryPairs
+from lightning_memfit.data import PairData
 from lightning_memfit.data.pairs import TokenizedPairs, set_languages
 from lightning_memfit.data.standard_library import documented_functions
 from lightning_memfit.data.tokenization import byte_tokenizer
@@ -102,19 +102,6 @@ def test_columns_that_are_not_there(tmp_path, options, message):
         PairData(file, "bytes", cache_dir=str(tmp_path / "cache"), **options).load_pairs()
 
 
-def test_column_without_text(tmp_path):
-    file = write(tmp_path / "pairs.jsonl", [{"source": "x", "target": 3}])
-    with pytest.raises(ValueError, match=r"`target_column='target'` has something else than text"):
-        PairData(file, "bytes", cache_dir=str(tmp_path / "cache")).load_pairs()
-
-
-def test_lengths_out_of_range():
-    with pytest.raises(ValueError, match="`target_length=1` must be at least 2"):
-        StandardLibraryPairs(target_length=1)
-    with pytest.raises(ValueError, match="`max_files=0`"):
-        StandardLibraryPairs(max_files=0)
-
-
 def test_functions_lose_their_documentation():
     functions = (
         'def f(x):\n    """Double x.\n\n    More."""\n    return 2 * x\n',
@@ -125,8 +112,3 @@ def test_functions_lose_their_documentation():
         ("def f(x):\n    return 2 * x", "Double x."),
         ("def h():\n    pass", "Nothing."),
     ]
-
-
-def test_standard_library_has_enough():
-    train, val = StandardLibraryPairs(max_files=40).load_pairs()
-    assert len(train) > 10 * len(val) > 0

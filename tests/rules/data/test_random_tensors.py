@@ -37,8 +37,3 @@ def test_batches_have_the_shapes_asked_for_and_follow_from_the_seed():
 def test_shapes_that_are_none_are_refused(tensors):
     with pytest.raises(ValueError, match="`tensors"):
         RandomTensors(tensors)
-
-
-def test_too_few_samples():
-    with pytest.raises(ValueError, match="`num_samples=3` must be at least `batch_size=4`"):
-        RandomTensors(IMAGES, num_samples=3)

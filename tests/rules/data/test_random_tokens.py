@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from lightning_memfit.data import RandomTokens
@@ -26,23 +25,3 @@ def test_the_same_every_time_and_without_touching_the_runs_random_state():
     assert torch.equal(one["input_ids"], other["input_ids"])
     assert not torch.equal(one["input_ids"], first_batch(seed=1)["input_ids"])
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_epochs_are_alike_and_whole():
-    data = RandomTokens(num_samples=8, sequence_length=5, batch_size=3, vocab_size=11)
-    data.setup("fit")
-    loader = data.train_dataloader()
-    assert [len(batch["labels"]) for batch in loader] == [3, 3, 2]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_samples", 0),
-        ("vocab_size", 1),
-        ("num_workers", -1),
-    ],
-)
-def test_numbers_out_of_range(name, value):
-    with pytest.raises(ValueError, match=f"`{name}={value}` must be at least"):
-        RandomTokens(**{name: value})

@@ -27,21 +27,6 @@ def test_split_follows_content_not_order():
     assert chosen == {text for text, is_val in zip(texts[::-1], reversed_mask, strict=True) if is_val}
 
 
-def test_equal_documents_stay_together():
-    texts = [f"document {i % 20}" for i in range(100)]
-    mask = validation_mask(hashes(texts), 0.05)
-    train = {text for text, is_val in zip(texts, mask, strict=True) if not is_val}
-    val = {text for text, is_val in zip(texts, mask, strict=True) if is_val}
-    assert val
-    assert not train & val
-
-
-def test_hash_is_the_same_on_every_machine():
-    assert (
-        content_hash("import os\n").to_bytes(8, "little").hex() == "56f310887826c0b0"
-    )  # printf 'import os\\n' | b2sum -l 64
-
-
 @pytest.mark.parametrize("texts", [[], ["same", "same"], ["one"]])
 def test_what_cannot_be_split_is_refused(texts):
     with pytest.raises(ValueError, match="cannot be split"):

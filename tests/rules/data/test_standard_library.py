@@ -1,5 +1,3 @@
-import numpy as np
-import pytest
 import torch
 
 from lightning_memfit.data import StandardLibraryText
@@ -21,24 +19,3 @@ def test_blocks_and_split():
     assert torch.equal(batch["input_ids"], batch["labels"])
     assert len(data.val_dataloader().dataset) > 0
     assert data.vocab_size == 258
-
-
-def test_split_is_by_file_and_repeatable():
-    first, second = (StandardLibraryText(max_files=40).load_tokens() for _ in range(2))
-    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
-    assert sum((tokens == 256).sum() for tokens in first) == 40
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 0}, "`batch_size=0` must be at least 1"),
-        ({"sequence_length": 1}, "`sequence_length=1` must be at least 2"),
-        ({"num_workers": -1}, "`num_workers=-1`"),
-        ({"val_fraction": 1.5}, "`val_fraction=1.5` must lie between 0 and 1"),
-        ({"max_files": 1}, "`max_files=1` must be at least 2"),
-    ],
-)
-def test_arguments_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        StandardLibraryText(**arguments)

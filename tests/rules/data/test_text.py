@@ -90,28 +90,10 @@ def test_predictions_come_in_the_order_of_the_samples(tmp_path, cache):
     torch.testing.assert_close(predicted, torch.stack([samples[i]["input_ids"] for i in range(len(samples))]))
 
 
-def test_missing_folder(cache):
-    with pytest.raises(ValueError, match=r"`dataset='./nowhere'` is a path, but there is no such file or folder"):
-        TextData("./nowhere", "bytes", cache_dir=cache).load_tokens()
-
-
 def test_folder_without_text(tmp_path, cache):
     (tmp_path / "notes").mkdir()
     with pytest.raises(ValueError, match=r"has no text files. Wanted: .txt, .jsonl, .parquet"):
         TextData(str(tmp_path / "notes"), "bytes", cache_dir=cache).load_tokens()
-
-
-def test_mixed_folder(tmp_path, cache):
-    folder = write_folder(tmp_path / "txt", "txt")
-    (tmp_path / "txt" / "more.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(ValueError, match=r"mixes .jsonl, .txt files"):
-        TextData(folder, "bytes", cache_dir=cache).load_tokens()
-
-
-def test_missing_column(tmp_path, cache):
-    folder = write_folder(tmp_path / "jsonl", "jsonl")
-    with pytest.raises(ValueError, match=r"`text_column='body'` is not in the data. Its columns: text"):
-        TextData(folder, "bytes", text_column="body", cache_dir=cache).load_tokens()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from lightning_memfit.data.tokenization import (
     encode,
     is_byte_tokenizer,
     load_tokenizer,
-    token_dtype,
     tokenizer_fingerprint,
 )
 from tests.helpers.framing import BOS, EOS, framed, with_bos
@@ -54,24 +53,7 @@ def test_byte_tokenizer_is_saved_and_loaded_like_any_other(tmp_path):
     assert tokenizer_fingerprint(loaded) == tokenizer_fingerprint(byte_tokenizer())
 
 
-def test_fingerprint_survives_use():
-    tokenizer = byte_tokenizer()
-    before = tokenizer_fingerprint(tokenizer)
-    tokenizer(["a", "bb"], padding=True, truncation=True, max_length=2)
-    assert tokenizer_fingerprint(tokenizer) == before
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(258, np.uint16), (65536, np.uint16), (65537, np.int32)])
-def test_token_dtype(size, dtype):
-    assert token_dtype(size) == dtype
-
-
 def test_unknown_tokenizer(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"`tokenizer='no-such/tokenizer'` is neither a folder.*`tokenizer: bytes`"):
         load_tokenizer("no-such/tokenizer")
-
-
-def test_folder_without_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match="is neither a folder with a tokenizer"):
-        load_tokenizer(str(tmp_path))

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.memory import GIB, Category, MemoryBreakdown
+from lightning_memfit.memory import GIB, Category
 from lightning_memfit.memory.allocations import allocation_events, profiler_runs
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.trace import Emulation
@@ -212,23 +212,6 @@ def test_memory_by_category_is_logged_over_time(tmp_path):
         assert working == pytest.approx(live - 4 * WEIGHTS - 4)
 
 
-def test_under_a_limit_peaks_are_logged_to_the_end(tmp_path):
-    rows = logged(tmp_path, MemoryMonitor(every_n_steps=1), MemoryLimit("8MiB"))
-    assert len([row for row in rows if row.get("memory/activation_peak_gib")]) == 12
-
-
-def test_what_a_strategy_keeps_on_disk_is_logged_and_reported(tmp_path, capsys, monkeypatch):
-    from lightning.pytorch.strategies import SingleDeviceStrategy
-
-    sizes = iter(range(2 << 30, 100 << 30, 1 << 30))
-    monkeypatch.setattr(SingleDeviceStrategy, "swapped_bytes", property(lambda self: next(sizes)), raising=False)
-    monitor = MemoryMonitor(every_n_steps=6)
-    rows = logged(tmp_path, monitor)
-    assert [float(row["memory/disk_gib"]) for row in rows if row.get("memory/disk_gib")] == [2, 3, 4]
-    assert monitor.report.disk_bytes == 4 << 30
-    assert "on disk" in capsys.readouterr().out
-
-
 def is_peak_of_category(name):
     return any(name == f"memory/{category}_peak_gib" for category in Category)
 
@@ -239,18 +222,6 @@ def logged(tmp_path, *callbacks):
         return list(csv.DictReader(lines))
 
 
-def test_under_a_limit_the_progress_bar_shows_live_tensors(tmp_path):
-    limit = MemoryLimit("8MiB")
-    trainer = train(tmp_path, MemoryMonitor(), limit)
-    assert trainer.progress_bar_metrics["mem_gib"] == limit.ledger.peak_bytes / 2**30
-
-
-def test_figures_reach_callbacks_and_the_progress_bar(tmp_path):
-    trainer = train(tmp_path, MemoryMonitor())
-    assert trainer.callback_metrics["throughput/samples_per_second"] > 0
-    assert "mem_gib" in trainer.progress_bar_metrics
-
-
 @pytest.mark.parametrize("limit_first", [True, False])
 def test_a_limits_ledger_is_used_in_any_order(tmp_path, limit_first):
     monitor, limit = MemoryMonitor(), MemoryLimit("8MiB")
@@ -259,14 +230,6 @@ def test_a_limits_ledger_is_used_in_any_order(tmp_path, limit_first):
     assert monitor.report.measured_over == "the whole run"
     assert monitor.report.limit_bytes == limit.limit_bytes
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
-
-
-def test_a_prediction_is_compared(tmp_path, capsys):
-    monitor = MemoryMonitor()
-    monitor.predicted = MemoryBreakdown.device({Category.PARAMETER: WEIGHTS})
-    train(tmp_path, monitor)
-    assert monitor.report.prediction_error < -0.5
-    assert "not predicted" not in capsys.readouterr().out
 
 
 class Kept(Language):
@@ -301,29 +264,6 @@ def test_joining_kept_outputs_is_under_the_limit(tmp_path):
         train(tmp_path, MemoryLimit("4MiB"), module=Kept())
 
 
-def test_a_short_run_is_reported_without_speed(tmp_path, capsys):
-    monitor = MemoryMonitor(tracked_steps=5)
-    train(tmp_path, monitor, max_steps=2)
-    assert monitor.report.num_steps == 2
-    assert monitor.report.seconds_per_step is None
-    assert monitor.report.measured.get(Category.PARAMETER) == WEIGHTS
-    assert "run too short" in capsys.readouterr().out
-
-
-def test_accumulated_batches_are_one_step(tmp_path):
-    monitor = MemoryMonitor(tracked_steps=2)
-    train(tmp_path, monitor, accumulate_grad_batches=4)
-    assert monitor.report.num_steps == 3
-    assert monitor.report.measured.get(Category.GRADIENT) == WEIGHTS
-
-
-def test_nothing_is_followed_when_not_wanted(tmp_path):
-    monitor = MemoryMonitor(tracked_steps=0)
-    train(tmp_path, monitor)
-    assert monitor.report.measured is None
-    assert monitor.report.tokens_per_second > 0
-
-
 def test_the_report_is_written_beside_older_ones(tmp_path):
     monitor = MemoryMonitor(report_path=tmp_path / "report.json")
     for _ in range(2):
@@ -355,14 +295,6 @@ def test_an_exception_takes_the_ledger_off(tmp_path):
     monitor_again = train(tmp_path, monitor)
     assert "training_step" not in vars(monitor_again.strategy)
     assert monitor.report.num_steps == 12
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [({"tracked_steps": -1}, "tracked_steps=-1"), ({"every_n_steps": 0}, "every_n_steps=0")]
-)
-def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryMonitor(**arguments)
 
 
 def test_what_goes_wrong_in_a_monitor_ends_no_run(tmp_path):

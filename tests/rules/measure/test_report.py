@@ -48,23 +48,6 @@ def test_prediction_and_measurement_stand_side_by_side():
     assert "more than" not in text
 
 
-def test_a_prediction_that_is_off_is_called_so():
-    report = RunReport(device="cpu", num_steps=1, predicted=breakdown(GIB // 2), measured=breakdown())
-    assert report.prediction_error == -0.5
-    assert "more than 5%" in printed(report, width=200)
-
-
-def test_the_allocators_peak_counts_on_cuda():
-    report = RunReport("H100", 1, predicted=breakdown(), measured=breakdown(), peak_allocated_bytes=2 * GIB)
-    assert report.prediction_error == -0.5
-    assert "peak allocated" in printed(report)
-
-
-def test_the_table_fits_a_terminal():
-    report = RunReport("cpu", 1, measured=breakdown(), measured_over="steps" * 30)
-    assert max(map(len, printed(report, width=80).splitlines())) <= 80
-
-
 def test_json_holds_integers_and_overwrites_nothing(tmp_path):
     report = RunReport(device="cpu", num_steps=3, measured=breakdown(), rss_bytes=5)
     first = report.write(tmp_path / "runs" / "report.json")

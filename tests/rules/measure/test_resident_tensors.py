@@ -32,12 +32,6 @@ def test_parameters_buffers_gradients_and_states() -> None:
     }
 
 
-def test_tied_weights_count_once() -> None:
-    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    module[1].weight = module[0].weight
-    assert held_bytes(module, [], CPU).total() == 8 * 8 * 4
-
-
 def test_what_stands_for_host_memory_is_on_the_host() -> None:
     module = nn.Linear(8, 4, bias=False)
     optimizer = trained(module)
@@ -76,11 +70,6 @@ def test_weights_that_wait_beside_quantized_ones_are_on_the_host() -> None:
     waiting = torch.zeros(32)
     keep_on_host(waiting, Category.PARAMETER, module.weight)
     assert held_bytes(module, [], CPU).by_category(Tier.HOST) == {Category.PARAMETER: 128}
-
-
-def test_tensors_of_another_device_are_on_the_host() -> None:
-    held = held_bytes(nn.Linear(8, 4, bias=False), [], torch.device("meta"))
-    assert held.by_category(Tier.HOST) == {Category.PARAMETER: 128}
 
 
 def test_copies_of_a_stage_that_empties_its_groups_count() -> None:

@@ -35,19 +35,6 @@ def test_every_logger_gets_predicted_and_measured(tmp_path):
 FIGURES = ("memory/parameter_gib", "memory/rss_gib", "throughput/seconds_per_step", "summary/prediction_error")
 
 
-def test_tensorboard_gets_the_same(tmp_path):
-    pytest.importorskip("tensorboard")
-    from lightning.pytorch.loggers import TensorBoardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path)
-    fit(tmp_path, MemoryPrediction(), MemoryMonitor(tracked_steps=2), RunSummary(), extra_logger=logger)
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    assert set(FIGURES) <= set(events.Tags()["scalars"])
-    assert len(events.Scalars("memory/parameter_gib")) > 1
-
-
 A_LOGGED_RUN = """
 import sys
 import wandb
@@ -73,11 +60,6 @@ def test_weights_and_biases_gets_the_same(tmp_path, pytestconfig):
     logged = {name for row in run["history"] for name in row}
     assert set(FIGURES) <= logged
     assert sum("memory/parameter_gib" in row for row in run["history"]) > 1
-
-
-def test_without_a_monitor_there_is_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match="Put a `MemoryMonitor` before it"):
-        fit(tmp_path, RunSummary())
 
 
 class Ranks:

@@ -58,14 +58,6 @@ def test_rates_leave_pauses_out(clock):
     assert meter.samples_per_second == pytest.approx(2)
 
 
-def test_a_batch_of_unknown_size_gives_no_rate(clock):
-    meter = Throughput(torch.device("cpu"))
-    meter.start()
-    clock.now += 1
-    meter.add("text", stepped=True)
-    assert (meter.samples_per_second, meter.seconds_per_step) == (None, 1)
-
-
 # A device that runs behind the host.
 
 
@@ -139,18 +131,6 @@ def test_steps_take_as_long_as_the_device_runs(kind, queue, tmp_path):
     assert monitor._throughput.seconds_per_step == pytest.approx(queue.STEP_SECONDS, rel=0.4)
     if kind is MemoryMonitor:
         assert monitor.report.seconds_per_step == monitor._throughput.seconds_per_step
-
-
-def test_nothing_that_belongs_to_a_device_is_kept_when_a_run_has_ended(queue):
-    meter = Throughput(torch.device("cpu"))
-    meter.stop()
-    assert meter.seconds_per_step is None
-    meter.start()
-    queue.launch()
-    meter.add(torch.zeros(2), stepped=True)
-    meter.stop()
-    assert meter.seconds_per_step == pytest.approx(queue.STEP_SECONDS, rel=0.4)
-    assert not any(isinstance(value, Event) for value in vars(meter).values())
 
 
 @pytest.mark.gpu

@@ -24,12 +24,6 @@ def test_inline_architecture():
     assert max_positions(config) == 32
 
 
-def test_a_decoder_can_be_told_what_its_input_begins_with():
-    assert resolve_config(None, None, {"model_type": "t5", "decoder_start_token_id": 0}).decoder_start_token_id == 0
-    with pytest.raises(ValueError, match=r"`config.decoder_start_token_id` is no entry of a 'gpt2'"):
-        resolve_config(None, None, {**TINY, "decoder_start_token_id": 0})
-
-
 def test_entries_change_a_named_architecture(folder):
     config = resolve_config(None, folder, {"n_layer": 3, "max_position_embeddings": 8})
     assert (config.n_layer, config.n_positions, config.vocab_size) == (3, 8, 64)
@@ -69,17 +63,6 @@ def test_mistakes(arguments, message):
         resolve_config(*arguments)
 
 
-def test_contradicting_type(folder):
-    with pytest.raises(ValueError, match=r"`config.model_type='llama'` contradicts"):
-        resolve_config(folder, None, {"model_type": "llama"})
-
-
 def test_hub_out_of_reach(offline):
     with pytest.raises(ValueError, match=r"neither a local folder nor.*hub.*hf download.*`pretrained: FOLDER`"):
         resolve_config("someone/some-model", None, None)
-
-
-def test_folder_without_weights(folder, tmp_path):
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="is not a complete Hugging Face model folder"):
-        build(resolve_config(folder, None, None), folder, "sdpa")

@@ -1,5 +1,3 @@
-import json
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -65,13 +63,6 @@ def test_labels_are_shifted_and_masked():
     torch.testing.assert_close(loss, expected)
 
 
-def test_no_cache_while_training():
-    module = CausalLM(config=TINY)
-    module.configure_model()
-    assert module(torch.randint(258, (1, 8))).past_key_values is None
-    assert not module.network.config.use_cache
-
-
 def test_fit_logs_loss_and_perplexity(tmp_path):
     module = CausalLM(config=TINY, learning_rate=1e-3)
     trainer = make_trainer(tmp_path, max_epochs=1, max_steps=-1)
@@ -88,14 +79,6 @@ def test_batches_without_labels_leave_the_metrics_alone(tmp_path):
     trainer = make_trainer(tmp_path)
     both, one = (trainer.test(module, DataLoader(b, batch_size=None), verbose=False)[0] for b in (batches, batches[1:]))
     assert both == pytest.approx(one, rel=1e-6)
-
-
-def test_test_and_predict(tmp_path):
-    module, data = CausalLM(config=TINY), Blocks()
-    trainer = make_trainer(tmp_path)
-    [metrics] = trainer.test(module, data.val_dataloader(), verbose=False)
-    assert set(metrics) == {"test_loss", "test_perplexity"}
-    assert trainer.predict(module, data.val_dataloader())[0].shape == (2, 16)
 
 
 def test_schedule_counts_optimizer_steps(tmp_path):
@@ -160,12 +143,6 @@ SEEING = {
 }
 
 
-def test_models_that_see_as_well_are_trained_on_text(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.fit(CausalLM(config=SEEING), datamodule=Blocks())
-    assert trainer.global_step == 1
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [(Blocks(vocab_size=300), "300 tokens, the model 258"), (Blocks(sequence_length=17), "the model's 16 positions")],
@@ -175,35 +152,6 @@ def test_models_that_see_as_well_have_the_bounds_of_their_text(tmp_path, data, m
         make_trainer(tmp_path).fit(CausalLM(config=SEEING), datamodule=data)
 
 
-def test_long_batches_from_any_loader_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="longer than the model's 32 positions"):
-        make_trainer(tmp_path).fit(CausalLM(config=TINY), Blocks(sequence_length=64).train_dataloader())
-
-
-def test_endless_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="set `max_steps` or `max_epochs`"):
-        make_trainer(tmp_path, max_epochs=-1, max_steps=-1).fit(CausalLM(config=TINY), datamodule=Blocks())
-
-
-def test_run_shorter_than_its_warmup_says_so(tmp_path):
-    with pytest.warns(UserWarning, match="it ends warming up"):
-        make_trainer(tmp_path).fit(CausalLM(config=TINY, warmup_steps=100), datamodule=Blocks())
-
-
-@pytest.mark.parametrize("argument", ["learning_rate", "warmup_steps", "weight_decay", "min_learning_rate_fraction"])
-def test_numbers_out_of_range(argument):
-    with pytest.raises(ValueError, match=f"`{argument}=-1`"):
-        CausalLM(config=TINY, **{argument: -1})
-
-
-def test_export_has_the_cache_on_again(tmp_path):
-    module = CausalLM(config=TINY)
-    module.configure_model()
-    module.export(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is True
-    assert not module.network.config.use_cache
-
-
 def test_export_refuses_a_used_folder(tmp_path):
     module = CausalLM(config=TINY)
     module.configure_model()
@@ -211,17 +159,6 @@ def test_export_refuses_a_used_folder(tmp_path):
     with pytest.raises(ValueError, match="nothing is overwritten"):
         module.export(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
-
-
-@pytest.mark.parametrize("name", ["link", "file/folder", "x" * 300])
-def test_export_refuses_a_folder_that_cannot_be_made(name, tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    module = CausalLM(config=TINY)
-    module.configure_model()
-    with pytest.raises(ValueError, match=rf"`folder='.*{name}'` can't be made"):
-        module.export(tmp_path / name)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link"]
 
 
 def test_equals_torchmetrics_over_batches_of_different_size():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.models.optimizer import checked_options, cosine_with_warmup, optimizer_class, weight_decay_groups
+from lightning_memfit.models.optimizer import cosine_with_warmup, optimizer_class, weight_decay_groups
 
 
 @pytest.mark.parametrize("name", ["AdamW", "torch.optim.AdamW"])
@@ -17,13 +17,6 @@ def test_found_by_name_and_by_path(name):
 def test_unknown(name, message):
     with pytest.raises(ValueError, match=message):
         optimizer_class(name)
-
-
-def test_options():
-    assert checked_options({"betas": [0.9, 0.95]}) == {"betas": (0.9, 0.95)}
-    assert checked_options(None) == {}
-    with pytest.raises(ValueError, match=r"`optimizer_options.lr` is set by `learning_rate`"):
-        checked_options({"lr": 1.0})
 
 
 class RMSNorm(nn.Module):
@@ -76,17 +69,6 @@ def test_every_trainable_parameter_once():
     assert sorted(listed) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-def test_empty_groups_are_left_out():
-    assert len(weight_decay_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
-
-
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="weight_decay=-1"):
-        weight_decay_groups(nn.Linear(2, 2), -1)
-    with pytest.raises(ValueError, match="requires_grad"):
-        weight_decay_groups(nn.ReLU(), 0.1)
-
-
 def factor(step, warmup_steps=4, total_steps=12, floor=0.1):
     return cosine_with_warmup(step, warmup_steps=warmup_steps, total_steps=total_steps, floor=floor)
 
@@ -96,11 +78,3 @@ def test_rises_linearly_then_falls_to_the_floor():
     assert factor(4) == 1.0
     assert factor(8) == pytest.approx(0.55)
     assert factor(12) == factor(100) == pytest.approx(0.1)
-
-
-def test_no_warmup():
-    assert factor(0, warmup_steps=0) == 1.0
-
-
-def test_a_run_that_ends_warming_up():
-    assert factor(1, warmup_steps=100, total_steps=2) == 0.02

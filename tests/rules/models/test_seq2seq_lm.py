@@ -90,18 +90,6 @@ def test_learns_its_pairs_and_writes_what_it_read(tmp_path):
     assert continued(network, tokenizer, "three") == "drei"
 
 
-def test_predicts_a_token_for_every_label(tmp_path):
-    predicted = make_trainer(tmp_path).predict(Seq2SeqLM(config=TINY), datamodule=Pairs())
-    assert [tuple(ids.shape) for ids in predicted] == [(2, 8), (2, 8)]
-
-
-@pytest.mark.parametrize("argument", ["source_length", "target_length"])
-def test_texts_that_are_too_long(tmp_path, argument, monkeypatch):
-    monkeypatch.setattr(Pairs, argument, 17)
-    with pytest.raises(ValueError, match=f"`{argument}=17` is longer than the model's 16 positions"):
-        make_trainer(tmp_path, max_steps=1).fit(Seq2SeqLM(config=TINY), datamodule=Pairs())
-
-
 def test_each_module_refuses_the_other_kind():
     with pytest.raises(ValueError, match="'blenderbot' model: use Seq2SeqLM"):
         CausalLM(config=TINY).configure_model()

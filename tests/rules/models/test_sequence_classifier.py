@@ -1,5 +1,4 @@
 import lightning.pytorch as pl
-import pytest
 import torch
 
 from lightning_memfit.data import RandomTokens
@@ -45,21 +44,3 @@ def test_the_optimizer_is_the_one_asked_for():
     optimizer = module.configure_optimizers()
     assert isinstance(optimizer, torch.optim.SGD)
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.5, 0.9)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_labels": 1}, "`num_labels=1` must be at least 2"),
-        ({"learning_rate": -1.0}, "`learning_rate=-1.0` must not be negative"),
-        ({"optimizer": "Adamw"}, "`optimizer='Adamw'`"),
-    ],
-)
-def test_mistakes_are_explained(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        SequenceClassifier(CONFIG, **arguments)
-
-
-def test_a_misspelt_architecture():
-    with pytest.raises(ValueError, match=r"`config.hidden` is no entry"):
-        SequenceClassifier({**CONFIG, "hidden": 3}).configure_model()

@@ -121,19 +121,6 @@ def test_merged_and_alone_adapters_compute_what_was_trained(tmp_path, config, tr
     torch.testing.assert_close(alone, trained)
 
 
-def test_the_merged_model_has_the_entries_that_the_run_changed(tmp_path):
-    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
-    checkpoint, trained = trained_adapters(tmp_path / "base", QWEN, changes=changes)
-    merged = network_from_checkpoint(checkpoint)
-    with torch.no_grad():
-        torch.testing.assert_close(merged(input_ids=IDS).logits, trained)
-
-
-def test_the_merged_model_has_the_precision_of_the_pretrained_one(tmp_path):
-    checkpoint, _ = trained_adapters(tmp_path / "base", QWEN, dtype=torch.bfloat16)
-    assert network_from_checkpoint(checkpoint).dtype is torch.bfloat16
-
-
 def test_a_module_that_was_trained_in_part_is_not_left_out_in_silence(tmp_path):
     checkpoint, _ = trained_adapters(
         tmp_path / "base", GPT2, ("model.transformer.ln_f",), but=("model.transformer.ln_f.bias",)
