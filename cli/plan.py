@@ -32,7 +32,6 @@ examples:
   memfit plan --config mine.yaml --device 24GiB --tolerance 0%         (the fastest, whatever it changes)
   memfit plan --config mine.yaml --device "2x RTX 3090" --host-memory 64GiB
   memfit plan --config mine.yaml --device 8GiB --disk 500GiB --disk-writes-per-day 1TiB
-  memfit plan --config mine.yaml --device 24GiB --dry-run     (in CI)
 
 exit codes: 0 something fits, 1 nothing fits, 2 cannot tell (or a mistake, which is explained)
 """
@@ -53,10 +52,10 @@ def main(argv: list[str]) -> int:
     if made is None:
         return 2
     plan, page = made
-    if page is not None and not arguments.dry_run:
+    if page is not None:
         with Path(arguments.html).open("x", encoding="utf-8") as file:
             file.write(page)
-    is_written = arguments.out is not None and plan["fits"] and not arguments.dry_run
+    is_written = arguments.out is not None and plan["fits"]
     if is_written:
         write_overlay(Path(arguments.out), plan)
     if arguments.json:
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
         print_plan(plan, arguments.verbose)
         if is_written:
             print(f"Written: {arguments.out}")
-        if arguments.html is not None and not arguments.dry_run:
+        if arguments.html is not None:
             print(f"Written: {arguments.html}")
         print(_next(plan["fits"], is_written, arguments, argv, overrides))
     return int(not plan["fits"])
@@ -103,7 +102,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_batch_options(parser)
     parser.add_argument("--out", metavar="FILE.yaml", help="write what `fit --config RECIPE --config FILE` trains with")
     parser.add_argument("--html", metavar="FILE.html", help="write a page that compares all settings at any limit")
-    parser.add_argument("--dry-run", action="store_true", help="write no file; only print, and exit with 0 or 1")
     parser.add_argument("--verbose", action="store_true", help="print what was not chosen and why")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("--no-cache", action="store_true", help="neither read nor write cached traces")
@@ -155,10 +153,9 @@ def _next(
         return next_line("estimate", [*overrides, *device, *of_batch(arguments)], "where the memory goes")
     if is_written:
         return next_line("fit", [*overrides, "--config", arguments.out])
-    again = [word for word in argv if word not in ("--dry-run", "--dry_run")]
     numbered = (f"plan_{number}.yaml" for number in count(2))
     free = next(name for name in chain(["plan.yaml"], numbered) if not Path(name).exists())
-    return next_line("plan", [*again, *([] if arguments.out is not None else ["--out", free])])
+    return next_line("plan", [*argv, "--out", free])
 
 
 # --- what `memfit plan` prints, from the plan's plain data ------------------------------------------------------------

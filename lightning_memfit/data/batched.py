@@ -95,9 +95,10 @@ class ResumableLoader(DataLoader[Any]):
     Lightning stores `state_dict` in checkpoints and calls `load_state_dict` before the first batch. The position is
     applied when the first batch is requested; by then Lightning has set the epoch. It counts samples over all
     processes, so that the run may go on with another batch size, accumulation or number of processes. With other data
-    or another seed an epoch that was interrupted begins anew, with a warning that names what has changed. `on_resume` is
-    called with a position and the numbers of batches of the present size that stand for it, and of an epoch; it returns
-    whether that epoch goes on.
+    or another seed an epoch that was interrupted begins anew, with a warning that names what has changed.
+
+    `on_resume` is called with a position and the numbers of batches of the present size that stand for it, and of an
+    epoch; it returns whether that epoch goes on.
     """
 
     sampler: EffectiveBatchSampler

@@ -60,7 +60,7 @@ def test_random_weights_are_not_evaluated_without_a_word(capsys):
 
 def planned(fits, *argv):
     arguments, overrides = read_arguments(plan.make_parser(), argv)
-    is_written = fits and arguments.out is not None and not arguments.dry_run
+    is_written = fits and arguments.out is not None
     return next_of(plan._next(fits, is_written, arguments, argv, overrides))
 
 
@@ -68,7 +68,6 @@ def test_a_plan_ends_with_its_training():
     recipe = ["--config", "quickstart", "--trainer.max_steps=3", "--device", "8x A100 80GB"]
     assert planned(True, *recipe, "--out", "a.yaml") == ["fit", *recipe[:3], "--config", "a.yaml"]
     assert planned(True, *recipe) == ["plan", *recipe, "--out", "plan.yaml"]
-    assert planned(True, *recipe, "--dry-run", "--out", "a.yaml") == ["plan", *recipe, "--out", "a.yaml"]
     Path("plan.yaml").touch()
     assert planned(True, *recipe) == ["plan", *recipe, "--out", "plan_2.yaml"]
     shape = ["--batch-shape", "4x8:int64"]

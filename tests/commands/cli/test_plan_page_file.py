@@ -49,11 +49,3 @@ def test_a_file_that_exists_is_refused_before_planning(planned: list[bool], caps
     assert Path("page.html").read_text() == "mine"
     assert not Path("plan.yaml").exists()
     assert planned == []
-
-
-def test_a_dry_run_writes_no_file(planned: list[bool], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    before = sorted(tmp_path.iterdir())
-    assert run("--html", "page.html", "--out", "plan.yaml", "--dry-run") == 0
-    assert sorted(tmp_path.iterdir()) == before
-    assert "Written" not in capsys.readouterr().out
-    assert planned == [True]
