@@ -4,15 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_memfit.device import health as examine
 from lightning_memfit.device.host import probe_host
 from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import infinity_sizes
@@ -57,16 +54,6 @@ def killed_run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def memory_folder() -> Iterator[Path]:
-    """A folder on a file system in memory."""
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("no tmpfs at /dev/shm")
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield folder
-    shutil.rmtree(folder)
-
-
 @needs_aio_tools
 def test_good_folder(tmp_path: Path) -> None:
     assert problems(tmp_path) == {}
@@ -92,39 +79,6 @@ def test_drive_that_is_too_small(tmp_path: Path) -> None:
     with small_drive(tmp_path, 200) as drive:
         assert problems(drive)["disk space"].startswith("disk space: 288.00 MiB needed, 1")
         assert [path.name for path in drive.iterdir()] == ["lost+found"]
-
-
-@needs_aio_tools
-def test_drive_that_is_just_large_enough(tmp_path: Path) -> None:
-    with small_drive(tmp_path, 450) as drive:
-        assert problems(drive) == {}
-
-
-def test_drive_without_room_to_try_it_out(tmp_path: Path) -> None:
-    with small_drive(tmp_path, 32) as drive:
-        assert "disk space" in problems(drive)
-
-
-def test_drive_in_memory_is_measured_and_its_direct_io_really_tried(memory_folder: Path) -> None:
-    """Newer kernels' tmpfs takes O_DIRECT, older ones refuse it: the verdict is what a real write says."""
-    found = problems(memory_folder)
-    try:
-        os.close(os.open(memory_folder / "try", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
-        direct = True
-    except OSError:
-        direct = False
-    (memory_folder / "try").unlink(missing_ok=True)
-    assert ("O_DIRECT" in found) != direct
-
-
-def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the mount can't be had: what such a file system answers to a write."""
-
-    def refuse(*arguments: object) -> int:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    assert "Invalid argument" in problems(tmp_path)["O_DIRECT"]
 
 
 def test_file_system_that_really_refuses_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,17 +121,6 @@ def test_libaio_absent(tmp_path: Path) -> None:
         pytest.skip("hiding a file from a process needs root and unshare")
     assert "libaio: " in (found := problems_in_a_process(tmp_path, *(hide if header.is_file() else ())))
     assert "apt install libaio-dev" in found
-
-
-def test_compiler_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examine.shutil, "which", lambda name: None)
-    assert "apt install g++" in problems(tmp_path)["C++ compiler"]
-
-
-def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
-    huge = (ParameterInfo("w", 2**38, 2, shape=(2**19, 2**19)),)
-    found = problems(tmp_path, memory_of(huge), device_free_bytes=24 * GIB)
-    assert all("needed" in found[name] for name in ("host memory", "device memory", "disk space"))
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

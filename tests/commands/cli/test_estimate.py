@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cli.arguments import configs_of, read_arguments
-from cli.estimate import _callbacks_of, make_parser
+from cli.estimate import make_parser
 from cli.estimate_recipe import devices_here, division_of_recipe
 from cli.main import main
 from cli.recipe_run import RecipeRun
@@ -104,14 +104,6 @@ def test_recipe_that_insists_on_a_gpu_gets_no_verdict(capsys, recipe, monkeypatc
     assert any("--device" in note for note in report["notes"])
 
 
-def test_what_is_left_out_is_said(capsys, recipe):
-    _, report = estimate(
-        capsys, *recipe, "--device", "12GiB", "--trainer.devices=2", "--trainer.strategy=fsdp",
-    )  # fmt: skip
-    assert any("strategy=fsdp` is not in the figures" in note for note in report["notes"])
-    assert report["strategy"] is None
-
-
 def test_table_reads_well(capsys, recipe, tmp_path):
     page = tmp_path / "page.html"
     assert main(["estimate", *recipe, "--device", "12GiB", "--timeline", str(page)]) == 0
@@ -194,21 +186,6 @@ def test_an_amd_device_gets_a_lower_bound_and_no_claim(capsys, device, code, wor
     assert "Does not fit: needs at least" in capsys.readouterr().out
 
 
-@pytest.mark.nightly
-def test_a_recipe_under_fsdp2_has_the_figures_of_a_rank(capsys, recipe):
-    found = {}
-    for devices in (1, 4):
-        options = ["--device", f"{devices}x 12GiB", "--trainer.strategy=memfit_fsdp2", "--trainer.devices=auto"]
-        _, found[devices] = estimate(capsys, *recipe, *options)
-    report, strategy = found[4], found[4]["strategy"]
-    assert (strategy["name"], strategy["ranks"], strategy["traced"]) == ("memfit_fsdp2", 4, True)
-    assert not any("not in the figures" in note for note in report["notes"])
-    alone, rank = (found[devices]["peak"]["breakdown"]["device"] for devices in (1, 4))
-    assert rank["parameter"] == pytest.approx(alone["parameter"] / 4, rel=0.1)
-    assert rank["communication"] > 0
-    assert report["verdict"]["fits"]
-
-
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
 
@@ -277,14 +254,6 @@ def test_named_model_with_techniques(capsys):
     assert after["optimizer_state"] == pytest.approx(2 * 4 * trained, rel=0.01)
     _, again = estimate(capsys, *named, "--technique", "qlora:rank=4", "--technique", "activation_checkpointing")
     assert again == tuned
-
-
-def test_an_option_of_a_technique_may_be_a_list():
-    text = "activation_checkpointing:mode=selective,keep=[matmul,attention],early_stop=true"
-    [callback] = _callbacks_of([text.replace(",early_stop=true", "")])()
-    assert (callback.mode, list(callback.keep)) == ("selective", ["matmul", "attention"])
-    with pytest.raises(ValueError, match="early_stop"):
-        _callbacks_of([text])
 
 
 @pytest.mark.parametrize(

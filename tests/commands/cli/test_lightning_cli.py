@@ -83,13 +83,3 @@ def test_a_file_within_a_recipe_may_use_our_names(write, tmp_path, name):
     cli = MemFitCLI(["--config", write(trainer=str(tmp_path / name))], run=False, save_config_callback=None)
     assert type(cli.trainer.strategy).__name__ == "DataParallelStrategy"
     assert "MicroBatching" in {type(callback).__name__ for callback in cli.trainer.callbacks}
-
-
-@pytest.mark.parametrize(
-    "name", ["callback.MicroBatching", "prediction.MemoryPrediction", "oom_report.OutOfMemoryReport"]
-)
-def test_paths_that_earlier_recipes_and_plans_wrote_still_work(write, name):
-    callbacks = [{"class_path": f"lightning_memfit.fitting.{name}"}]
-    config = write(trainer={"callbacks": callbacks, "accelerator": "cpu"})
-    cli = MemFitCLI(["--config", config], run=False, save_config_callback=None)
-    assert name.partition(".")[2] in {type(callback).__name__ for callback in cli.trainer.callbacks}

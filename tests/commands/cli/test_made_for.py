@@ -48,17 +48,6 @@ def test_callbacks_of_one_class_and_modules_of_one_name_are_told_apart() -> None
     assert not differences({"recipe": first}, written(recipe("a.Model", 1.0, 2.0)))
 
 
-def test_differences_are_named() -> None:
-    stamp = {"recipe": {"data.batch_size": 64, "trainer.precision": "bf16-mixed", "gone": 1}}
-    now = {"data.batch_size": 32, "trainer.precision": "bf16-mixed", "model.text": "x" * 100}
-    assert differences(stamp, now) == [
-        "`data.batch_size` was 64 and is 32",
-        "`gone` was 1 and is not set",
-        f"`model.text` was not set and is '{'x' * 56}...",
-    ]
-    assert differences({}, now) == []
-
-
 def test_a_file_is_left_out_of_arguments() -> None:
     arguments = ["--config", "a.yaml", "-c", "plan.yaml", "--x=1", "--config=plan.yaml", "plan.yaml"]
     assert without_config(arguments, "plan.yaml") == ["--config", "a.yaml", "--x=1", "plan.yaml"]

@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cli import estimate_recipe, plan_recipe
-from cli.estimate_recipe import devices_here, target_of
+from cli.estimate_recipe import target_of
 from cli.main import main
 from cli.recipe_run import RecipeRun, device_numbers, load_recipe
 from lightning_memfit import CausalLM, MicroBatching
@@ -40,18 +40,6 @@ def recipe(strategy: Any = "auto", devices: int | None = 1, precision: Any = "bf
 
 def sharded(**arguments: Any) -> dict[str, Any]:
     return {"class_path": "lightning_memfit.strategies.FullyShardedStrategy", "init_args": arguments}
-
-
-def test_one_device() -> None:
-    setting, reason = plan_recipe.own_setting(recipe(), 8)
-    assert setting is not None
-    assert setting.to_dict() == {
-        "micro_batch_size": 4,
-        "accumulate_grad_batches": 2,
-        "world_size": 1,
-        "techniques": {"optimizer_8bit": {}, "bf16_mixed": {}},
-    }
-    assert reason == ""
 
 
 @pytest.mark.parametrize(
@@ -97,13 +85,6 @@ def test_devices_that_a_recipe_names_by_their_numbers_stay(said: Any, number: in
     run = replace(recipe(), device_numbers=device_numbers(said))
     run.__dict__["config"] = {"trainer": {"devices": said}}
     assert plan_recipe._devices_as_named(run, number) == laid
-
-
-def test_all_devices_are_taken_by_ddp() -> None:
-    setting, _ = plan_recipe.own_setting(recipe(devices=None), 8)
-    assert setting is not None
-    assert setting.world_size == 8
-    assert setting.has("ddp")
 
 
 @pytest.mark.parametrize(
@@ -171,11 +152,6 @@ def test_a_named_cpu_is_under_the_limit_of_the_recipe() -> None:
     target = target_of("cpu", replace(recipe(), callbacks=(MemoryLimit("4GiB"),)))
     assert (target.capacity_bytes, target.counts_tensors) == (4 << 30, True)
     assert not target_of("cpu", recipe()).counts_tensors
-
-
-def test_machines_that_cannot_share_the_named_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="names 3 devices, which the recipe's 2 machines can't share"):
-        devices_here(replace(recipe(devices=None), num_nodes=2), "T4", 3, named_target("T4"))
 
 
 @pytest.mark.parametrize(("config", "adapter"), [("chat_lora", "lora"), ("chat_qlora", "qlora")])
@@ -277,12 +253,6 @@ def test_a_step_that_has_no_meaning_without_adapters_is_planned_with_them(
     assert not any("adapters" in words for words in plan["changes"])
 
 
-def test_what_quantizes_weights_without_adapters_is_not_left_out_in_silence() -> None:
-    with pytest.raises(ValueError, match="`trainer.callbacks` has QuantizedWeights, and no plan can keep it"):
-        own_adapter([QuantizedWeights()], "bf16-mixed")
-    assert own_adapter([pl.Callback()], "bf16-mixed") is None
-
-
 def test_adapters_on_some_of_the_quantized_layers_are_kept() -> None:
     kept = own_adapter([QuantizedWeights(8), Lora(4, target_modules=["q_proj"])], "bf16-mixed")
     assert kept is not None
@@ -318,15 +288,6 @@ def test_a_plan_is_for_the_batch_that_micro_batching_gives_a_step_with_its_argum
     setting, _ = plan_recipe.own_setting(replace(run, callbacks=(cut,)), 1)
     assert setting is not None
     assert (setting.micro_batch_size, setting.accumulate_grad_batches) == (8, 2 * 3)
-
-
-def test_a_loader_without_a_batch_size_to_set_keeps_its_own() -> None:
-    with load_recipe(["--config", "gpt2xl_fsdp2", *SMALL, "--trainer.devices=2"]) as run:
-        run.config["data"]["init_args"].pop("batch_size")
-        workload = plan_recipe.workload_of(run, target_of("A100 80GB", run), REQUEST)
-    assert workload.samples_per_step == 2 * 8 * 4
-    assert workload.loader_batch == 4
-    assert workload.sizes() == (1, 2, 4)
 
 
 def test_batches_whose_rows_are_not_their_samples_stay_as_they_are() -> None:

@@ -147,16 +147,6 @@ def test_another_owner_s_model_is_named_where_it_cannot_be_had(away, capsys):
     assert "the hub can't be reached" in told
 
 
-def test_weights_that_are_quantized_while_loaded_are_refused(away):
-    from lightning_memfit.estimate.pretrained import without_weights
-
-    with without_weights():
-        from transformers import GPT2LMHeadModel
-
-        with pytest.raises(ValueError, match="QuantizedWeights"):
-            GPT2LMHeadModel.from_pretrained("gpt2", quantization_config={"load_in_4bit": True})
-
-
 def test_example_batches_have_the_shapes_of_real_ones(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("a b c " * 500)

@@ -71,21 +71,6 @@ def test_two_runs_have_two_folders(recipe, chosen, parent):
     assert not Path("checkpoints").exists()
 
 
-def test_a_logger_of_the_users_own_class_says_where(recipe, monkeypatch):
-    Path("own_loggers.py").write_text(
-        "from lightning.pytorch.loggers import CSVLogger\n"
-        "class Fixed(CSVLogger):\n"
-        "    def __init__(self, **options):\n"
-        "        super().__init__('runs', name='r', **options)\n"
-    )
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    chosen = {"class_path": "own_loggers.Fixed"}
-    assert fit(recipe, chosen) == fit(recipe, chosen) == 0
-    assert folders("runs/r") == ["version_0", "version_1"]
-    for run in Path("runs/r").iterdir():
-        assert {"checkpoints", "config.yaml"} <= set(folders(run))
-
-
 def test_a_version_of_the_user_is_not_overwritten(recipe, capsys):
     named = logger("CSVLogger", save_dir="runs", version="best")
     assert fit(recipe, named) == 0

@@ -58,13 +58,3 @@ def test_a_name_of_no_technique_is_refused_with_the_closest(command, capsys):
     told = capsys.readouterr().err
     assert told.startswith("memfit: error: `--with optimizer_8bits` is no technique. Closest: optimizer_8bit, ")
     assert len(told.splitlines()) == 1
-
-
-def test_an_estimate_counts_what_is_laid_over_it(capsys):
-    recipe = ["estimate", "--config", "quickstart", "--data.max_files=2", "--device", "12GiB", "--json"]
-    needed = []
-    for laid_over in ([], ["--with", "optimizer_8bit"]):
-        assert main([*recipe, "--trainer.callbacks=[]", *laid_over]) == 0
-        peak = yaml.safe_load(capsys.readouterr().out)["peak"]
-        needed.append(peak["breakdown"]["device"]["optimizer_state"])
-    assert needed[1] < 0.5 * needed[0]

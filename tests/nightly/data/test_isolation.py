@@ -105,10 +105,6 @@ def test_attention_that_packs_one_sample_only_is_refused_for_several():
         refuse_mixing(model, torch.arange(40).view(2, 20))
 
 
-def test_rounding_is_no_mixing():
-    refuse_mixing(OneAtATime(rounding=1e-6), torch.arange(40).view(2, 20))
-
-
 class Carries(nn.Module):
     """Attention that keeps conversations apart, beside a state that goes on, as Falcon-H1's."""
 
@@ -136,16 +132,6 @@ def test_a_small_state_that_goes_on_is_refused(dtype, rows):
 def test_experts_round_by_what_else_is_there_and_pass(kind):
     experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     refuse_mixing(made(kind, **SHAPE, **experts), torch.arange(60).view(2, 30))
-
-
-def test_two_ids_are_enough_to_tell():
-    with pytest.raises(ValueError, match="Carries lets"):
-        refuse_mixing(Carries(share=0.1), torch.tensor([[0, 1] * 10]))
-
-
-def test_a_model_that_cannot_be_tried_is_refused():
-    with pytest.raises(ValueError, match=r"whether Linear keeps packed conversations apart can't be tried"):
-        refuse_mixing(nn.Linear(2, 2), torch.arange(20)[None])
 
 
 def fit(config, *callbacks, **arguments):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from cli.bench import FOLDER, read_recipe
-from lightning_memfit.bench.experiment import load_experiment, overlay
+from lightning_memfit.bench.experiment import load_experiment
 
 MINIMAL = {
     "title": "T",
@@ -88,21 +88,3 @@ def test_mistakes_name_what_and_how_to_fix(tmp_path, changes, message):
 def test_committed_experiments_are_valid(path, scale):
     experiment = load_experiment(path, scale, "cpu", read_recipe)
     assert len({row.key for row in experiment.rows}) == len(experiment.rows)
-
-
-def test_mappings_merge_and_the_rest_is_replaced():
-    base = {"trainer": {"precision": "32-true", "devices": 1}, "tags": [1]}
-    assert overlay(base, {"trainer": {"precision": "bf16-mixed"}, "tags": [2]}) == {
-        "trainer": {"precision": "bf16-mixed", "devices": 1},
-        "tags": [2],
-    }
-    assert base["trainer"]["precision"] == "32-true"
-
-
-def test_another_class_loses_the_arguments_of_the_first():
-    base = {"model": {"class_path": "A", "init_args": {"x": 1}}}
-    assert overlay(base, {"model": {"class_path": "B", "init_args": {"y": 2}}})["model"]["init_args"] == {"y": 2}
-    assert overlay(base, {"model": {"class_path": "A", "init_args": {"y": 2}}})["model"]["init_args"] == {
-        "x": 1,
-        "y": 2,
-    }

@@ -14,11 +14,9 @@ from lightning_memfit.bench.observe import (
     PredictRun,
     StepTimes,
     bucket_bytes,
-    with_buckets,
 )
 from lightning_memfit.data import RandomTokens
 from lightning_memfit.measure.monitor import MemoryMonitor
-from lightning_memfit.memory import Category
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
@@ -75,13 +73,6 @@ def test_the_prediction_is_for_the_monitor_too():
     assert sum(predict.prediction.by_category.values()) == predict.prediction.allocated_bytes
 
 
-def test_why_there_is_no_prediction():
-    predict = PredictRun()
-    fit(Bag(traceable=False), predict, **run())
-    assert predict.prediction is None
-    assert predict.reason
-
-
 @pytest.mark.parametrize("view", [False, True])
 def test_buckets_of_ddp_are_one_copy_of_the_gradients(tmp_path, view):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -99,14 +90,6 @@ def test_buckets_of_ddp_are_one_copy_of_the_gradients(tmp_path, view):
     finally:
         torch.distributed.destroy_process_group()
     assert bucket_bytes(module) == 0
-
-
-def test_a_ledger_takes_the_rebuilt_buckets_for_activations():
-    tracked = {Category.ACTIVATION: 100, Category.GRADIENT: 30}
-    both = {Category.ACTIVATION: 70, Category.GRADIENT: 30, Category.COMMUNICATION: 30}
-    assert with_buckets(tracked, 30, followed_steps=2) == both
-    assert with_buckets(tracked, 30, followed_steps=1) == {**both, Category.ACTIVATION: 100}
-    assert with_buckets(tracked, 0, followed_steps=2) == tracked
 
 
 class Divided(DeepSpeedStrategy):

@@ -116,13 +116,6 @@ def test_a_process_that_ends_without_a_result(make, does, kind, message):
     assert message in result.error.message
 
 
-def test_a_configuration_that_the_parser_refuses_is_explained(make):
-    runner, row, _ = make
-    [result] = runner.run([row("a", "failed by a typo")])
-    assert (result.status, result.error.type) == ("failed", "Configuration")
-    assert result.error.message == "`model`: there is no argument `x`. Closest: y."
-
-
 def test_a_run_is_out_of_memory_when_one_of_its_processes_is(make):
     runner, row, _ = make
     [result] = runner.run([row("a", "failed because of another")])

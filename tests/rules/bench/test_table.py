@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from lightning_memfit.bench.record import Memory, Speed
+from lightning_memfit.bench.record import Speed
 from lightning_memfit.bench.table import markdown
 
 from .results import result
@@ -27,17 +27,6 @@ def test_ours_beside_predicted_and_the_sources():
     assert row["source: speed x first"] == "0.50"
     assert row["source: memory x first"] == "0.50"
     assert cells(markdown([first, second]), "title of a")["error"] == "-10.00 %"
-
-
-def test_on_cuda_ratios_are_of_what_the_driver_counts():
-    def on_cuda(row: str, used: int, process: int | None):
-        memory = Memory(50 * MIB, 60 * MIB, {}, process, used, 10**9)
-        return result(row, 50 * MIB, 50 * MIB, device="cuda", measured=memory)
-
-    row = cells(markdown([on_cuda("a", 10**9, 8 * 10**8), on_cuda("b", 10**9, 4 * 10**8)]), "title of b")
-    assert (row["used MB (NVML)"], row["memory x first"]) == ("400", "0.50")
-    row = cells(markdown([on_cuda("a", 10**9, None), on_cuda("b", 2 * 10**9, None)]), "title of b")
-    assert (row["used MB (NVML)"], row["memory x first"]) == ("2,000", "2.00")
 
 
 def test_noise_hardware_and_commit_are_stated():

@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_memfit.data.chat_template import ChatTemplate
 from lightning_memfit.data.tokenization import byte_tokenizer, load_tokenizer
-from tests.helpers.chat_templates import GEMMA3, LLAMA3, MISTRAL, QWEN3, TEMPLATES, chat_tokenizer
+from tests.helpers.chat_templates import GEMMA3, MISTRAL, QWEN3, TEMPLATES, chat_tokenizer
 
 
 def said(*texts, system=None):
@@ -105,20 +105,6 @@ def test_a_tokenizer_without_a_template_is_refused_and_chatml_serves_any():
         " Hello, you. <|endoftext|>",
         "Bye: <b>é</b><|endoftext|>",
     ]
-
-
-def test_a_template_comes_from_a_file(tmp_path):
-    (tmp_path / "mine.jinja").write_text(LLAMA3)
-    template = ChatTemplate(chat_tokenizer("llama3", "no template"), str(tmp_path / "mine.jinja"))
-    assert learned(template, CHAT) == EXPECTED["llama3"]
-    with pytest.raises(ValueError, match=r"`chat_template='nowhere.jinja'` is neither 'chatml' nor a file"):
-        ChatTemplate(chat_tokenizer("llama3"), "nowhere.jinja")
-
-
-def test_options_reach_the_template():
-    tokenizer = chat_tokenizer("qwen3", QWEN3.replace("loop.last", "loop.last and not short"))
-    assert learned(ChatTemplate(tokenizer, options={"short": True}), CHAT)[1] == "Bye: <b>é</b><|im_end|>"
-    assert ChatTemplate(tokenizer).fingerprint != ChatTemplate(tokenizer, options={"short": True}).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -126,25 +126,6 @@ def test_second_run_reads_the_cache(tmp_path, monkeypatch):
         changed.load_tokens(changed.make_encoder())
 
 
-def test_loaders(tmp_path):
-    data = chat_data(write(tmp_path / "a.jsonl"), tmp_path, batch_size=2, num_workers=1)
-    data.prepare_data()
-    data.setup("fit")
-    for batch in (next(iter(data.train_dataloader())), next(iter(data.val_dataloader()))):
-        example = data.example_batch(258)
-        assert batch.keys() == example.keys()
-        assert all(batch[name].shape[1:] == example[name].shape[1:] for name in batch)
-        assert all(batch[name].dtype == example[name].dtype for name in batch)
-    assert example["position_ids"].tolist() == [[*range(128), *range(128)]] * 2
-
-
-def test_missing_column_and_single_conversation(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"`messages_column='turns'` is not in the data. Its columns: messages"):
-        chat_data(write(tmp_path / "a.jsonl"), tmp_path, messages_column="turns").prepare_data()
-    with pytest.raises(ValueError, match="has one conversation"):
-        chat_data(write(tmp_path / "b.jsonl", CHATS[:1]), tmp_path).prepare_data()
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_the_fault_is_named_through_datasets(tmp_path, name):
     pytest.importorskip("datasets")

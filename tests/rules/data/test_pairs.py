@@ -6,7 +6,7 @@ from lightning_memfit.data import PairData
 from lightning_memfit.data.pairs import TokenizedPairs, set_languages
 from lightning_memfit.data.standard_library import documented_functions
 from lightning_memfit.data.tokenization import byte_tokenizer
-from tests.helpers.framing import BOS, translating, with_bos
+from tests.helpers.framing import translating
 
 EOS, PAD, ENG, DEU = 256, 257, 258, 259
 
@@ -23,15 +23,6 @@ def test_texts_are_cut_or_padded_and_end():
     assert samples[0]["labels"].tolist() == [100, 101, EOS, -100]
     assert samples[1]["input_ids"].tolist() == [97, 98, 99, 100, 101, EOS]
     assert samples[1]["labels"].tolist() == [97, 98, 99, EOS]
-
-
-def test_texts_keep_the_special_tokens_around_them_when_they_are_cut():
-    tokenizer = with_bos("<|bos|> $A <|endoftext|> <|pad|>")  # mBART's marks come behind the end of sequence
-    sample = TokenizedPairs([("abcdefgh", "ab")], tokenizer, 6, 5)[0]
-    assert sample["input_ids"].tolist() == [BOS, 97, 98, 99, EOS, PAD]
-    assert sample["labels"].tolist() == [BOS, 97, 98, EOS, PAD]
-    with pytest.raises(ValueError, match="`target_length=3` leaves no room for a text.* at least 4"):
-        TokenizedPairs([("a", "b")], tokenizer, 6, 3)
 
 
 def test_targets_are_tokenized_as_targets():
@@ -87,19 +78,6 @@ def test_pairs_of_a_file(tmp_path):
         "attention_mask": (8, 128),
         "labels": (8, 128),
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"source_column": "question"}, "`source_column='question'` is not in the data. Its columns: q, a"),
-        ({"source_column": "q", "target_column": "n"}, "`target_column='n'` is not in the data"),
-    ],
-)
-def test_columns_that_are_not_there(tmp_path, options, message):
-    file = write(tmp_path / "pairs.jsonl", [{"q": "x", "a": "y"}])
-    with pytest.raises(ValueError, match=message):
-        PairData(file, "bytes", cache_dir=str(tmp_path / "cache"), **options).load_pairs()
 
 
 def test_functions_lose_their_documentation():

@@ -27,12 +27,6 @@ def test_split_follows_content_not_order():
     assert chosen == {text for text, is_val in zip(texts[::-1], reversed_mask, strict=True) if is_val}
 
 
-@pytest.mark.parametrize("texts", [[], ["same", "same"], ["one"]])
-def test_what_cannot_be_split_is_refused(texts):
-    with pytest.raises(ValueError, match="cannot be split"):
-        validation_mask(hashes(texts), 0.5)
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -54,16 +48,6 @@ def test_linked_folders_and_endings_in_capitals_are_read(tmp_path):
     (data / "books").symlink_to(tmp_path / "books")
     files = local_files(data)
     assert [file.relative_to(data).as_posix() for file in files] == ["books/1.txt", "code/B.TXT", "code/a.txt"]
-
-
-def test_hidden_files_are_no_data_and_others_are_named(tmp_path):
-    """Jupyter's copies were trained on as well."""
-    data = tmp_path / ".mine"  # which the user has named
-    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "b/._1.txt", "b/1.txt", "LICENSE", "c.jsonl.gz"):
-        (data / name).parent.mkdir(parents=True, exist_ok=True)
-        (data / name).write_text(name)
-    with pytest.warns(UserWarning, match=r"only \.txt, \.jsonl, \.parquet files are read, not \.gz, LICENSE\."):
-        assert local_files(data) == [data / "a.txt", data / "b" / "1.txt"]
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

@@ -70,16 +70,6 @@ def test_a_single_document_is_cut(tmp_path, cache):
     assert decode(train)[:5] == "01234"
 
 
-def test_loaders(tmp_path, cache):
-    data = TextData(
-        write_folder(tmp_path / "txt", "txt"), "bytes", sequence_length=16, batch_size=2, cache_dir=cache, num_workers=1
-    )
-    data.prepare_data()
-    data.setup("fit")
-    assert next(iter(data.train_dataloader()))["input_ids"].shape == (2, 16)
-    assert next(iter(data.val_dataloader()))["input_ids"].shape == (2, 16)
-
-
 def test_predictions_come_in_the_order_of_the_samples(tmp_path, cache):
     folder = write_folder(tmp_path / "txt", "txt")
     data = TextData(folder, "bytes", sequence_length=8, batch_size=2, cache_dir=cache, val_fraction=0.5)
@@ -113,10 +103,3 @@ def test_faults_name_the_data(tmp_path, cache, name, row, words):
         TextData(str(tmp_path / name), "bytes", cache_dir=cache).load_tokens()
     assert str(tmp_path / name) in str(caught.value) or "rows have no value" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_hub_out_of_reach(cache, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"neither a local file or folder.*Give a local path"):
-        TextData("someone/some-data", "bytes", cache_dir=cache).load_tokens()

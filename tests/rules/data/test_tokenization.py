@@ -4,8 +4,6 @@ import pytest
 from lightning_memfit.data.tokenization import (
     byte_tokenizer,
     encode,
-    is_byte_tokenizer,
-    load_tokenizer,
     tokenizer_fingerprint,
 )
 from tests.helpers.framing import BOS, EOS, framed, with_bos
@@ -43,17 +41,3 @@ def test_fingerprint_knows_what_is_put_around_texts_and_what_templates_call_spec
     renamed = with_bos()
     renamed.bos_token = renamed.pad_token
     assert tokenizer_fingerprint(renamed) != tokenizer_fingerprint(begun)
-
-
-def test_byte_tokenizer_is_saved_and_loaded_like_any_other(tmp_path):
-    byte_tokenizer().save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert is_byte_tokenizer(loaded)
-    assert loaded("é")["input_ids"] == [0xC3, 0xA9]
-    assert tokenizer_fingerprint(loaded) == tokenizer_fingerprint(byte_tokenizer())
-
-
-def test_unknown_tokenizer(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"`tokenizer='no-such/tokenizer'` is neither a folder.*`tokenizer: bytes`"):
-        load_tokenizer("no-such/tokenizer")

@@ -2,7 +2,6 @@
 
 import csv
 import gc
-import json
 import re
 import time
 from itertools import accumulate
@@ -19,8 +18,6 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import GIB, Category
 from lightning_memfit.memory.allocations import allocation_events, profiler_runs
-from lightning_memfit.profile.build import profile_module
-from lightning_memfit.profile.trace import Emulation
 from lightning_memfit.techniques.host_master_weights import HostMasterWeights
 from tests.helpers.trainers import fit
 
@@ -132,24 +129,6 @@ def test_optimizer_steps_are_counted(tmp_path, accumulate):
     assert all(counted == taken for counted, taken in steps)
 
 
-class Masters(Language):
-    """Steps a float32 copy of bfloat16 weights, as DeepSpeed's optimizers do."""
-
-    def configure_optimizers(self):
-        self.table.to(torch.bfloat16)
-        master = torch.nn.Parameter(self.table.weight.detach().float())
-        master.grad = torch.zeros_like(master)
-        return torch.optim.SGD([master], lr=0.1)
-
-
-def test_copies_of_weights_that_only_the_optimizer_knows_are_its_states(tmp_path):
-    monitor = MemoryMonitor()
-    train(tmp_path, monitor, module=Masters())
-    measured = monitor.report.measured
-    assert measured.get(Category.PARAMETER) == WEIGHTS // 2
-    assert measured.get(Category.OPTIMIZER_STATE) == WEIGHTS
-
-
 def test_parameters_that_wrap_other_tensors_stay_parameters(tmp_path):
     """As FSDP2's do, whose own storages hold nothing."""
     from torch.testing._internal.two_tensor import TwoTensor
@@ -182,17 +161,6 @@ def test_the_table_tells_the_run(tmp_path, capsys):
         "24 optimizer steps",
     ):
         assert words.replace(" ", "") in re.sub(r"[│\s]", "", text)  # long paths are broken anywhere
-
-
-def test_every_logger_gets_the_figures(tmp_path):
-    train(tmp_path, MemoryMonitor(every_n_steps=5), logger=CSVLogger(tmp_path, name="csv", version=0))
-    rows = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
-    header = rows[0].split(",")
-    assert {"memory/rss_gib", "throughput/tokens_per_second", "throughput/seconds_per_step"} <= set(header)
-    column = header.index("memory/rss_gib")
-    logged = [float(value) for row in rows[1:] if (value := row.split(",")[column])]
-    assert len(logged) == 3  # after the tracked steps, and two samples
-    assert min(logged) > 0.05
 
 
 def test_memory_by_category_is_logged_over_time(tmp_path):
@@ -257,21 +225,6 @@ def test_peaks_of_training_and_validation_are_told_apart(tmp_path, capsys, sanit
     assert monitor.report.validation_peak_bytes > 2 * kept, "with what the end of the epoch joins"
     assert alone.report.validation_peak_bytes is None
     assert "peak in validation" in capsys.readouterr().out
-
-
-def test_joining_kept_outputs_is_under_the_limit(tmp_path):
-    with pytest.raises(torch.OutOfMemoryError):
-        train(tmp_path, MemoryLimit("4MiB"), module=Kept())
-
-
-def test_the_report_is_written_beside_older_ones(tmp_path):
-    monitor = MemoryMonitor(report_path=tmp_path / "report.json")
-    for _ in range(2):
-        train(tmp_path, monitor)
-    data = json.loads((tmp_path / "report-2.json").read_text())
-    assert data["num_steps"] == 12
-    assert data["first_loss"] >= data["last_loss"]
-    assert data["versions"]["torch"] == torch.__version__
 
 
 def test_the_monitor_changes_no_number(tmp_path):
@@ -392,14 +345,6 @@ def test_averages_of_weights_are_in_the_measured_peak(tmp_path, exact):
     train(tmp_path, beside, EMAWeightAveraging(), module=Compared())
     more = beside.report.measured_peak_bytes - plain.report.measured_peak_bytes
     assert more == pytest.approx(sum(p.nbytes for p in Compared().parameters()), abs=16)
-
-
-def test_a_prediction_is_compared_with_the_exact_peak(tmp_path):
-    profile = profile_module(Compared(), torch.rand(64, 512), emulation=Emulation("cpu"))
-    monitor = MemoryMonitor(exact=True)
-    monitor.predicted = profile.events.breakdown_at(int(profile.events.live_bytes().argmax()))
-    train(tmp_path, monitor, module=Compared())
-    assert abs(monitor.report.prediction_error) < 0.03
 
 
 def test_an_exact_monitor_refuses_another_profiler_and_leaves_it_alone(tmp_path):

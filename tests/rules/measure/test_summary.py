@@ -97,12 +97,3 @@ def test_the_largest_of_all_processes(tmp_path):
     RunSummary().on_fit_end(trainer, None)
     assert trainer.logged["summary/measured_peak_max_rank_gib"] == 2 * trainer.logged["summary/measured_peak_gib"]
     assert trainer.logged["summary/samples_per_second"] == pytest.approx(2 * monitor.report.samples_per_second)
-
-
-def test_processes_that_compute_together_see_samples_once(tmp_path):
-    monitor = MemoryMonitor(tracked_steps=2)
-    fit(tmp_path, monitor)
-    trainer = Ranks(monitor)
-    trainer.tensor_parallel_size = 2  # of the strategy, which the trainer stands in for
-    RunSummary().on_fit_end(trainer, None)
-    assert trainer.logged["summary/samples_per_second"] == pytest.approx(monitor.report.samples_per_second)

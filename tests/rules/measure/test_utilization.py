@@ -131,16 +131,6 @@ def test_recomputation_counts_for_nothing_and_other_wrappers_are_no_trouble(tmp_
     assert "training_step" not in vars(trainer.strategy)
 
 
-def test_without_a_known_peak_there_is_no_mfu_and_that_is_said(tmp_path, caplog):
-    monitor = FlopsMonitor()
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        logger, _ = fit(tmp_path, monitor)
-    assert monitor.mfu is None
-    assert "no peak is known for `cpu`" in caplog.text
-    assert "throughput/mfu" not in logger.seen
-    assert "throughput/model_tflops_per_second" in logger.seen
-
-
 def test_data_wait_is_a_share_of_the_time(tmp_path):
     monitor = DataWaitMonitor()
     logger, _ = fit(tmp_path, monitor)

@@ -24,11 +24,6 @@ def test_inline_architecture():
     assert max_positions(config) == 32
 
 
-def test_entries_change_a_named_architecture(folder):
-    config = resolve_config(None, folder, {"n_layer": 3, "max_position_embeddings": 8})
-    assert (config.n_layer, config.n_positions, config.vocab_size) == (3, 8, 64)
-
-
 def test_pretrained_weights_are_loaded(folder):
     network = build(resolve_config(folder, None, {"attn_pdrop": 0.0}), folder, "sdpa")
     reference = GPT2LMHeadModel.from_pretrained(folder)
@@ -61,8 +56,3 @@ def test_built_in_the_default_dtype(folder, pretrained):
 def test_mistakes(arguments, message):
     with pytest.raises(ValueError, match=message):
         resolve_config(*arguments)
-
-
-def test_hub_out_of_reach(offline):
-    with pytest.raises(ValueError, match=r"neither a local folder nor.*hub.*hf download.*`pretrained: FOLDER`"):
-        resolve_config("someone/some-model", None, None)

@@ -3,11 +3,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from torchmetrics.text import Perplexity
 
 from lightning_memfit.data.text import PackedBlocks
 from lightning_memfit.models import CausalLM
-from lightning_memfit.models.metrics import LossPerplexity
 from tests.helpers.trainers import quiet_trainer
 
 TINY = {
@@ -37,17 +35,6 @@ class Blocks(pl.LightningDataModule):
 
 def make_trainer(tmp_path, **options):
     return quiet_trainer(**{"default_root_dir": tmp_path, "num_sanity_val_steps": 0, "max_steps": 2} | options)
-
-
-def test_model_is_built_once_and_late():
-    module = CausalLM(config=TINY)
-    assert module.model is None
-    with pytest.raises(RuntimeError, match="configure_model"):
-        _ = module.network
-    module.configure_model()
-    network = module.network
-    module.configure_model()
-    assert module.network is network
 
 
 def test_labels_are_shifted_and_masked():
@@ -100,12 +87,6 @@ def test_weight_decay_only_on_matrices(tmp_path):
     assert decays[id(network.ln_f.weight)] == decays[id(network.h[0].attn.c_attn.bias)] == 0.0
 
 
-def test_bf16_true_has_no_other_copy(tmp_path):
-    module = CausalLM(config=TINY)
-    make_trainer(tmp_path, precision="bf16-true").fit(module, datamodule=Blocks())
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -150,26 +131,6 @@ SEEING = {
 def test_models_that_see_as_well_have_the_bounds_of_their_text(tmp_path, data, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(CausalLM(config=SEEING), datamodule=data)
-
-
-def test_export_refuses_a_used_folder(tmp_path):
-    module = CausalLM(config=TINY)
-    module.configure_model()
-    (tmp_path / "mine.txt").write_text("keep me")
-    with pytest.raises(ValueError, match="nothing is overwritten"):
-        module.export(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_equals_torchmetrics_over_batches_of_different_size():
-    torch.manual_seed(0)
-    ours, reference = LossPerplexity(), Perplexity(ignore_index=-100)
-    for batch in (2, 5):
-        logits, labels = torch.randn(batch, 7, 11), torch.randint(11, (batch, 7))
-        labels[0, :3] = -100
-        ours.update(cross_entropy(logits.flatten(0, 1), labels.flatten()), (labels != -100).sum())
-        reference.update(logits, labels)
-    torch.testing.assert_close(ours.compute(), reference.compute())
 
 
 def test_what_balances_experts_is_trained_but_no_part_of_the_perplexity():

@@ -2,21 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.models.optimizer import cosine_with_warmup, optimizer_class, weight_decay_groups
-
-
-@pytest.mark.parametrize("name", ["AdamW", "torch.optim.AdamW"])
-def test_found_by_name_and_by_path(name):
-    assert optimizer_class(name) is torch.optim.AdamW
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("AdamWW", r"Closest: AdamW"), ("no.such.Thing", "cannot be imported"), ("torch.nn.Linear", "is no optimizer")],
-)
-def test_unknown(name, message):
-    with pytest.raises(ValueError, match=message):
-        optimizer_class(name)
+from lightning_memfit.models.optimizer import cosine_with_warmup, weight_decay_groups
 
 
 class RMSNorm(nn.Module):

@@ -36,11 +36,3 @@ def test_is_built_in_the_trainers_precision_and_only_once():
     module.configure_model()
     assert module.model is built
     assert built.config.num_labels == 3
-
-
-def test_the_optimizer_is_the_one_asked_for():
-    module = SequenceClassifier(CONFIG, optimizer="SGD", learning_rate=0.5, optimizer_options={"momentum": 0.9})
-    module.configure_model()
-    optimizer = module.configure_optimizers()
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.5, 0.9)

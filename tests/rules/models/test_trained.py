@@ -2,11 +2,10 @@ import json
 
 import pytest
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 from lightning_memfit.adapters import lora
-from lightning_memfit.adapters.checkpoint import KEY, write_peft_folder
+from lightning_memfit.adapters.checkpoint import KEY
 from lightning_memfit.adapters.linears import linear_layers
 from lightning_memfit.models import CausalLM, Seq2SeqLM
 from lightning_memfit.models.trained import (
@@ -126,24 +125,6 @@ def test_a_module_that_was_trained_in_part_is_not_left_out_in_silence(tmp_path):
         tmp_path / "base", GPT2, ("model.transformer.ln_f",), but=("model.transformer.ln_f.bias",)
     )
     with pytest.raises(ValueError, match=r"transformer\.ln_f\.bias was not trained"):
-        export_adapters(checkpoint, tmp_path / "alone")
-
-
-def test_running_statistics_that_no_peft_folder_holds_are_refused(tmp_path):
-    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    record = inject(network)
-    network[1].requires_grad_(False)
-    frozen = {name for name, one in network.named_parameters(remove_duplicate=False) if not one.requires_grad}
-    entries = {name: value for name, value in network.state_dict().items() if name not in frozen}
-    checkpoint = {KEY: record, "state_dict": entries}
-    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to("meta")
-    with pytest.raises(ValueError, match=r"1\.running_mean was not trained"):
-        write_peft_folder(tmp_path, checkpoint, plain, None, None)
-
-
-def test_a_layer_with_an_adapter_that_was_also_trained_is_refused(tmp_path):
-    checkpoint, _ = trained_adapters(tmp_path / "base", QWEN, ("model.model.layers.0.mlp.up_proj",))
-    with pytest.raises(ValueError, match="Leave `--adapters_only` out"):
         export_adapters(checkpoint, tmp_path / "alone")
 
 

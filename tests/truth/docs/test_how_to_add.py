@@ -142,10 +142,3 @@ def test_a_strategy(monkeypatch):
     finally:
         take_off()
         StrategyRegistry.remove("memfit_half_exchange")
-
-
-def test_names_are_taken_once():
-    with pytest.raises(ValueError, match="already"):
-        register(find_technique("tf32"))
-    with pytest.raises(ValueError, match="already"):
-        register_optimizer(OPTIMIZERS["lion"])

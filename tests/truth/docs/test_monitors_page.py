@@ -26,26 +26,6 @@ def test_every_figure_that_is_logged_has_a_row(tmp_path: Path, limited: bool) ->
         assert f"`{name}`" in PAGE or (category and f"`{category[1]}`" in PAGE) or peak, name
 
 
-def test_what_needs_cuda_is_named_as_the_sampler_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    from lightning_memfit.measure import monitor as usage
-    from lightning_memfit.memory.process import NvmlUsage
-
-    for name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 2**30)
-    monkeypatch.setattr(usage, "nvml_usage", lambda device: NvmlUsage(2**31, 2**30))
-    monkeypatch.setattr(usage, "pinned_bytes", lambda: 2**29)
-    trainer = SimpleNamespace(lightning_module=torch.nn.Linear(2, 2), optimizers=[], strategy=SimpleNamespace())
-    sampler = usage.UsageSampler(torch.device("cuda", 0))
-    figures = sampler.read(trainer, None)  # type: ignore[arg-type]
-    assert figures["memory/pinned_gib"] == 0.5
-    assert figures["memory/working_peak_gib"] == 1.0
-    assert (sampler.largest["process"], sampler.largest["card"]) == (2**30, 2**31)
-    for name in figures:
-        assert f"`{name}`" in PAGE, name
-
-
 class Classifier(L.LightningModule):
     """The module whose run the page explains."""
 

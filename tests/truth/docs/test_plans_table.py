@@ -50,21 +50,3 @@ def test_every_plan_fits_and_refusals_are_right(name):
 )
 def test_whether_numbers_had_to_change_is_told_from_what_was_measured(recorded, told):
     assert pairs_table._exactness([{"seconds": 1.0, **recorded}]).startswith(told)
-
-
-def test_rounds_go_on_while_a_plan_seems_slow(monkeypatch):
-    taken = []
-    monkeypatch.setattr(pairs, "seconds_of", lambda make, setting: taken.append(setting) or [setting] * 4)
-    assert pairs.in_turns(None, {"plan": 1.0, "best": 1.0}) == {"plan": 1.0, "best": 1.0}
-    assert len(taken) == 2 * pairs._ROUNDS
-    taken.clear()
-    pairs.in_turns(None, {"plan": 1.2, "best": 1.0})
-    assert len(taken) == 2 * pairs._MOST_ROUNDS
-
-
-def test_models_that_are_not_measured_again_stay_in_the_file(tmp_path):
-    file, chosen = tmp_path / "pairs.json", SETS["held_out"]
-    file.write_text(json.dumps({"models": [{"model": "t5"}, {"model": "unet"}, {"model": "gone"}]}))
-    assert pairs.measured_before(file, chosen, ["unet"]) == [{"model": "t5"}]
-    assert pairs.measured_before(file, chosen, []) == []
-    assert pairs.measured_before(tmp_path / "none.json", chosen, ["unet"]) == []
