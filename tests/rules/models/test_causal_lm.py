@@ -134,6 +134,7 @@ def test_models_that_see_as_well_have_the_bounds_of_their_text(tmp_path, data, m
 
 
 def test_what_balances_experts_is_trained_but_no_part_of_the_perplexity():
+    torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
     module = CausalLM(config={"model_type": "mixtral", **sizes, **heads, "output_router_logits": True})
