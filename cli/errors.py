@@ -2,10 +2,11 @@
 
 import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +48,9 @@ def readable_errors(debug: bool = False) -> Iterator[Outcome]:
         if sys.stdout is not None:  # as where the process was started without it
             sys.stdout.flush()
     except BrokenPipeError:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # whoever reads what is printed has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be flushed to it at exit
-        else:
+        if not _output_is_closed():
             raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be flushed to it at exit
     except SystemExit as stop:
         outcome.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if outcome.code and not isinstance(stop.code, int):  # words, which Python prints (`sys.exit("no data")`)
@@ -63,6 +61,15 @@ def readable_errors(debug: bool = False) -> Iterator[Outcome]:
             raise
         print(f"memfit: error: {mistake}", file=sys.stderr)
         outcome.code = USER_ERROR
+
+
+def _output_is_closed() -> bool:
+    """Whether whoever reads what is printed has seen enough, rather than another pipe having broken."""
+    with suppress(OSError, ValueError, AttributeError):  # Windows has no `poll`
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
 
 
 def missing_extra(error: BaseException) -> str | None:
