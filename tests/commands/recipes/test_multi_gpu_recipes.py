@@ -98,6 +98,8 @@ def test_long_chats_on_one_device_and_on_two_machines_that_share_sequences(tmp_p
         (checkpoint,) = (tmp_path / "runs" / name).rglob("*.ckpt")
         losses.append(float(checkpoint.stem.rpartition("=")[2]))
     assert losses[0] == pytest.approx(losses[1], abs=0.02)  # weights in bfloat16, and autocast
+
+
 def test_two_machines_shard_within_each():
     recipe = read("multi_node")["trainer"]
     assert recipe["num_nodes"] == 2
