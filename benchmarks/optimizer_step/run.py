@@ -25,7 +25,6 @@ from benchmarks.record import write
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.float32_step import Float32Step
-from lightning_memfit.optim.rounding import Kahan, Stochastic
 
 RESULTS = Path(__file__).parents[1] / "results"
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -51,8 +50,8 @@ def _torchao(name: str) -> Make:
     return make
 
 
-def _rounded(make: Make, kahan: bool = False) -> Make:
-    return lambda parameters: Float32Step(make(parameters), Kahan() if kahan else Stochastic())
+def _rounded(make: Make) -> Make:
+    return lambda parameters: Float32Step(make(parameters))
 
 
 def _converted(**options: Any) -> Make:
@@ -68,9 +67,7 @@ FLOAT32: dict[str, Make] = {
     "torch Adafactor": lambda p: Adafactor(p, lr=1e-4),
     "bitsandbytes Lion": _bitsandbytes("Lion"),
     "bitsandbytes Lion8bit": _bitsandbytes("Lion8bit"),
-    "torchao AdamW8bit": _torchao("AdamW8bit"),
     "torchao AdamW4bit": _torchao("AdamW4bit"),
-    "torchao AdamWFp8": _torchao("AdamWFp8"),
     "Optimizer8bit": _converted(),
     "Optimizer8bit, paged": _converted(paged=True),
 }
@@ -80,7 +77,6 @@ BFLOAT16: dict[str, Make] = {
     "Optimizer8bit": _converted(),
     "StochasticRounding, fused AdamW": _rounded(FLOAT32["torch AdamW, fused"]),
     "StochasticRounding, Optimizer8bit": _rounded(_converted()),
-    "StochasticRounding (kahan), fused AdamW": _rounded(FLOAT32["torch AdamW, fused"], kahan=True),
 }
 
 

@@ -35,7 +35,6 @@ TECHNIQUES: dict[str, tuple[str, Callable[[], list[pl.Callback]]]] = {
     "8-bit states": ("32-true", lambda: [Optimizer8bit()]),
     "bf16-true": ("bf16-true", list),
     "bf16-true, stochastic rounding": ("bf16-true", lambda: [StochasticRounding()]),
-    "bf16-true, Kahan compensation": ("bf16-true", lambda: [StochasticRounding("kahan")]),
     "bf16-true, 8-bit states, stochastic rounding": ("bf16-true", lambda: [Optimizer8bit(), StochasticRounding()]),
     "bf16-true, host master weights": ("bf16-true", lambda: [HostMasterWeights()]),
 }

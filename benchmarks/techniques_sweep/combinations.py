@@ -52,7 +52,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "paged_optimizer_8bit": _STATES,
     "lion_8bit": _STATES,
     "bf16_stochastic_rounding": [{}, {"chunk_elements": 4096, "seed": 3}],
-    "bf16_kahan_summation": [{}, {"chunk_elements": 4096}],
     "chunked_loss": [{}, {"num_chunks": 1}, {"num_chunks": 3}, {"num_chunks": 50}],
     "activation_checkpointing": [
         {}, {"mode": "every", "every": 2}, {"mode": "selective", "keep": ["matmul"]},
@@ -72,7 +71,7 @@ _SHARE = dict.fromkeys(KINDS, 0.25) | {"compile": 0.05, "matmul": 0.02, "batchin
 """How often a kind is chosen."""
 _OF_TRANSFORMERS = ("loss", "attention")
 """Kinds that are chosen twice as often for models of transformers, and else rarely."""
-_SLOW = ("torchao_adamw_8bit", "torchao_adamw_4bit", "torchao_adamw_fp8")
+_SLOW = ("torchao_adamw_4bit",)
 """Optimizers that compile their steps: drawn rarely."""
 _CLIPPING: list[dict[str, Any]] = [
     {}, {}, {"gradient_clip_val": 0.5}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},

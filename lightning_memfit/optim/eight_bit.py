@@ -1,15 +1,14 @@
 """`to_bitsandbytes`: convert an optimizer that a user built to its 8-bit or paged form, with all its settings.
 
-bitsandbytes' formulas are those of torch for AdamW, Lion, SGD with momentum and RMSprop without momentum. It would
-silently ignore flags of the original that it doesn't have; here they are refused, when an optimizer is converted and
-whenever it steps. Groups keep the original's hyper-parameters under the original's names, so that schedules and edits
-of them count.
+bitsandbytes' formulas are those of torch for AdamW, Lion and SGD with momentum. It would silently ignore flags of the
+original that it doesn't have; here they are refused, when an optimizer is converted and whenever it steps. Groups keep
+the original's hyper-parameters under the original's names, so that schedules and edits of them count.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from lightning_memfit.optim.optimizers import EightBitForm, optimizer_classes
 from lightning_memfit.optim.paging import drop_false_marks, is_marked, paged_buffer
 from lightning_memfit.optim.states import (
     BLOCK_SIZE,
-    COMPENSATION,
     MOMENTS,
     NUMBERED,
     Resume,
@@ -46,12 +44,7 @@ class StateWidths:
     """Decides for each parameter whether its states have 8 or 32 bits.
 
     bitsandbytes asks a process-wide `GlobalOptimManager`, which would change other optimizers too. This table belongs
-    to one optimizer and is keyed by the parameter itself. An override that a user registered for the parameter
-    (`override_config`) still counts.
-
-    Args:
-        optimizer: A bitsandbytes optimizer that has not stepped yet.
-        keep_32bit: Parameters whose states stay 32-bit. They are held weakly and need not be in the optimizer.
+    to one optimizer and holds parameters weakly. A user's `override_config` still counts.
     """
 
     def __init__(self, optimizer: Any, keep_32bit: Iterable[Tensor] = ()) -> None:
@@ -81,16 +74,15 @@ class StateWidths:
 
 
 def repage_states(optimizer: Any) -> int:
-    """Page the states of a paged optimizer of `to_bitsandbytes` again where they have become ordinary tensors.
+    """Page the states of a paged optimizer again where loading, moving or copying has made ordinary tensors of them.
 
-    Loading and moving an optimizer's states to a device make such, and so does copying it. Those that bitsandbytes
-    doesn't page go to the device of their parameter.
+    Those that bitsandbytes doesn't page go to the device of their parameter.
 
     Returns:
         Number of state tensors moved to paged memory (0 on the CPU, where nothing is paged).
     """
     optimizer = getattr(optimizer, "wrapped", optimizer)
-    if not (is_converted(optimizer) and optimizer.is_paged):
+    if not (isinstance(optimizer, _Guarded) and optimizer.is_paged):
         return 0
     _drop_marks_of_copies(optimizer)
     moved = 0
@@ -146,8 +138,6 @@ class Form:
     stem: str
     """Class name in `bitsandbytes.optim` without `Paged` and `8bit`."""
     record: EightBitForm
-    ignored: frozenset[str] = frozenset()
-    """Hyper-parameters of the original of which bitsandbytes knows nothing; they must be off."""
 
     @property
     def family(self) -> str:
@@ -170,8 +160,7 @@ class Form:
             return "SGD with `momentum=0` has no states that could be made smaller"
         if isinstance(group["lr"], Tensor):
             return "bitsandbytes takes no tensor as `lr`; pass a float"
-        on = sorted(name for name in self.ignored if group.get(name))
-        return f"bitsandbytes has no counterpart of {', '.join(f'`{name}`' for name in on)}" if on else None
+        return None
 
     def translate(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Hyper-parameters in the names that bitsandbytes reads."""
@@ -235,17 +224,12 @@ class _Guarded(_Upstream):  # type: ignore[misc]
 
     @override
     def state_dict(self) -> StateDict:
-        """Return bitsandbytes' states; those of 32 bits by torch's names, which torch's optimizers can load."""
+        """Return bitsandbytes' states."""
         saved: StateDict = super().state_dict()
-        resume = Resume.of(self)
-        if resume is not None and resume.class_name.startswith("torch."):
-            if self.args.optim_bits == 32:
-                states = saved["state"].items()
-                saved["state"] = {number: _plain(flat(state), self.form.family) for number, state in states}
-            elif self.form.family == "SGD":
-                # torch's SGD would start with new momenta where it finds none; of a number it makes an error.
-                for state in saved["state"].values():
-                    state[MOMENTS["SGD"][0]] = self.args.optim_bits
+        if self.form.family == "SGD":
+            # torch's SGD would start with new momenta where it finds none; of a number it makes an error.
+            for state in saved["state"].values():
+                state[MOMENTS["SGD"][0]] = self.args.optim_bits
         return saved
 
     @override
@@ -262,16 +246,12 @@ class _Guarded(_Upstream):  # type: ignore[misc]
         _drop_marks_of_copies(self)
         if stays_paged:
             repage_states(self)
-            self._move_others()
+            for parameter, state in self.state.items():  # what isn't paged, as bitsandbytes' own loading does
+                for key in self.non_castable_tensor_keys & state.keys():
+                    if not is_marked(state[key]):
+                        state[key] = state[key].to(parameter.device)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def _move_others(self) -> None:
-        """Move what bitsandbytes doesn't page to the devices of the parameters, as its own loading does."""
-        for parameter, state in self.state.items():
-            for key in (self.non_castable_tensor_keys | {COMPENSATION}) & state.keys():
-                if not is_marked(state[key]):
-                    state[key] = state[key].to(parameter.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = copied_whole(self, memo, ("mng", "page_mng"))
@@ -291,28 +271,15 @@ class _Guarded(_Upstream):  # type: ignore[misc]
 
 @functools.cache
 def guarded(cls: type[Any]) -> type[Any]:
-    """Make a class of the same name that steps groups of the original optimizer, and refuses what it can't step.
-
-    Args:
-        cls: An optimizer class of bitsandbytes.
-    """
+    """Make a class of the same name that steps groups of the original optimizer, and refuses what it can't step."""
     names = {"__qualname__": cls.__qualname__, "__module__": cls.__module__, "__doc__": cls.__doc__, "upstream": cls}
     return type(cls.__name__, (_Guarded, cls), names)
 
 
-def _plain(state: State, family: str) -> State:
-    names = dict(zip(NUMBERED, MOMENTS[family], strict=False))
-    kept = {names.get(key, key): value for key, value in state.items() if key in (*names, COMPENSATION)}
-    return kept if family == "SGD" else {"step": torch.tensor(float(state["step"])), **kept}
-
-
-def is_converted(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `to_bitsandbytes` or `guard` made it."""
-    return isinstance(getattr(optimizer, "form", None), Form)
-
-
 class _ResumeStates(Resume):
     """Loads states of any width with the widths that this optimizer has promised."""
+
+    form: Form
 
     @override
     def restored(self, optimizer: Any, parameter: Tensor, state: State) -> State:
@@ -331,12 +298,12 @@ class _ResumeStates(Resume):
         return made
 
     @override
-    def refuse_group(self, group: Mapping[str, Any], index: int) -> None:
+    def loaded_group(self, saved: Mapping[str, Any], current: Mapping[str, Any], index: int) -> dict[str, Any]:
+        group = super().loaded_group(saved, current, index)
         reason = self.form.refusal(group)
         if reason:
             raise ValueError(f"`ckpt_path`, parameter group {index}: {reason}.")
-
-    form: Form
+        return group
 
 
 def _has_width(state: State, parameter: Tensor, bits: int) -> bool:
@@ -387,20 +354,6 @@ def _write(state: State, key: str, values: Tensor) -> None:
 
 # --- converting -------------------------------------------------------------------------------------------------------
 
-_KNOWN = {
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "alpha",
-    "momentum",
-    "dampening",
-    "foreach",
-    "fused",
-    "t_alpha",
-    "t_beta3",
-}
-
 
 def to_bitsandbytes(
     optimizer: torch.optim.Optimizer,
@@ -413,10 +366,10 @@ def to_bitsandbytes(
 ) -> Any:
     """Build the bitsandbytes form of an optimizer over the same parameters.
 
-    It accepts AdamW, Adam, SGD and RMSprop of `torch.optim`, and the 32-bit optimizers of bitsandbytes. Groups keep
-    their order, hyper-parameters and keys; what is changed in them later counts under the original's names. `foreach`
-    and `fused` choose a kernel, not a formula, and have no effect. States go on, in their new width. The original is
-    not changed.
+    It accepts AdamW, Adam and SGD of `torch.optim`, and the same and Lion of bitsandbytes in 32 bits. Groups keep their
+    order, hyper-parameters and keys; what is changed in them later counts under the original's names. `foreach` and
+    `fused` choose a kernel, not a formula, and have no effect. States go on, in their new width. The original is not
+    changed.
 
     Args:
         optimizer: An optimizer.
@@ -427,14 +380,15 @@ def to_bitsandbytes(
         min_8bit_size: Parameters with fewer elements keep 32-bit states.
         technique: What checkpoints name as the way they were written.
 
-    Returns:
-        A `bitsandbytes.optim` optimizer.
-
     Raises:
         ValueError: If the class, a hyper-parameter or a parameter's dtype cannot be carried over.
     """
     form = _form_of(optimizer)
-    _refuse_what_would_change(optimizer, form)
+    for index, group in enumerate(optimizer.param_groups):
+        reason = form.refusal({**optimizer.defaults, **group})
+        if reason:
+            raise ValueError(f"{type(optimizer).__name__}, parameter group {index}: {reason}.")
+        refuse_wide("bitsandbytes", group["params"])
     if paged and not form.record.paged:
         raise ValueError(
             f"`paged=True`: bitsandbytes has no paged {form.stem}. Use paged=False or AdamW, Adam or Lion."
@@ -447,7 +401,8 @@ def to_bitsandbytes(
         parameters = [{"params": list(group["params"])} for group in optimizer.param_groups]
         momentum = {"lr": 1.0, "momentum": 1e-3} if form.stem == "SGD" else {}  # required; groups have the real ones
         converted = guarded(cls)(parameters, min_8bit_size=min_8bit_size, **momentum)
-    guard(converted, optimizer, form, _class_name(optimizer), technique, keep_32bit=keep_32bit)
+    class_name = f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
+    guard(converted, optimizer, form, class_name, technique, keep_32bit)
     converted.defaults = dict(optimizer.defaults)
     converted.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     make_maps_fake(converted)
@@ -464,15 +419,15 @@ def guard(
     technique: str,
     keep_32bit: Iterable[Tensor] = (),
 ) -> None:
-    """Complete an optimizer of a `guarded` class.
+    """Complete an optimizer of a `guarded` class, with bitsandbytes' own defaults; arguments as of `to_bitsandbytes`.
 
     Args:
-        converted: The optimizer, with bitsandbytes' own defaults.
+        converted: The optimizer.
         original: The one that it was made from.
         form: What bitsandbytes computes, and how groups say so.
         class_name: Class whose hyper-parameters the groups have.
-        technique: What checkpoints name as the way they were written.
-        keep_32bit: Parameters whose states stay 32-bit.
+        technique: As above.
+        keep_32bit: As above.
     """
     converted.upstream_defaults = dict(converted.defaults)
     converted.form = form
@@ -482,50 +437,25 @@ def guard(
     resume.attach(converted, original)
 
 
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    cls = type(optimizer)
-    return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
-
-
 def convertible(paged: bool = False) -> tuple[str, ...]:
     """Names of the classes that have an 8-bit form, or with `paged` a paged one."""
     forms = {cls.class_name: cls.eight_bit for cls in optimizer_classes().values() if cls.eight_bit is not None}
     return tuple(name for name, form in forms.items() if form.paged or not paged)
 
 
-def _form_of(optimizer: torch.optim.Optimizer) -> Form:
+def _form_of(optimizer: Any) -> Form:
     cls = type(optimizer)
     path = f"{cls.__module__}.{cls.__qualname__}"
     known = next((known for known in optimizer_classes().values() if known.path == path), None)
     if known is not None and known.package == "torch" and known.eight_bit is not None:
-        form = Form(known.class_name, known.eight_bit)
-    elif cls.__module__.startswith("bitsandbytes."):
-        form = _form_of_bitsandbytes(optimizer)
-    else:
+        return Form(known.class_name, known.eight_bit)
+    stem = cls.__name__.removeprefix("Paged").removesuffix("32bit")
+    # What comes last would be lost.
+    is_own = cls.__module__.startswith("bitsandbytes.") and not (optimizer.args.max_unorm or optimizer.args.skip_zeros)
+    if not is_own or stem not in convertible() or optimizer.args.optim_bits == 8:
         raise ValueError(
-            f"`{cls.__module__}.{cls.__name__}` has no 8-bit form. Use torch.optim.AdamW, Adam, SGD (with momentum) or "
-            "RMSprop, or a 32-bit optimizer of bitsandbytes, such as its Lion; other classes may compute something "
-            "else and are refused."
+            f"`{cls.__module__}.{cls.__name__}` has no 8-bit form, or is one. Use torch.optim.AdamW, Adam or SGD (with "
+            "momentum), or one of these or Lion of bitsandbytes in 32 bits; other classes may compute something else."
         )
-    known_names = _KNOWN | set(form.record.required) | {"decoupled_weight_decay"}
-    return replace(form, ignored=frozenset(optimizer.defaults) - known_names)
-
-
-def _form_of_bitsandbytes(optimizer: Any) -> Form:
-    name = type(optimizer).__name__
-    stem = name.removeprefix("Paged").removesuffix("32bit")
-    if optimizer.args.optim_bits == 8:
-        raise ValueError(f"`{name}` has 8-bit states already; nothing is to be converted. Remove the conversion.")
-    if stem not in convertible() or optimizer.args.max_unorm or optimizer.args.skip_zeros:
-        raise ValueError(f"`{name}` has no 8-bit form with the same formula. Choose from {', '.join(convertible())}.")
     # bitsandbytes' own Adam also decouples weight decay, so that nothing changes.
     return Form("AdamW" if stem == "Adam" else stem, EightBitForm(paged=stem in convertible(paged=True)))
-
-
-def _refuse_what_would_change(optimizer: torch.optim.Optimizer, form: Form) -> None:
-    name = type(optimizer).__name__
-    for index, group in enumerate(optimizer.param_groups):
-        reason = form.refusal({**optimizer.defaults, **group})
-        if reason:
-            raise ValueError(f"{name}, parameter group {index}: {reason}.")
-        refuse_wide("bitsandbytes", group["params"])

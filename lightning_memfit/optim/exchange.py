@@ -38,9 +38,6 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
     Ledgers see the states after the step that made them, but not the temporary tensors of a compiled step. On fake
     tensors nothing is compiled: the step only makes the states. Learning rates that were set to numbers, which torchao
     refuses, become tensors again.
-
-    Args:
-        cls: An optimizer class of torchao, which makes its states in `_new_buffer`.
     """
 
     class Outside(cls):  # type: ignore[misc, valid-type]
@@ -135,9 +132,6 @@ def exchange(
         drop: Hyper-parameters of the old optimizer to give up.
         technique: What checkpoints name as the way they were written.
 
-    Returns:
-        The new optimizer.
-
     Raises:
         ValueError: If a hyper-parameter is neither carried over nor given nor dropped, or is not known, or a
             parameter's dtype is not one that the new class steps.
@@ -145,11 +139,6 @@ def exchange(
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     source, target = class_of(optimizer), class_named(name)
     family = "" if target.package == "torchao" else target.family  # its states mean nothing to other classes
-    if optimizer.state and source.name != name and (not family or family != source.family):
-        raise ValueError(
-            f"`optimizer` ({type(optimizer).__name__}) has states already, which mean nothing to {name}. Exchange it "
-            "before it steps."
-        )
     known = set(target.meanings) | target.settings
     unknown = sorted(set(options) - known)
     if unknown:
@@ -159,13 +148,11 @@ def exchange(
     for index, group in enumerate(groups):
         if target.package != "torch":
             refuse_wide(name, group["params"])
-        for parameter in group["params"]:
-            if options.get("fused") and has_gaps(parameter):
-                raise ValueError(
-                    f"Parameter group {index} holds a view of shape {tuple(parameter.shape)} with gaps between its "
-                    "elements, and `options.fused=True` would step what lies between as well. Make it a tensor of its "
-                    "own (`nn.Parameter(view.clone())`), or leave `fused` out."
-                )
+        if options.get("fused") and any(map(has_gaps, group["params"])):
+            raise ValueError(
+                f"Parameter group {index} holds a view with gaps between its elements, and `options.fused=True` would "
+                "step what lies between as well. Use `nn.Parameter(view.clone())`, or leave `fused` out."
+            )
     # Groups that are added later get the module's hyper-parameters, as they would without the exchange.
     later = _translated(optimizer.defaults, source, target, name, options, drop, defaults)
     settings = {key: value for key, value in options.items() if key in target.settings}
@@ -186,15 +173,7 @@ def exchange(
 def untranslatable(
     source: str, group: Mapping[str, Any], name: str, options: Mapping[str, Any], drop: Collection[str]
 ) -> str | None:
-    """Why a parameter group can't be given to another class of optimizer, in the words of `exchange`; None if it can.
-
-    Args:
-        source: Name of its own class in `optimizer_classes`.
-        group: Its hyper-parameters.
-        name: Name of the new class.
-        options: As for `exchange`.
-        drop: As for `exchange`.
-    """
+    """Why a parameter group of the class `source` can't be exchanged, in the words of `exchange`; None if it can."""
     cls = class_named(source)
     try:
         _translated(group, cls, class_named(name), name, options, drop, _defaults(cls.load()))
@@ -215,9 +194,8 @@ def _translated(
     drop: Collection[str],
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
-    for switch in _MUST_BE_OFF:
-        if group.get(switch):
-            raise ValueError(f"`{switch}=True` cannot be carried over to {name}. Leave it off.")
+    for switch in filter(group.get, _MUST_BE_OFF):
+        raise ValueError(f"`{switch}=True` cannot be carried over to {name}. Leave it off.")
     meanings = dict(source.meanings)
     if group.get("decoupled_weight_decay"):
         meanings["weight_decay"] = "decoupled decay"

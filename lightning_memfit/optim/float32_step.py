@@ -18,13 +18,15 @@ from typing_extensions import override
 
 from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.paging import mark_like
-from lightning_memfit.optim.rounding import Copies, Rounding, generator_for, padded
-from lightning_memfit.optim.states import BLOCK_SIZE, FLOAT32_STEP, lay_out, refuse_shapes
+from lightning_memfit.optim.rounding import Copies, generator_for, padded, round_stochastically_
+from lightning_memfit.optim.states import BLOCK_SIZE, FROM_WEIGHTS, lay_out, refuse_shapes
 from lightning_memfit.optim.steps import narrowed, refuse_sparse, run_closure, step_below_hooks, take_overrides
 
 # --- pieces of weights ------------------------------------------------------------------------------------------------
 
 
+FLOAT32_STEP = "float32_step"
+"""Key of a state dict under which the position of the random bits is saved."""
 _PER_BLOCK = "absmax"
 _ELEMENTWISE = {
     "torch.optim": ("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
@@ -33,13 +35,7 @@ _ELEMENTWISE = {
 
 
 def can_be_cut(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's update of an element depends only on that element's gradient and state.
-
-    Args:
-        optimizer: The optimizer.
-        parameter: Weight of any shape; it and its state must be contiguous, so that parts of them are views.
-        state: Its state before the step.
-    """
+    """Whether an update of an element depends only on that element's gradient and state, and parts can be views."""
     cls = type(optimizer)
     stem = cls.__name__.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
     whole = [parameter, *(value for value in state.values() if isinstance(value, Tensor))]
@@ -49,14 +45,7 @@ def can_be_cut(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]
 
 
 def pieces_of(parameter: Tensor, place: tuple[int, int], state: dict[str, Any], limit: int) -> "Iterator[Piece]":
-    """Cut a weight into pieces of about equal length, at most `limit` rounded up to a multiple of 256 elements.
-
-    Args:
-        parameter: Weight with a gradient; contiguous if it is larger than `limit`.
-        place: Index of its parameter group, and its index within that.
-        state: Its optimizer state before the step.
-        limit: Elements per piece.
-    """
+    """Cut a weight into pieces of about equal length, at most `limit` rounded up to a multiple of 256 elements."""
     total = parameter.numel()
     if total <= limit:
         yield Piece(parameter, place, state, None)
@@ -122,11 +111,7 @@ where weights and gradients take four."""
 
 
 def default_chunk(num_elements: int) -> int:
-    """Elements that have float32 copies at a time by default.
-
-    Args:
-        num_elements: Bfloat16 weights of the optimizer, in elements.
-    """
+    """Elements that have float32 copies at a time by default, of so many bfloat16 weights."""
     return min(_LARGEST_CHUNK, max(_LEAST_CHUNK, num_elements // _CHUNKS))
 
 
@@ -139,10 +124,10 @@ class Float32Step(Optimizer):
     """Wraps an optimizer and steps its bfloat16 weights through float32 copies, a chunk at a time.
 
     A step takes some of the weights, or a part of a large one, makes float32 copies of weights and gradients, lets the
-    optimizer step these, and rounds the result into the weights. A float32 copy of all weights never exists: a step
-    needs 9 bytes for each of `chunk_elements`, or 8 plus the optimizer's own scratch memory if that is more (none for
-    fused kernels and, on CUDA, for bitsandbytes; 8 bytes for batched kernels). States are float32, or 8 bits wide, as
-    they would be for float32 weights.
+    optimizer step these, and rounds the result at random into the weights. A float32 copy of all weights never exists:
+    a step needs 9 bytes for each of `chunk_elements`, or 8 plus the optimizer's own scratch memory if that is more
+    (none for fused kernels and, on CUDA, for bitsandbytes; 8 bytes for batched kernels). States are float32, or 8 bits
+    wide, as they would be for float32 weights.
 
     Elementwise optimizers (`can_be_cut`) step parts of a weight; others step each weight as a whole, so that the
     largest weight counts if it exceeds `chunk_elements`. Weights of other dtypes are stepped directly. Groups, states,
@@ -150,7 +135,6 @@ class Float32Step(Optimizer):
 
     Args:
         optimizer: Must step each parameter independently of the others and not have stepped yet.
-        rounding: `Stochastic()` or `Kahan()`.
         chunk_elements: Most elements that have float32 copies at a time; None follows the model (`default_chunk`).
         seed: Seed of the random bits, the same on all ranks, as replicas would drift apart otherwise. The global random
             state is neither used nor changed.
@@ -159,13 +143,10 @@ class Float32Step(Optimizer):
         ValueError: If the optimizer cannot step the copies.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, rounding: Rounding, chunk_elements: int | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, chunk_elements: int | None = None, seed: int = 0) -> None:
         _refuse(optimizer)
         weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.bfloat16]
         self.wrapped = optimizer
-        self.rounding = rounding
         self.chunk_elements = chunk_elements or default_chunk(sum(weight.numel() for weight in weights))
         self.seed = seed
         self.num_steps = 0
@@ -207,23 +188,20 @@ class Float32Step(Optimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the wrapped optimizer and the position of the random bits."""
-        own = {"rounding": self.rounding.name, "seed": self.seed, "num_steps": self.num_steps}
-        return {**self.wrapped.state_dict(), FLOAT32_STEP: own}
+        return {**self.wrapped.state_dict(), FLOAT32_STEP: {"seed": self.seed, "num_steps": self.num_steps}}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 
         Raises:
-            ValueError: If the states were written without this class, with another rounding or for other weights.
+            ValueError: If the states were written without this class or for other weights.
         """
-        own = state_dict.get(FLOAT32_STEP, {"rounding": None})
-        if own["rounding"] != self.rounding.name:
-            before = f"rounding={own['rounding']!r}" if own["rounding"] else "no StochasticRounding"
+        own = state_dict.get(FLOAT32_STEP)
+        if own is None:
             raise ValueError(
-                f"`ckpt_path`: the optimizer states were written with {before}, this run has StochasticRounding("
-                f"rounding={self.rounding.name!r}). Resume with the settings that the checkpoint was written with, or "
-                "start from the weights alone (load_from_checkpoint)."
+                "`ckpt_path`: its optimizer states were written without StochasticRounding. Resume without it, or "
+                f"{FROM_WEIGHTS}."
             )
         refuse_shapes(self, state_dict)
         loaded = [{key: value for key, value in state_dict.items() if key != FLOAT32_STEP}]
@@ -273,20 +251,29 @@ class Float32Step(Optimizer):
             yield chunk
 
     def _step_stand_ins(self, chunk: list[Piece], generator: torch.Generator) -> None:
-        states = [piece.state for piece in chunk]
-        values = Copies([piece.weight for piece in chunk], self._memory_format)
-        self.rounding.load(values, states)
+        weights = [piece.weight for piece in chunk]
+        values = Copies(weights, self._memory_format)
+        self._load(values, weights)
         gradients = values.beside()
         torch._foreach_copy_(gradients.parts, [piece.gradient for piece in chunk])
         groups = self._groups_of(chunk, values, gradients)
         places = dict(zip(values.parts, (piece.place for piece in chunk), strict=True))
+        states = (piece.state for piece in chunk)
         self._step_wrapped(groups, places, dict(zip(values.parts, states, strict=True)))
         for stand_in in values.parts:
             stand_in.grad = None
-        self.rounding.store(values, states, gradients, generator)
+        self._store(values, weights, gradients, generator)
         for piece in chunk:
             if piece.span is not None:
                 piece.keep(self.state[piece.parameter])
+
+    def _load(self, values: Copies, weights: list[Tensor]) -> None:
+        torch._foreach_copy_(values.parts, weights)
+
+    def _store(self, values: Copies, weights: list[Tensor], scratch: Copies, generator: torch.Generator) -> None:
+        """Round the values into the weights; `values` and `scratch` are overwritten."""
+        round_stochastically_(values.flat, generator, scratch.flat)
+        torch._foreach_copy_(weights, values.parts)
 
     def _groups_of(self, chunk: list[Piece], values: Copies, gradients: Copies) -> list[dict[str, Any]]:
         """Give stand-ins their gradients, and return them in the groups of their weights."""

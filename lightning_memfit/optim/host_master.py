@@ -26,7 +26,7 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import is_on_host, keep_on_host, reserve_pinned, return_to_device
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import state_tensors, tensors_among
-from lightning_memfit.optim.states import has_gaps, lay_out, lay_out_all, refuse_compensation, refuse_shapes
+from lightning_memfit.optim.states import has_gaps, lay_out, lay_out_all, refuse_shapes
 from lightning_memfit.optim.steps import refuse_own_step
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -294,8 +294,7 @@ class HostMaster:
         self.hide()
 
     def _open(self, optimizer: Optimizer, states: dict[str, Any]) -> None:
-        refuse_compensation("HostMasterWeights", states)
-        refuse_shapes(optimizer, states, self.names)
+        refuse_shapes(optimizer, states)
         self.show()
 
     def _close(self, *_: Any) -> None:

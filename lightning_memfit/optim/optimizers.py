@@ -236,8 +236,6 @@ _ADAM = {"betas": "Adam's moments", "eps": "Adam's epsilon", "amsgrad": "AMSGrad
 _MAXIMIZE = {"maximize": "maximize"}
 _DECOUPLED, _L2 = {"weight_decay": "decoupled decay"}, {"weight_decay": "L2 penalty"}
 _SGD = {"momentum": "momentum", "dampening": "dampening", "nesterov": "Nesterov", "maximize": "maximize"}
-_RMSPROP = {"alpha": "RMSprop's decay", "eps": "RMSprop's epsilon", "centered": "centered"}
-_RELATIVE = "the learning rate counts relative to each weight's root mean square"
 TORCH_SWITCHES = {"maximize": False, "capturable": False, "differentiable": False}
 """Switches of torch's optimizers that bitsandbytes would silently ignore."""
 
@@ -264,13 +262,6 @@ _TORCH_SGD = OptimizerClass(
         {**TORCH_SWITCHES, "nesterov": False, "dampening": 0}, ("momentum", "dampening"), paged=False
     ),
 )
-_TORCH_RMSPROP = OptimizerClass(
-    "torch.optim.rmsprop.RMSprop",
-    {**_RMSPROP, **_L2, "momentum": "momentum", "maximize": "maximize"},
-    settings=frozenset({"foreach"}),
-    family="RMSprop",
-    eight_bit=EightBitForm({**TORCH_SWITCHES, "centered": False, "momentum": 0}, ("alpha", "momentum"), paged=False),
-)
 _TORCH_ADAFACTOR = OptimizerClass(
     "torch.optim.Adafactor",
     {
@@ -281,41 +272,17 @@ _TORCH_ADAFACTOR = OptimizerClass(
         "maximize": "maximize",
     },
     settings=frozenset({"foreach"}),
-    note=_RELATIVE,
+    note="the learning rate counts relative to each weight's root mean square",
 )
-_TRANSFORMERS_ADAFACTOR = OptimizerClass(
-    "transformers.optimization.Adafactor",
-    {
-        **_DECOUPLED,
-        "decay_rate": "Adafactor's decay",
-        "eps": "Adafactor's epsilons",
-        "clip_threshold": "update clipping",
-        "beta1": "Adafactor's first moment",
-        "scale_parameter": "relative learning rate",
-    },
-    # By default it would follow its own schedule instead of the groups' learning rates.
-    fixed={"relative_step": False, "warmup_init": False},
-    note=f"{_RELATIVE} unless scale_parameter=False",
+_TORCHAO_ADAMW_4BIT = OptimizerClass(
+    "torchao.optim.AdamW4bit",
+    {**_ADAM, **_DECOUPLED},
+    settings=frozenset({"block_size", "bf16_stochastic_round"}),
+    family="Adam",
 )
 _LION = OptimizerClass(
     "bitsandbytes.optim.lion.Lion", {**_DECOUPLED, "betas": "Lion's momenta"}, family="Lion", eight_bit=EightBitForm()
 )
-_ADEMAMIX = OptimizerClass(
-    "bitsandbytes.optim.ademamix.AdEMAMix",
-    {
-        **_DECOUPLED,
-        "betas": "AdEMAMix' three moments",
-        "eps": "Adam's epsilon",
-        "alpha": "slow moment's weight",
-        "t_alpha": "slow moment's warm-up",
-        "t_beta3": "slow moment's decay warm-up",
-    },
-)
-
-
-def _torchao_class(name: str) -> OptimizerClass:
-    settings = frozenset({"block_size", "bf16_stochastic_round"})
-    return OptimizerClass(f"torchao.optim.{name}", {**_ADAM, **_DECOUPLED}, settings=settings, family="Adam")
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -326,11 +293,10 @@ def _torch(num_states: int, scratch_copies: int | None = 0, factored: bool = Fal
 
 
 def _eight_bit(num_states: int, paged: bool = False) -> StateLayout:
-    # 256 elements share an fp32 scale (bitsandbytes 0.50, torchao 0.18; Dettmers et al. 2022).
+    # 256 elements share an fp32 scale (bitsandbytes 0.50; Dettmers et al. 2022).
     return StateLayout(num_states, 8, 256, paged=paged)
 
 
-_4BIT = StateLayout(2, 4, 128, scratch_copies=None)  # in torchao 128 elements share a scale
 _BNB = "bitsandbytes.optim"
 
 _RECORDS = (
@@ -352,7 +318,6 @@ _RECORDS = (
             {"fused": True},
         ),
     ),
-    OptimizerRecord("rmsprop", _TORCH_RMSPROP, _torch(1, 1)),
     OptimizerRecord(
         "adafactor",
         _TORCH_ADAFACTOR,
@@ -367,7 +332,6 @@ _RECORDS = (
             ("betas",),
         ),
     ),
-    OptimizerRecord("transformers_adafactor", _TRANSFORMERS_ADAFACTOR, StateLayout(0, factored=True)),
     OptimizerRecord(
         "lion",
         _LION,
@@ -398,43 +362,23 @@ _RECORDS = (
             then_8bit=True,
         ),
     ),
-    OptimizerRecord("ademamix", _ADEMAMIX, StateLayout(3)),
     OptimizerRecord("paged_adamw", _TORCH_ADAMW, StateLayout(2, paged=True), f"{_BNB}.PagedAdamW"),
     OptimizerRecord("adam_8bit", _TORCH_ADAM, _eight_bit(2), f"{_BNB}.Adam8bit"),
     OptimizerRecord(
         "adamw_8bit", _TORCH_ADAMW, _eight_bit(2), f"{_BNB}.AdamW8bit", cpu_seconds=2.4e-8, cpu_tensor_seconds=8e-5
     ),
     OptimizerRecord("sgd_8bit", _TORCH_SGD, _eight_bit(1), f"{_BNB}.SGD8bit", {"momentum": 0.9}),
-    OptimizerRecord("rmsprop_8bit", _TORCH_RMSPROP, _eight_bit(1), f"{_BNB}.RMSprop8bit"),
     OptimizerRecord("paged_adamw_8bit", _TORCH_ADAMW, _eight_bit(2, paged=True), f"{_BNB}.PagedAdamW8bit"),
-    # torchao's times come from a single run by hand with 50 million parameters; no record of it is kept.
-    OptimizerRecord(
-        "torchao_adamw_8bit",
-        _torchao_class("AdamW8bit"),
-        _eight_bit(2),
-        cpu_seconds=2.9e-8,
-        cpu_tensor_seconds=2.8e-4,
-        replacement=Replacement(
-            "torchao_adamw_8bit", "AdamW with 8-bit states in torchao's compiled form", frozenset({"8bit"})
-        ),
-    ),
+    # Its times come from a single run by hand with 50 million parameters; no record of it is kept.
     OptimizerRecord(
         "torchao_adamw_4bit",
-        _torchao_class("AdamW4bit"),
-        _4BIT,
+        _TORCHAO_ADAMW_4BIT,
+        StateLayout(2, 4, 128, scratch_copies=None),  # 128 elements share a scale
         cpu_seconds=4.6e-8,
         cpu_tensor_seconds=2.6e-4,
         replacement=Replacement(
             "torchao_adamw_4bit", "AdamW with 4-bit states: one byte per weight", frozenset({"4bit"})
         ),
-    ),
-    OptimizerRecord(
-        "torchao_adamw_fp8",
-        _torchao_class("AdamWFp8"),
-        _eight_bit(2),
-        cpu_seconds=7.8e-9,
-        cpu_tensor_seconds=2.8e-4,
-        replacement=Replacement("torchao_adamw_fp8", "AdamW with float8 states; quick on the CPU", frozenset({"8bit"})),
     ),
 )
 

@@ -1,6 +1,6 @@
 """`Resume`: load the states that one optimizer saved into the 8-bit or 32-bit form of the same family.
 
-States of 32 bits have torch's names, those of 8 bits bitsandbytes' (`state1`, `absmax1`, `qmap1`). Widening keeps every
+States of 32 bits have torch's names, those of bitsandbytes its own (`state1`, `absmax1`, `qmap1`). Widening keeps every
 value; narrowing rounds as the optimizer itself does after each step. States of another family, or of a class whose
 states mean nothing elsewhere, are refused before anything is loaded.
 
@@ -25,7 +25,6 @@ StateDict: TypeAlias = dict[str, Any]
 MOMENTS = {
     "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "SGD": ("momentum_buffer",),
-    "RMSprop": ("square_avg", "momentum_buffer", "grad_avg"),
     "Lion": ("exp_avg",),
 }
 """Moments of the families whose states can be converted, in torch's names and in the order of bitsandbytes' numbers."""
@@ -34,10 +33,7 @@ NUMBERED = ("state1", "state2")
 BLOCK_SIZE = 256  # elements that share one scale, fixed in bitsandbytes' kernels
 RECORD = "lightning_memfit"
 """Key of an optimizer's state dict under which it says what it was."""
-COMPENSATION = "compensation"
-"""State of a bfloat16 weight: what the last step's rounding dropped (`rounding.Kahan`)."""
-FLOAT32_STEP = "float32_step"
-"""Key under which `Float32Step` saves how it rounds."""
+FROM_WEIGHTS = "start from the weights alone (load_from_checkpoint)"
 _WRAPPED = "__bnb_optimizer_quant_state__"
 
 
@@ -72,52 +68,42 @@ def _wide(state: State, key: str) -> Tensor:
 # --- families ---------------------------------------------------------------------------------------------------------
 
 
-def families_of(state_dict: StateDict) -> frozenset[str]:
-    """Families of which a state dict without a record can be; empty for those of other classes."""
-    groups = state_dict["param_groups"]
-    keys = set(groups[0]) if groups else set()
-    states = (flat(state) for state in state_dict["state"].values() if state)
-    state = next(states, None)
-    marks = {"amsgrad": "Adam", "dampening": "SGD", "centered": "RMSprop"}
-    by_groups = frozenset(family for key, family in marks.items() if key in keys)
+def family_of(state_dict: StateDict) -> str | None:
+    """Family of a state dict without a record: "" if it is of no known one, None if there are no states."""
+    state = next((flat(state) for state in state_dict["state"].values() if state), None)
     if state is None:
-        return by_groups or frozenset(MOMENTS)
-    found = set(state) - {"step", COMPENSATION}
-    if found >= set(NUMBERED):
-        first, second = (state[key] for key in NUMBERED)
-        return frozenset(["Adam"] if first.dim() == second.dim() else [])  # AdEMAMix stacks two in the first
-    if NUMBERED[0] in found:
-        # bitsandbytes' groups of these have equal keys, but only RMSprop has an epsilon, and only Lion two decays.
-        has_epsilon, second = groups[0].get("eps", 0), (*groups[0].get("betas", (0, 0)), 0)[1]
-        return by_groups or frozenset(["RMSprop" if has_epsilon else "Lion" if second else "SGD"])
-    if found == set(MOMENTS["Lion"]) and not by_groups and "betas" in keys:
-        return frozenset(["Lion"])
-    return frozenset(family for family in by_groups if found & set(MOMENTS[family]))
+        return None
+    group, found = state_dict["param_groups"][0], set(state) - {"step"}
+    if set(NUMBERED) <= found:
+        # AdEMAMix stacks two moments in the first.
+        return "Adam" if state["state1"].dim() == state["state2"].dim() else ""
+    if NUMBERED[0] in found:  # of these bitsandbytes' groups have equal keys, but only Lion has two decays
+        return "" if group.get("eps") else "Lion" if group["betas"][1] else "SGD"
+    if "amsgrad" in group and found >= set(MOMENTS["Adam"][:2]):
+        return "Adam"
+    return "SGD" if "dampening" in group and found == set(MOMENTS["SGD"]) else ""
 
 
 def refuse_other_family(state_dict: StateDict, family: str, class_name: str) -> None:
-    """Refuse states that an optimizer would take for something else.
+    """Raise a `ValueError` for states that an optimizer would take for something else.
 
     Args:
         state_dict: The states.
         family: The optimizer's key of `MOMENTS`, or "" if states of its class mean nothing to other classes.
         class_name: Its class, such as `torch.AdamW`.
-
-    Raises:
-        ValueError: If the states are of another family.
     """
     record = state_dict.get(RECORD)
     if record is not None:
+        way = " and ".join(record["techniques"])
         same = record["class"] == class_name or (family and record["family"] == family)
-        found = f"{_kind(record['family'], record['class'])}, written with {_way(state_dict)},"
+        found = f"{_kind(record['family'], record['class'])}, written with {way},"
     else:
-        families = families_of(state_dict)
-        same = family in families if family else not (families and any(state_dict["state"].values()))
-        found = " or ".join(sorted(families)) or "an unknown family"
+        way, theirs = "the optimizer they are of", family_of(state_dict)
+        same, found = theirs in (None, family), theirs or "an unknown family"
     if not same:
         raise ValueError(
             f"`ckpt_path`: its optimizer states are of {found} and can't go on as those of "
-            f"{_kind(family, class_name)}. Resume with {_way(state_dict)}, or {_FROM_WEIGHTS}."
+            f"{_kind(family, class_name)}. Resume with {way}, or {FROM_WEIGHTS}."
         )
 
 
@@ -125,60 +111,31 @@ def _kind(family: str, class_name: str) -> str:
     return f"{family} ({class_name})" if family else class_name
 
 
-def _way(state_dict: StateDict) -> str:
-    """What to resume with in order to go on as the checkpoint was written."""
-    record = state_dict.get(RECORD)
-    return " and ".join(record["techniques"]) if record is not None else "the optimizer they are of"
-
-
 # --- states that can't be stepped -------------------------------------------------------------------------------------
 
-_FROM_WEIGHTS = "start from the weights alone (load_from_checkpoint)"
 _LIKE_PARAMETER = {
     *chain.from_iterable(MOMENTS.values()),
-    *("variance", "compensation", "sum", "exp_inf", "square_avg", "acc_delta", "prev", "step_size", "ax"),
+    *("variance", "sum", "exp_inf", "square_avg", "grad_avg", "acc_delta", "prev", "step_size", "ax"),
 }
-"""States of torch, bitsandbytes, torchao and transformers, and of `Float32Step`, that have their parameter's shape."""
+"""States of torch, bitsandbytes, torchao and transformers that have their parameter's shape."""
 
 
-def _loads_into(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[str, Tensor, State]]:
-    """Every parameter that has a state, with its place; nothing if groups don't match, which is refused elsewhere."""
-    pairs = []
+def refuse_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
+    """Raise a `ValueError` for states of other parameters: fused kernels would write beyond the end of a tensor."""
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups, strict=False)):
         if len(saved["params"]) != len(group["params"]):
-            return []
+            return  # which torch refuses
         for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
-            state = state_dict["state"].get(number)
-            if state:
-                names = group.get("param_names")
-                name = f" (`{names[place]}`)" if names else ""
-                pairs.append((f"parameter {place} of group {index}{name}", parameter, flat(state)))
-    return pairs
-
-
-def refuse_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str] | None = None) -> None:
-    """Refuse states of other parameters, with which fused kernels would write beyond the end of a tensor.
-
-    Args:
-        optimizer: The optimizer that is to load the states.
-        state_dict: The states.
-        names: Names of parameters, for the message.
-
-    Raises:
-        ValueError: If a state doesn't have the shape that the parameter at its place needs.
-    """
-    for place, parameter, state in _loads_into(optimizer, state_dict):
-        shape = tuple(parameter.shape)
-        allowed = dict.fromkeys(_LIKE_PARAMETER, (shape,)) | dict.fromkeys(NUMBERED, (shape, (2, *shape)))  # stacked
-        for key, value in state.items():
-            if isinstance(value, Tensor) and tuple(value.shape) not in allowed.get(key, (tuple(value.shape),)):
-                name = (names or {}).get(parameter)
-                who = f"`{name}`, {place}," if name else place
-                raise ValueError(
-                    f"`ckpt_path`: its `{key}` for {who} has shape {tuple(value.shape)}, but that parameter has shape "
-                    f"{shape}. The checkpoint is of other parameters, or has them in another order. Give the optimizer "
-                    f"the parameters in the order of the checkpoint, or {_FROM_WEIGHTS}."
-                )
+            shape = tuple(parameter.shape)
+            # Of bitsandbytes' AdEMAMix two are stacked.
+            allowed = dict.fromkeys(_LIKE_PARAMETER, (shape,)) | dict.fromkeys(NUMBERED, (shape, (2, *shape)))
+            for key, value in flat(state_dict["state"].get(number, {})).items():
+                if isinstance(value, Tensor) and key in allowed and tuple(value.shape) not in allowed[key]:
+                    raise ValueError(
+                        f"`ckpt_path`: its `{key}` for parameter {place} of group {index} has shape "
+                        f"{tuple(value.shape)}, but that parameter has shape {shape}. Give the optimizer the "
+                        f"parameters in the order of the checkpoint, or {FROM_WEIGHTS}."
+                    )
 
 
 def lay_out(parameter: Tensor, state: MutableMapping[str, Any]) -> None:
@@ -186,10 +143,6 @@ def lay_out(parameter: Tensor, state: MutableMapping[str, Any]) -> None:
 
     Fused kernels on the CPU walk through memory, whatever strides say: states that were saved of channels-last weights
     would go to other elements of contiguous ones. Those of bitsandbytes stay, whose kernels expect another order.
-
-    Args:
-        parameter: Parameter of an optimizer.
-        state: Its state. A tensor of the parameter's shape that lies otherwise is exchanged for one of equal values.
     """
     if parameter.layout is not torch.strided:
         return
@@ -200,16 +153,6 @@ def lay_out(parameter: Tensor, state: MutableMapping[str, Any]) -> None:
         is_plain = type(value) is Tensor and value.layout is torch.strided
         if is_plain and value.stride() != strides and key not in NUMBERED:
             state[key] = _laid_out(parameter, value)
-
-
-def has_gaps(parameter: Tensor) -> bool:
-    """Whether a parameter's elements leave out some of its memory, or share it: `nn.Parameter(whole[:, ::2])`.
-
-    Fused kernels walk through memory all the same, and step what lies between.
-    """
-    if parameter.layout is not torch.strided or is_traceable_wrapper_subclass(parameter):
-        return False
-    return parameter.stride() != torch.empty_like(parameter, device="meta").stride()
 
 
 def lay_out_all(optimizer: Optimizer) -> None:
@@ -230,13 +173,14 @@ def _laid_out(parameter: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value.detach())
 
 
-def refuse_compensation(optimizer_name: str, state_dict: StateDict) -> None:
-    """Raise a `ValueError` for states that hold a part of the weights, which only Kahan summation adds again."""
-    if state_dict.get(FLOAT32_STEP, {}).get("rounding") == "kahan":
-        raise ValueError(
-            "`ckpt_path`: its optimizer states hold a part of the weights (Kahan compensation), which "
-            f'{optimizer_name} would lose. Resume with StochasticRounding(rounding="kahan"), or {_FROM_WEIGHTS}.'
-        )
+def has_gaps(parameter: Tensor) -> bool:
+    """Whether a parameter's elements leave out some of its memory, or share it: `nn.Parameter(whole[:, ::2])`.
+
+    Fused kernels walk through memory all the same, and step what lies between.
+    """
+    if parameter.layout is not torch.strided or is_traceable_wrapper_subclass(parameter):
+        return False
+    return parameter.stride() != torch.empty_like(parameter, device="meta").stride()
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -283,11 +227,7 @@ class Resume(OwnHook):
 
     def mark(self, optimizer: Optimizer, state_dict: StateDict) -> None:
         """Write into a state dict what it is."""
-        state_dict[RECORD] = {
-            "family": self.family,
-            "class": self.class_name,
-            "techniques": list(self.techniques),
-        }
+        state_dict[RECORD] = {"family": self.family, "class": self.class_name, "techniques": list(self.techniques)}
 
     def adapt(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """Return a state dict that this optimizer can load.
@@ -296,27 +236,23 @@ class Resume(OwnHook):
             ValueError: If the states are of another family or of other parameters, or a hyper-parameter is one that
                 this optimizer would ignore.
         """
-        refuse_compensation(self.class_name, state_dict)
         refuse_other_family(state_dict, self.family, self.class_name)
         refuse_shapes(optimizer, state_dict)
         saved, current = state_dict["param_groups"], optimizer.param_groups
-        groups = [self._group(*pair, index) for index, pair in enumerate(zip(saved, current, strict=False))]
+        if len(saved) != len(current):
+            return state_dict  # which torch refuses
+        groups = [self.loaded_group(*pair, index) for index, pair in enumerate(zip(saved, current, strict=True))]
         numbers = chain.from_iterable(group["params"] for group in saved)
         by_number = dict(zip(numbers, chain.from_iterable(group["params"] for group in current), strict=False))
         states = {
-            number: self._restored(optimizer, by_number[number], state) if number in by_number and state else state
+            number: self.restored(optimizer, by_number[number], state) if number in by_number and state else state
             for number, state in state_dict["state"].items()
         }
-        return {**state_dict, "state": states, "param_groups": groups if len(saved) == len(current) else saved}
+        return {**state_dict, "state": states, "param_groups": groups}
 
     def lay_out(self, optimizer: Optimizer) -> None:
         """Keep loaded states in the order of their parameters."""
         lay_out_all(optimizer)
-
-    def _restored(self, optimizer: Optimizer, parameter: Tensor, state: State) -> State:
-        """The state in this optimizer's form, with what `Float32Step` keeps there, which belongs to no form."""
-        made = self.restored(optimizer, parameter, {key: state[key] for key in state if key != COMPENSATION})
-        return {**made, COMPENSATION: state[COMPENSATION]} if COMPENSATION in state else made
 
     def restored(self, optimizer: Optimizer, parameter: Tensor, state: State) -> State:
         """The state of one parameter in this optimizer's form; here in torch's."""
@@ -325,11 +261,6 @@ class Resume(OwnHook):
         step, moments = moments_of(state, self.family)
         return moments if self.family == "SGD" else {"step": torch.tensor(float(step)), **moments}
 
-    def refuse_group(self, group: Mapping[str, Any], index: int) -> None:
-        """Raise a `ValueError` if this optimizer would ignore a loaded hyper-parameter."""
-
-    def _group(self, saved: Mapping[str, Any], current: Mapping[str, Any], index: int) -> dict[str, Any]:
+    def loaded_group(self, saved: Mapping[str, Any], current: Mapping[str, Any], index: int) -> dict[str, Any]:
         """A saved group, with what this optimizer alone knows and the kernel that it was given."""
-        group = {**current, **{key: value for key, value in saved.items() if key not in KERNELS}}
-        self.refuse_group(group, index)
-        return group
+        return {**current, **{key: value for key, value in saved.items() if key not in KERNELS}}

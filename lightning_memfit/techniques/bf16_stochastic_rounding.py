@@ -1,7 +1,7 @@
 """`StochasticRounding`: bfloat16 weights only, stepped in float32 and rounded so that small updates count."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +11,6 @@ from typing_extensions import override
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers
-from lightning_memfit.optim.rounding import Kahan, Rounding, Stochastic
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.precision import TechniquePrecision
@@ -20,8 +19,6 @@ from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Te
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
-
-_ROUNDINGS: dict[str, type[Rounding]] = {"stochastic": Stochastic, "kahan": Kahan}
 
 
 class StochasticRounding(TechniquePrecision):
@@ -33,30 +30,21 @@ class StochasticRounding(TechniquePrecision):
     DDP. A checkpoint of such a run resumes bitwise.
 
     Args:
-        rounding: `stochastic`, or `kahan` for a compensation term of 2 more bytes per weight and no randomness.
         chunk_elements: Largest number of weights that have float32 copies at a time, of 9 to 16 bytes each. None takes
             a sixteenth of the model, but no less than 1,048,576 and no more than 16,777,216.
         seed: Seed of the random bits; the global random state is left alone.
 
     Raises:
-        ValueError: If an argument has another value.
+        ValueError: If `chunk_elements` is too small.
     """
 
     rules_traces = True
     depends_on_depth = True  # a chunk may hold weights of several blocks
 
-    def __init__(
-        self,
-        rounding: Literal["stochastic", "kahan"] = "stochastic",
-        chunk_elements: int | None = None,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, chunk_elements: int | None = None, seed: int = 0) -> None:
         super().__init__()
-        if rounding not in _ROUNDINGS:
-            raise ValueError(f"`rounding={rounding!r}` must be one of {', '.join(_ROUNDINGS)}.")
         if chunk_elements is not None and chunk_elements < 4096:
             raise ValueError(f"`chunk_elements={chunk_elements}` must be at least 4096.")
-        self.rounding = rounding
         self.chunk_elements = chunk_elements
         self.seed = seed
 
@@ -74,10 +62,8 @@ class StochasticRounding(TechniquePrecision):
         if all(p.dtype is torch.float32 for p in weights):  # adapters beside frozen bfloat16 weights
             self.announce(f"{type(optimizer).__name__} trains float32 weights alone, which need no other rounding")
             return optimizer
-        rounding = _ROUNDINGS[self.rounding]()
-        converted = Float32Step(optimizer, rounding, self.chunk_elements, self.seed)
-        self.announce(f"{type(optimizer).__name__} steps bfloat16 weights in float32, {self.rounding} rounding")
-        return converted
+        self.announce(f"{type(optimizer).__name__} steps bfloat16 weights in float32, stochastic rounding")
+        return Float32Step(optimizer, self.chunk_elements, self.seed)
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
@@ -98,28 +84,13 @@ def _cost(profile: "ModelProfile", options: Options) -> Cost:
     return Cost(step=Work(device_bytes=24.0 * count))
 
 
-_SPEC = CallbackSpec("lightning_memfit.techniques.bf16_stochastic_rounding.StochasticRounding")
-_PAGE = "bf16_stochastic_rounding"
-
-STOCHASTIC_ROUNDING = Technique(
+TECHNIQUE = Technique(
     name="bf16_stochastic_rounding",
     kind="precision",
     summary="bfloat16 weights alone, rounded at random so that small updates count",
     numerics=frozenset({"bf16", "stochastic"}),
-    callbacks=(_SPEC,),
+    callbacks=(CallbackSpec("lightning_memfit.techniques.bf16_stochastic_rounding.StochasticRounding"),),
     trainer={"precision": "bf16-true"},
     unsupported=unsupported,
     cost=_cost,
-    dominates=frozenset({"bf16_kahan_summation"}),
-)
-KAHAN_SUMMATION = Technique(
-    name="bf16_kahan_summation",
-    kind="precision",
-    summary="bfloat16 weights with a compensation term of 2 more bytes, without randomness",
-    numerics=frozenset({"bf16"}),
-    callbacks=(CallbackSpec(_SPEC.class_path, {"rounding": "kahan"}),),
-    trainer={"precision": "bf16-true"},
-    unsupported=unsupported,
-    cost=_cost,
-    page=_PAGE,
 )

@@ -36,13 +36,13 @@ class ReplaceOptimizer(TechniqueCallback):
     """Replace what `configure_optimizers` returns by an optimizer of another class; groups and schedulers are kept.
 
     Adafactor keeps slightly over 4 bytes per parameter less than Adam, Lion keeps half as many states, and torchao's
-    states have 8 or 4 bits. Learning rates and schedules stay as the module set them. Other hyper-parameters carry over
+    states have 4 bits. Learning rates and schedules stay as the module set them. Other hyper-parameters carry over
     if they mean the same, otherwise they must be given or dropped; nothing is guessed (`optim.exchange`).
 
     The module's optimizer becomes the new one: a reference to it, its groups and its hooks stay valid. 8-bit states of
     the same family go on, so that `torch.AdamW` leads back from them; those of another family are refused.
 
-    For 8-bit or paged states of Lion, RMSprop, SGD and AdamW put `Optimizer8bit` after this callback.
+    For 8-bit or paged states of Lion, SGD and AdamW put `Optimizer8bit` after this callback.
 
     Args:
         name: Package and class, for example `torch.Adafactor`, `bitsandbytes.Lion`, `torchao.AdamW4bit`.

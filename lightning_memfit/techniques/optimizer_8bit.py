@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Optimizer8bit(TechniqueCallback):
     """Turn what `configure_optimizers` returns into its bitsandbytes form: 2 instead of 8 bytes of state per parameter.
 
-    AdamW, Adam, SGD with momentum, RMSprop, Lion and the 32-bit optimizers of bitsandbytes are converted with their
+    AdamW, Adam and SGD with momentum of torch and bitsandbytes, and bitsandbytes' Lion, are converted with their
     parameter groups, hyper-parameters and schedulers; what bitsandbytes cannot compute the same way is refused
     (see `lightning_memfit.optim.eight_bit`), also if a hyper-parameter is set later. The module's optimizer becomes the
     new one: a reference to it, its groups and its hooks stay valid.
@@ -165,14 +165,13 @@ _CLASS_PATH = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"
 OPTIMIZER_8BIT = Technique(
     name="optimizer_8bit",
     kind="optimizer",
-    summary="the module's own AdamW, Adam, SGD, RMSprop or Lion with 8-bit states",
+    summary="the module's own AdamW, Adam, SGD or Lion with 8-bit states",
     numerics=frozenset({"8bit"}),
     callbacks=(CallbackSpec(_CLASS_PATH),),
     presets=({}, {"keep_32bit_embeddings": False}),
     unsupported=unsupported,
     cost=_cost_of_8bit,
     package="bitsandbytes",
-    dominates=frozenset({"torchao_adamw_8bit", "torchao_adamw_fp8"}),
     states=find_optimizer("adamw_8bit").states,
 )
 PAGED_OPTIMIZER_8BIT = Technique(

@@ -100,9 +100,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "lion": (Case(using("lion"), None, _NOT_EXCHANGED),),
     "lion_8bit": (Case(using("lion_8bit"), None, _NOT_EXCHANGED),),
-    "torchao_adamw_8bit": (Case(using("torchao_adamw_8bit"), 1e-2, _NOT_EXCHANGED),),
     "torchao_adamw_4bit": (Case(using("torchao_adamw_4bit"), 5e-2, _NOT_EXCHANGED),),
-    "torchao_adamw_fp8": (Case(using("torchao_adamw_fp8"), 2e-2, _NOT_EXCHANGED),),
     "bf16_mixed": (Case(using("bf16_mixed"), 2e-2, ((Run(_TURING), "7.5"),)),),
     "fp16_mixed": (
         Case(
@@ -117,10 +115,6 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(using("bf16_stochastic_rounding", chunk_elements=50_000), 2e-2, _ROUNDED),
         Case(using("bf16_stochastic_rounding", "optimizer_8bit", "gradient_release", "activation_checkpointing"), 2e-2),
         Case(using("bf16_stochastic_rounding"), 2e-2, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-    ),
-    "bf16_kahan_summation": (
-        Case(using("bf16_kahan_summation"), 2e-2, _ROUNDED),
-        Case(using("bf16_kahan_summation", "optimizer_8bit"), 2e-2),
     ),
     "host_master_weights": (
         Case(

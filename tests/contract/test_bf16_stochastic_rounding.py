@@ -26,10 +26,7 @@ def module():
 
 
 def test_global_random_state_is_left_alone():
-    kahan, stochastic = (
-        fit([StochasticRounding(rounding)], precision="bf16-true", max_steps=1) for rounding in ("kahan", "stochastic")
-    )
-    assert torch.equal(kahan.losses[0], stochastic.losses[0])  # dropout drew the same numbers
+    fit(precision="bf16-true", max_steps=1)
     state = torch.get_rng_state()
     fit([StochasticRounding()], precision="bf16-true", max_steps=1)
     assert torch.equal(torch.get_rng_state(), state)
@@ -42,8 +39,6 @@ def test_other_seeds_round_differently():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="rounding='up'"):
-        StochasticRounding("up")
     with pytest.raises(ValueError, match="chunk_elements=8"):
         StochasticRounding(chunk_elements=8)
 
@@ -55,8 +50,7 @@ def test_a_prediction_before_the_run_keeps_the_order_of_conversions():
     assert isinstance(optimizer.wrapped, bitsandbytes.optim.AdamW8bit)
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_layers_that_are_unfrozen_later_and_rebuilt_optimizers(rounding):
+def test_layers_that_are_unfrozen_later_and_rebuilt_optimizers():
     class Unfreeze(BaseFinetuning):
         def freeze_before_training(self, pl_module):
             self.freeze(pl_module.model.transformer.h[0])
@@ -74,6 +68,6 @@ def test_layers_that_are_unfrozen_later_and_rebuilt_optimizers(rounding):
         module = lambda: LanguageModel(trained, **NO_DROPOUT)  # noqa: E731
         return fit([*callbacks, Unfreeze()], module, precision=precision, max_steps=-1, max_epochs=3)
 
-    ours, plain = run([StochasticRounding(rounding)], "bf16-true"), run([], "32-true")
+    ours, plain = run([StochasticRounding()], "bf16-true"), run([], "32-true")
     assert type(ours.seen["trainer"].optimizers[0]) is Float32Step
     torch.testing.assert_close(torch.stack(ours.losses).float(), torch.stack(plain.losses), rtol=3e-2, atol=0)

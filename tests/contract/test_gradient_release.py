@@ -61,14 +61,13 @@ def uncompiled():
     torch.compiler.set_stance("default")
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_same_run_with_optimizers_that_compile_each_parameters_step(uncompiled, name):
+def test_same_run_with_an_optimizer_that_compiles_each_parameters_step(uncompiled):
     pytest.importorskip("torchao")
 
     def module():
         return LanguageModel(scheduled)
 
-    replaced = ReplaceOptimizer(f"torchao.{name}")
+    replaced = ReplaceOptimizer("torchao.AdamW4bit")
     plain = fit([copy.deepcopy(replaced)], module)
     ours = fit([replaced, GradientRelease(), NoGradients()], module)
     assert ours.seen["released"]

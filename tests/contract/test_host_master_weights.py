@@ -572,14 +572,6 @@ def test_resuming_in_the_middle_and_the_best_checkpoint(tmp_path):
     assert all(torch.equal(value, saved[name]) for name, value in ours.state_dict().items())
 
 
-def test_states_with_a_part_of_the_weights_are_refused(tmp_path):
-    options = {"precision": "bf16-true", "max_steps": 1}
-    kahan = fit([StochasticRounding("kahan")], module, **options).seen["trainer"]
-    kahan.save_checkpoint(tmp_path / "kahan.ckpt")
-    with pytest.raises(ValueError, match="Kahan compensation"):
-        fit([HostMasterWeights()], module, ckpt_path=tmp_path / "kahan.ckpt", precision="bf16-true", max_steps=2)
-
-
 def test_batch_norm_and_buffers_are_float32_afterwards():
     def net():
         return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))

@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -8,17 +6,10 @@ from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.bf16_stochastic_rounding import StochasticRounding
 from lightning_memfit.techniques.optimizer import ReplaceOptimizer
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
-from tests.contract.runs import LanguageModel, assert_same_weights, fit
+from tests.contract.runs import LanguageModel, fit
 
 ADAFACTOR = {"name": "torch.Adafactor", "options": {"eps": [None, 1e-3]}, "drop": ["betas"]}
 LION = {"name": "bitsandbytes.Lion", "options": {"betas": [0.9, 0.99]}}
-CASES = {
-    "fused": [ReplaceOptimizer("torch.AdamW", {"fused": True})],
-    "transformers": [ReplaceOptimizer("transformers.Adafactor", {"eps": [1e-30, 1e-3]}, ["betas"])],
-    "ademamix": [ReplaceOptimizer("bitsandbytes.AdEMAMix", {"betas": [0.9, 0.95, 0.999]})],
-}
-FAMILIES_WITHOUT_RECORD = ["transformers", "ademamix"]
-"""Those with a record are tried by the contract test."""
 
 
 def scheduled(module):
@@ -31,22 +22,6 @@ def scheduled(module):
 
 def module():
     return LanguageModel(scheduled, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-
-
-@pytest.mark.parametrize("name", FAMILIES_WITHOUT_RECORD)
-def test_resume_is_bitwise_and_schedules_are_kept(tmp_path, name):
-    def run(**kwargs):
-        return fit(copy.deepcopy(CASES[name]), module, max_steps=-1, limit_train_batches=2, **kwargs)
-
-    straight = run(max_epochs=3)
-    run(max_epochs=1).seen["trainer"].save_checkpoint(tmp_path / "half.ckpt")
-    resumed = run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
-    assert torch.equal(torch.stack(resumed.losses), torch.stack(straight.losses[2:]))
-    assert_same_weights(resumed, straight)
-    groups = straight.seen["trainer"].optimizers[0].param_groups
-    assert [group["lr"] for group in groups] == [pytest.approx(1e-3 * 0.8**6)] * 2
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert "configure_optimizers" not in vars(straight)
 
 
 def test_with_stochastic_rounding():

@@ -123,7 +123,7 @@ def settings() -> list[Setting]:
         ("gradient_release", "host_master_weights"),
         ("gradient_release", "zero_grad_after_step"),
         ("gradient_release", "micro_batching"),
-        ("gradient_release", "torchao_adamw_8bit"),
+        ("gradient_release", "torchao_adamw_4bit"),
         ("lora", "host_master_weights"),
         ("optimizer_8bit", "host_master_weights"),
         ("fused_adamw", "bf16_mixed"),

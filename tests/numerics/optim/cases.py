@@ -8,7 +8,6 @@ CASES = {
     "AdamW-fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2}),
     "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.1}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1}),
     "Lion": (bitsandbytes.optim.Lion, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}),
 }
 

@@ -94,7 +94,7 @@ def test_paged_form(optimizer, kwargs, name):
     assert type(to_bitsandbytes(optimizer(parameters(), **kwargs), paged=True)).__name__ == name
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion", "SGD", "RMSprop"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion", "SGD"])
 def test_32_bit_optimizers_of_bitsandbytes(name):
     kwargs = {"momentum": 0.9} if name == "SGD" else {}
     stepped = parameters()
@@ -116,24 +116,14 @@ def test_32_bit_optimizers_of_bitsandbytes(name):
         (torch.optim.SGD, {}, "momentum=0"),
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, "nesterov=True"),
         (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, "dampening=0.5"),
-        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum=0.9"),
-        (torch.optim.RMSprop, {"centered": True}, "centered=True"),
-        (torch.optim.Adagrad, {}, "Adagrad"),
-        (bnb.optim.AdamW8bit, {}, "8-bit states already"),
+        (torch.optim.RMSprop, {}, "RMSprop"),
+        (bnb.optim.AdamW8bit, {}, "or is one"),
         (bnb.optim.LAMB, {}, "LAMB"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(optimizer, kwargs, message):
     with pytest.raises(ValueError, match=message):
         to_bitsandbytes(optimizer(parameters(), **{"lr": 0.1, **kwargs}))
-
-
-def test_a_lion_that_is_none_is_refused():
-    class Lion(torch.optim.SGD):
-        """One of the many classes of this name whose groups don't show what else they do."""
-
-    with pytest.raises(ValueError, match=r"`tests.*Lion` has no 8-bit form.*bitsandbytes, such as its Lion"):
-        to_bitsandbytes(Lion(parameters(), lr=0.1, momentum=0.9))
 
 
 def test_other_refusals():

@@ -6,7 +6,6 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
-from transformers.optimization import Adafactor
 
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
@@ -44,9 +43,7 @@ def test_meanings_are_the_arguments_of_the_class(name):
     [
         ("torch.AdamW", {"fused": True}, [], torch.optim.AdamW),
         ("torch.Adafactor", {"eps": [None, 1e-3]}, ["betas"], torch.optim.Adafactor),
-        ("transformers.Adafactor", {"eps": [1e-30, 1e-3]}, ["betas"], Adafactor),
         ("bitsandbytes.Lion", LION, [], bnb.optim.Lion),
-        ("bitsandbytes.AdEMAMix", {"betas": [0.9, 0.99, 0.999]}, [], bnb.optim.AdEMAMix),
     ],
 )
 def test_groups_are_kept_and_it_steps(name, options, drop, cls):
@@ -87,18 +84,10 @@ def test_loaded_states_of_another_memory_format_keep_their_elements():
     torch.testing.assert_close(results[2], results[1])
 
 
-def test_new_names_of_the_same_meaning():
-    optimizer = exchange(Adafactor(parameters(), lr=1e-3, relative_step=False, decay_rate=-0.7, clip_threshold=2.0),
-                         "torch.Adafactor", {"eps": (None, 1e-3)}, ["eps", "scale_parameter"])  # fmt: skip
-    group = optimizer.param_groups[0]
-    assert (group["beta2_decay"], group["d"], group["lr"]) == (-0.7, 2.0, 1e-3)
-    assert "relative_step" not in group
-
-
 def test_views_with_gaps_are_no_parameters_of_fused_kernels():
     whole = torch.randn(4, 8)
     optimizer = torch.optim.AdamW([nn.Parameter(whole[:, ::2])])
-    with pytest.raises(ValueError, match=r"group 0 holds a view of shape \(4, 4\) with gaps.*view\.clone"):
+    with pytest.raises(ValueError, match=r"group 0 holds a view with gaps.*view\.clone"):
         exchange(optimizer, "torch.AdamW", {"fused": True})
     exchange(optimizer, "torch.AdamW")
     for whole_or_dense in (whole, whole.t(), whole[1:], whole[:1, ::2][:, :1], torch.ones(()), torch.ones(2, 0)):
@@ -135,7 +124,7 @@ def test_states_go_on_within_a_family_and_are_refused_elsewhere():
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    with pytest.raises(ValueError, match="states already"):
+    with pytest.raises(ValueError, match="of Adam.*can't go on"):
         exchange(optimizer, "bitsandbytes.Lion", LION)
     state = exchange(optimizer, "torch.AdamW").state
     for p in optimizer.param_groups[0]["params"]:
@@ -144,12 +133,11 @@ def test_states_go_on_within_a_family_and_are_refused_elsewhere():
 
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_torchao(name, tmp_path, monkeypatch):
+def test_torchao(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # its cache mixes kinds of optimizers up
     original = adamw(weight_decay=0.1, betas=(0.8, 0.9))
     schedule = torch.optim.lr_scheduler.ExponentialLR(original, 0.5)
-    replaced = exchange(original, f"torchao.{name}", {"block_size": 128})
+    replaced = exchange(original, "torchao.AdamW4bit", {"block_size": 128})
     schedule.optimizer = replaced
     group = replaced.param_groups[0]
     assert replaced.block_size == 128
@@ -165,7 +153,7 @@ def test_torchao(name, tmp_path, monkeypatch):
     buffer = io.BytesIO()
     torch.save(replaced.state_dict(), buffer)  # without pickles of torchao's classes
     buffer.seek(0)
-    resumed = exchange(adamw(), f"torchao.{name}", {"block_size": 128})
+    resumed = exchange(adamw(), "torchao.AdamW4bit", {"block_size": 128})
     resumed.load_state_dict(torch.load(buffer, weights_only=True))
     for p, q in zip(group["params"], resumed.param_groups[0]["params"], strict=True):
         for key, value in replaced.state[p].items():
@@ -184,5 +172,5 @@ def test_torchao_goes_on_from_itself_alone():
     for written in (plain, exchange(plain, "torch.AdamW"), to_bitsandbytes(plain)):
         with pytest.raises(ValueError, match=r"of Adam.*can't go on as those of torchao.AdamW4bit"):
             exchange(adamw(), "torchao.AdamW4bit").load_state_dict(written.state_dict())
-    with pytest.raises(ValueError, match="states already"):
+    with pytest.raises(ValueError, match="of Adam.*can't go on"):
         exchange(plain, "torchao.AdamW4bit")

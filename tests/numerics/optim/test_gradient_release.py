@@ -7,7 +7,6 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.gradient_release import GradientRelease
-from lightning_memfit.optim.rounding import Stochastic
 from tests.numerics.optim.cases import CASES
 
 
@@ -148,7 +147,7 @@ def test_what_bitsandbytes_is_told_of_one_parameter_holds_for_it_alone(overrides
         optimizer = bnb.optim.AdamW8bit([*model.parameters()][::order], lr=1e-2)
         overrides.override_config(model.kept.weight, "lr", 0.0)
         if in_float32:
-            optimizer = Float32Step(optimizer, Stochastic(), 4096)
+            optimizer = Float32Step(optimizer, 4096)
         release = GradientRelease(optimizer) if released else None
         for _ in range(2):
             model(torch.arange(64)).backward()

@@ -10,7 +10,6 @@ from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.float32_step import Float32Step
 from lightning_memfit.optim.replace import replace_optimizers, take_out
-from lightning_memfit.optim.rounding import Stochastic
 
 
 def adamw(lr=0.1):
@@ -112,7 +111,7 @@ CONVERSIONS = {
     "8-bit": to_bitsandbytes,
     "another family": lambda old: exchange(old, "bitsandbytes.Lion", {"betas": (0.9, 0.99)}),
     "torch's own": lambda old: exchange(old, "torch.AdamW", {"fused": True}),
-    "wrapped": lambda old: Float32Step(old, Stochastic(), 4096),
+    "wrapped": lambda old: Float32Step(old, 4096),
     "twice": lambda old: to_bitsandbytes(CONVERSIONS["another family"](old)),
 }
 

@@ -292,7 +292,6 @@ def test_factors_of_matrices_are_refused_whatever_their_size(shape: tuple[int, i
 @pytest.mark.parametrize(
     ("package", "name", "expected"),
     [
-        ("torchao", "AdamW8bit", 2 + 8 / 256),
         ("torchao", "AdamW4bit", 1 + 8 / 128),
         ("bitsandbytes", "AdamW8bit", 2 + 8 / 256),
         ("bitsandbytes", "AdEMAMix8bit", 3 + 12 / 256),
