@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_memfit.adapters.linears import is_conv1d
 from lightning_memfit.extras import require
@@ -20,14 +20,6 @@ _BASE = "base_layer."
 """What peft puts before the names of an adapted layer's own weights."""
 _PREFIX = "base_model.model."
 _PEFT = re.compile(r"(\.lora_[AB])\.weight$")
-
-
-def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> None:
-    """Add `scale * b @ a` to a weight of shape `(out, in)`, or `(in, out)` where it is transposed, in place."""
-    left, right = (a.T, b.T) if transposed else (b, a)
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    factors = (left.to(weight.device, dtype), right.to(weight.device, dtype))
-    weight.copy_(weight.to(dtype, copy=True).addmm_(*factors, alpha=scale))
 
 
 @torch.no_grad()
@@ -52,12 +44,14 @@ def merged_entries(
         weight = made[f"{name}.weight"]
         if not weight.is_floating_point():
             raise ValueError(
-                f"{name} has a weight in 4 or 8 bits, into which no adapter is merged. Save a checkpoint, and merge it "
-                "into the module's own weights: `lightning_memfit.merged_state_dict`, or `memfit export`."
+                f"{name} has a weight in 4 or 8 bits, into which no adapter is merged. Merge a checkpoint into the "
+                "module's own weights: `lightning_memfit.merged_state_dict`, or `memfit export`."
             )
         a, b = (entries[f"{name}.lora_{part}.default.weight"] for part in "AB")
-        made[f"{name}.weight"] = weight = weight.clone()
-        add_product(weight, a, b, scale, is_conv1d(getattr(layer, "base_layer", layer)))
+        left, right = (a.T, b.T) if is_conv1d(getattr(layer, "base_layer", layer)) else (b, a)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        factors = (left.to(weight.device, dtype), right.to(weight.device, dtype))
+        made[f"{name}.weight"] = weight.to(dtype, copy=True).addmm_(*factors, alpha=scale).to(weight.dtype)
     return made
 
 

@@ -1,10 +1,9 @@
 """Find the linear layers of a module that can get adapters or be quantized, and say why others can't."""
 
-import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Linear  # the class itself, which precisions of Lightning replace in `torch.nn` for a while
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -45,41 +44,28 @@ def linear_layers(
     for name, child in module.named_modules(remove_duplicate=False):
         if name and is_linear(child):
             places.setdefault(id(child), []).append(name)
-    found = {of_one[0]: module.get_submodule(of_one[0]) for of_one in places.values()}
-    if names == AUTO:
-        heads = output_heads(module)
-        chosen = {name: child for name, child in found.items() if id(child) not in heads}
-        left_out = {name: reason for name in chosen if (reason := _unfit(module, places[id(chosen[name])])) is not None}
-        chosen = {name: child for name, child in chosen.items() if name not in left_out}
-        if not chosen:
-            reasons = "".join(f" {name}: {reason}." for name, reason in list(left_out.items())[:3])
-            raise ValueError(
-                f"{type(module).__name__} has no linear layer (nn.Linear or Conv1D, no subclass of them) besides its "
-                f"heads.{reasons}"
-            )
-        return chosen, left_out
-    wanted = [names] if isinstance(names, str) else list(names)
-    for name in wanted:
-        if not any(_fits(full, name) for full_names in places.values() for full in full_names):
-            raise ValueError(_not_found(module, name, found))
-    chosen = {
-        first: child
-        for first, child in found.items()
-        if any(_fits(full, name) for full in places[id(child)] for name in wanted)
-    }
-    for first, child in chosen.items():
-        if (reason := _unfit(module, places[id(child)])) is not None:
-            raise ValueError(f"{first}: {reason}. Leave it out of `target_modules`.")
-    return chosen, {}
-
-
-def _not_found(module: nn.Module, name: str, found: Collection[str]) -> str:
-    known = sorted({full.rpartition(".")[2] for full in found})
-    closest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
-    return (
-        f"{name!r} is the end of no name of an nn.Linear or a Conv1D (subclasses may compute something else) in "
-        f"{type(module).__name__}. Closest: {', '.join(closest) or 'none'}."
-    )
+    wanted, heads = [names] if isinstance(names, str) else list(names), output_heads(module)
+    found: dict[str, nn.Module] = {}
+    left_out: dict[str, str] = {}
+    for identity, of_one in places.items():
+        if identity in heads if names == AUTO else not any(_fits(full, name) for full in of_one for name in wanted):
+            continue
+        reason = _unfit(module, of_one)
+        if reason is None:
+            found[of_one[0]] = module.get_submodule(of_one[0])
+        elif names == AUTO:
+            left_out[of_one[0]] = reason
+        else:
+            raise ValueError(f"{of_one[0]}: {reason}. Leave it out of `target_modules`.")
+    known = [full for of_one in places.values() for full in of_one]
+    missing = [] if names == AUTO else [name for name in wanted if not any(_fits(full, name) for full in known)]
+    if missing or not found:
+        ends = ", ".join(sorted({full.rpartition(".")[2] for full in known})) or "none"
+        raise ValueError(
+            f"{type(module).__name__} has no linear layer for {missing[0] if missing else names!r}. Its nn.Linear and "
+            f"Conv1D (no subclasses, which may compute something else) are named: {ends}."
+        )
+    return found, left_out
 
 
 def _fits(full: str, name: str) -> bool:
@@ -91,11 +77,11 @@ def _unfit(module: nn.Module, places: list[str]) -> str | None:
     layer = module.get_submodule(places[0])
     weight = layer._parameters.get("weight")
     if len(places) > 1:
-        return f"{' and '.join(places)} are one layer, and another would take the first of its places alone"
+        return f"{' and '.join(places)} are one layer"
     if not isinstance(weight, nn.Parameter):
         return "its weight is computed from other parameters (weight_norm, spectral_norm)"
     if "forward" in vars(layer):
-        return "its `forward` was replaced before (if by a technique, list that one later)"
+        return "its `forward` was replaced before"
     shape = getattr(weight, "ds_shape", weight.shape)  # of all ranks together under ZeRO-3
     if quantized_bits(layer):
         return None
@@ -103,17 +89,9 @@ def _unfit(module: nn.Module, places: list[str]) -> str | None:
         return f"its weight is {len(shape)}-dimensional, of {weight.dtype}"
     if is_traceable_wrapper_subclass(weight) or weight.layout is not torch.strided:
         return f"its weight is a {type(weight.data).__name__} of layout {weight.layout}, no plain tensor"
-    others = [name for name, tensor in _registered(module) if tensor is weight and name != f"{places[0]}.weight"]
-    if others:
-        return f"{places[0]}.weight and {others[0]} are one weight, and can't be changed for one of them"
-    return None
-
-
-def _registered(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, also where it is a second time, by one name for each owner."""
-    for prefix, owner in module.named_modules():
-        for part in (owner._parameters, owner._buffers):
-            yield from ((f"{prefix}.{name}" if prefix else name, one) for name, one in part.items() if one is not None)
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    others = [name for name, tensor in tensors.items() if tensor is weight and name != f"{places[0]}.weight"]
+    return f"{places[0]}.weight and {others[0]} are one weight" if others else None
 
 
 def output_heads(module: nn.Module) -> set[int]:
@@ -123,7 +101,9 @@ def output_heads(module: nn.Module) -> set[int]:
     """
     embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     heads = {
-        id(child) for child in module.modules() if is_linear(child) and id(child._parameters["weight"]) in embeddings
+        id(child)
+        for child in module.modules()
+        if is_linear(child) and id(child._parameters.get("weight")) in embeddings
     }
     for child in module.modules():
         if any(kind.__name__ == "PreTrainedModel" for kind in type(child).__mro__):  # others may mean something else

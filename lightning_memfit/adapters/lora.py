@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +34,10 @@ class _Factor(StaysFloat32, nn.Linear):
 def inject(
     module: nn.Module, names: Iterable[str], rank: int, alpha: float, dropout: float, stay_float32: bool
 ) -> None:
-    """Freeze a module and put adapters on some of its layers.
-
-    `save_pretrained` of models of transformers and diffusers in it then writes them without adapters, with what was
-    learned in the weights.
+    """Freeze a module and put adapters on some of its layers, in place.
 
     Args:
-        module: Changed in place.
+        module: The module.
         names: Dotted names of linear layers.
         rank: Inner width of the adapters.
         alpha: Their outputs are scaled by `alpha / rank`.
@@ -61,8 +57,6 @@ def inject(
             layer.cast_input_dtype_enabled = False
             for factor in (layer.lora_A[NAME], layer.lora_B[NAME]):
                 factor.float().__class__ = _Factor
-    for child in _saved_by_library(module):
-        child.save_pretrained = partial(_save_merged, child)
     for child in module.modules():  # their fast path of evaluation reads the weights of layers past the adapters
         if isinstance(child, nn.TransformerEncoderLayer):
             child.activation_relu_or_gelu = 0
@@ -104,17 +98,3 @@ def merge(module: nn.Module) -> None:
     for name, layer in layers.items():
         module.set_submodule(name, layer.get_base_layer())
         layer.get_base_layer().weight.data = weights[f"{name}.weight"]
-    for child in _saved_by_library(module):
-        vars(child).pop("save_pretrained", None)
-
-
-def _saved_by_library(module: nn.Module) -> list[Any]:
-    kinds = {"PreTrainedModel", "ModelMixin"}
-    return [child for child in module.modules() if not kinds.isdisjoint(kind.__name__ for kind in type(child).__mro__)]
-
-
-def _save_merged(network: Any, *args: Any, **kwargs: Any) -> Any:
-    entries, layers = kwargs.pop("state_dict", None) or network.state_dict(), adapted_layers(network)
-    if layers:
-        entries = merged_entries(network, entries, next(iter(layers.values())).scaling[NAME])
-    return type(network).save_pretrained(network, *args, state_dict=entries, **kwargs)

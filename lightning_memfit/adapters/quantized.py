@@ -28,12 +28,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantized(layer: nn.Module, bits: int) -> Any:
-    """Return a frozen layer of bitsandbytes with the weight and the bias of an `nn.Linear` or a `Conv1D`.
-
-    Args:
-        layer: The layer; left as it is.
-        bits: 4 or 8.
-    """
+    """Return a frozen layer of bitsandbytes, in 4 or 8 bits, with weight and bias of an `nn.Linear` or a `Conv1D`."""
     own: Any = layer
     weight = own.weight.detach()
     made: Any = (Linear4bit if bits == 4 else Linear8bit)(weight.T if is_conv1d(layer) else weight)

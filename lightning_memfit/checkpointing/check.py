@@ -84,10 +84,13 @@ class FirstCall:
         # Such layers are known to write buffers before a trace has seen it.
         have_statistics = any(one.training and getattr(one, "track_running_stats", False) is True for one in children)
         self._may_be_light &= known.look_at_parameters() and not have_statistics
+        num_hooks = self._num_hooks()
         self._state = State(known.groups(), copies_tensors=self._has_values)
         self._inputs = _Inputs(args, kwargs)
         self._random = random_states(known.devices) if self._has_values else {}
         result = self._run_checkpointed(args, kwargs)
+        if self._num_hooks() != num_hooks:
+            self._refuse("its forward hooks the accumulation of gradients, once more in every recomputation.")
         self._note_written()
         self._look_at_results(result)
         (known.settled if self._has_values else known.traced).add(known.modules[0].training)
@@ -111,6 +114,9 @@ class FirstCall:
         if writes.found:
             self._refuse("what a selective choice keeps of it is changed in place afterwards. Or use mode='full'.")
         return result
+
+    def _num_hooks(self) -> int:
+        return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in self._known.parameters)
 
     def _note_written(self) -> None:
         known = self._known

@@ -22,7 +22,19 @@ class ReplacedForward:
         """Run the block."""
 
     def inner(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward."""
-        if self.shadowed is not None:
-            return self.shadowed(*args, **kwargs)
-        return type(self.block).forward(self.block, *args, **kwargs)
+        """Run the block's own forward.
+
+        Raises:
+            ValueError: If it computes derivatives by itself in a way that torch allows under no checkpointing.
+        """
+        try:
+            if self.shadowed is not None:
+                return self.shadowed(*args, **kwargs)
+            return type(self.block).forward(self.block, *args, **kwargs)
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise ValueError(
+                f"{type(self.block).__name__} can't be checkpointed or offloaded: {error} Name the others in `blocks`, "
+                "or give it 'none' in `choices`."
+            ) from error

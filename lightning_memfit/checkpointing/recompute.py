@@ -50,6 +50,7 @@ class Knowledge:
         moves_generators: Whether a call draws from Python's or NumPy's global generator.
         is_light: Whether a `LightCall` gives what torch's checkpoint does.
         constant_outputs: Numbers of the outputs that need no gradients.
+        has_script: Whether part of them is TorchScript.
         parameters: What they train.
         devices: The CPU, and the accelerators that they and their positional arguments lie on.
     """
@@ -62,6 +63,7 @@ class Knowledge:
         self.moves_generators = False
         self.is_light = False
         self.constant_outputs: tuple[int, ...] = ()
+        self.has_script = False
         self.parameters: list[nn.Parameter] = []
         self.devices: tuple[torch.device, ...] = (_CPU,)
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
@@ -106,6 +108,8 @@ class Knowledge:
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around, **options: Any
     ) -> Any:
         """Run torch's checkpoint, which saves positional arguments and the random states of the devices of these."""
+        if self.has_script:
+            options["early_stop"] = False  # by an exception, which TorchScript turns into another
         if around is None and not self._markers:
             return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
         called = _ByPosition(function, len(self._markers), tuple(kwargs))
@@ -148,6 +152,7 @@ class Knowledge:
         masters on the host), torch's checkpoint needs less memory, as it does under strategies that shard.
         """
         children = dict.fromkeys(child for module in self.modules for child in module.modules())
+        self.has_script = any(isinstance(child, torch.jit.ScriptModule) for child in children)
         self._places = [
             (child._parameters, name, parameter)
             for child in children

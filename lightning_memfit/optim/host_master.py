@@ -5,8 +5,8 @@ et al., 2021, arXiv 2101.06840). On CUDA, copies run on their own stream during 
 them up; on the CPU they are plain copies.
 
 The optimizer and the module keep one set of parameters. They point to half-precision memory while the model runs, and
-to masters and float32 gradients while gradients are looked at, clipped and used. Whoever looks then finds what a
-float32 run would show.
+to masters and float32 gradients while these are clipped and used. Whoever looks then finds what a float32 run would
+show.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,25 +38,25 @@ class HostMaster:
     """Make an optimizer step float32 masters on the host instead of half-precision weights on a device.
 
     Afterwards a backward pass adds gradients, in float32, to masters and leaves none on the weights. `optimizer.step()`
-    steps the masters and copies them, rounded to nearest, to the weights; a closure that runs the model calls
-    `run_model` before it and `show` after it. `optimizer.zero_grad()` clears the masters' gradients. Within
-    `with host.shown():` the weights are their masters, gradients included, for clipping and the like. States that are
-    loaded into the optimizer stay float32. Groups, schedulers and hooks of the optimizer stay; Adam and AdamW use their
-    fused kernel unless `foreach` or `fused` was chosen.
+    steps the masters and copies them, rounded to nearest, to the weights. `optimizer.zero_grad()` clears the masters'
+    gradients. Between `show` and `hide` the weights are their masters, gradients included, for clipping and the like;
+    a step ends that, and so does the closure of one before it runs. States that are loaded into the optimizer stay
+    float32. Groups, schedulers and hooks of the optimizer stay; Adam and AdamW use their fused kernel unless `foreach`
+    or `fused` was chosen.
 
-    Parameters may be frozen, unfrozen and added to the optimizer at any time: call `refresh` before the next forward
+    Parameters may be frozen, unfrozen and added to the optimizer at any time: call `refresh` before the next backward
     pass. A half-precision weight that other code writes to is refused at the next step, which would overwrite it. Torch
     counts such writes, except those through `weight.data`: these are found in the first two steps, by their values, and
     not later.
 
     Host memory per trained weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned bytes,
-    each tensor's rounded up to a power of two by torch; per frozen one, its exact value if that was given.
+    each tensor's rounded up to a power of two by torch.
 
     Args:
         optimizer: Optimizer of float16 or bfloat16 weights that has not stepped. Weights of other dtypes are stepped
             where they are.
         values: Exact values by weight, in float32 or wider; those on the host become the masters themselves. Weights
-            that the optimizer does not have yet are followed, too.
+            that the optimizer does not have are shown in these, too.
 
     Raises:
         ValueError: If the optimizer has states in half precision already.
@@ -66,7 +66,7 @@ class HostMaster:
         self.names: dict[Tensor, str] = {}
         """Names of weights, for messages."""
         self._optimizer: Optimizer | None = None
-        self._slots: dict[Tensor, _Slot] = {}
+        self._slots = {weight: _Slot(weight, value) for weight, value in (values or {}).items()}
         self._weights: list[Tensor] = []
         """The optimizer's weights when they were last looked at."""
         self._num_marked = 0
@@ -78,9 +78,6 @@ class HostMaster:
         self._is_shown = False
         self._depth = 0
         """Steps of the optimizer's classes that run: torch may call hooks in each `super().step()`, too."""
-        self._has_evaluated = False
-        for weight, value in (values or {}).items():
-            self._slots[weight] = _Slot(weight, value)
         self.attach(optimizer)
 
     @property
@@ -96,10 +93,10 @@ class HostMaster:
     def master_of(self, weight: Tensor) -> Tensor | None:
         """The exact value of a weight, or None where none is kept."""
         slot = self._slots.get(weight)
-        return None if slot is None or slot.exact is None else slot.exact
+        return None if slot is None else slot.exact
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let another optimizer step the masters from now on.
+        """Let an optimizer step the masters from now on; nothing if it does.
 
         Raises:
             ValueError: If it has states in half precision already.
@@ -113,8 +110,10 @@ class HostMaster:
         clear = optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            with self.shown(written=False):
-                clear(set_to_none)
+            self.wait()
+            for slot in self._slots.values():
+                slot.gradient = None
+            clear(set_to_none)
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         self._handles = [
@@ -127,29 +126,24 @@ class HostMaster:
         """Follow parameters that were unfrozen or given to the optimizer since the last call."""
         assert self._optimizer is not None
         refuse_own_step(self._optimizer, _OWN_STEP)
-        self._depth, self._has_evaluated = 0, False
+        self._depth = 0
         self.hide()  # in case the last step failed
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         if len(weights) != len(self._weights) or not all(map(is_, weights, self._weights)):
             self._weights = weights
-            self._keep_masters_of(weights)
+            for weight in weights:
+                if weight not in self._slots and weight.dtype in _HALF:
+                    self._slots[weight] = _Slot(weight, weight.detach())
+                if weight in self._slots and not self._slots[weight].is_trained:
+                    self._slots[weight].train()
+            _take_fused_kernel(self._optimizer)
         for weight, slot in self._slots.items():
-            if slot.handle is None and weight.requires_grad:
+            if slot.handle is None and slot.is_trained and weight.requires_grad:
                 slot.follow(self._transfer_of(slot))
         if self._last_handle is not None:
             self._last_handle.remove()
         # After every other hook of the step, so that these find masters.
         self._last_handle = self._optimizer.register_step_post_hook(self._end)
-
-    def _keep_masters_of(self, weights: list[Tensor]) -> None:
-        assert self._optimizer is not None
-        for weight in weights:
-            slot = self._slots.get(weight)
-            if slot is None and weight.dtype in _HALF:
-                slot = self._slots[weight] = _Slot(weight, None)
-            if slot is not None and not slot.is_trained:
-                slot.train()
-        _take_fused_kernel(self._optimizer)
 
     def wait(self) -> None:
         """Wait until all gradients have arrived."""
@@ -157,7 +151,7 @@ class HostMaster:
             if slot.arrival is not None:
                 slot.wait()
 
-    def show(self, check: bool = False) -> None:
+    def show(self, check: bool = True) -> None:
         """Let weights be their masters, once all gradients have arrived.
 
         Args:
@@ -173,68 +167,41 @@ class HostMaster:
         self._refuse_changes(thoroughly=check)
         for weight, slot in self._slots.items():
             slot.version = weight._version
-            if slot.exact is not None:
-                weight.data = slot.exact
-                if slot.handle is not None:
-                    weight.grad = slot.gradient
+            weight.data = slot.exact
+            if slot.handle is not None:
+                weight.grad = slot.gradient
         self._is_shown = True
 
-    def run_model(self) -> None:
-        """Hide masters before the model runs, in a closure or elsewhere."""
-        # An optimizer that evaluates its closure several times has moved the masters in between.
-        self.hide(None if self._has_evaluated else False)
-        self._has_evaluated = self.is_stepping
-
-    def stay_shown(self) -> None:
-        """Show masters, gradients included, until the model runs again or the optimizer has stepped.
-
-        Raises:
-            RuntimeError: As for `show`.
-        """
-        self.show(check=True)
-        self._has_evaluated = True  # whoever looks may also write
-
-    def hide(self, written: bool | None = None) -> None:
-        """Let weights be those on the device again.
-
-        Args:
-            written: Whether weights may have been written to: all of them if True, those that are trained if None, and
-                only those that torch has counted a change of if False.
-        """
+    def hide(self) -> None:
+        """Let weights be those on the device again, with the masters' values."""
         if not self._is_shown:
             return
         sent = []
         for weight, slot in self._slots.items():
-            if slot.exact is None:
-                continue
-            is_changed = weight._version != slot.version
             if slot.handle is not None:
                 slot.gradient, weight.grad = weight.grad, None
+            is_changed = weight._version != slot.version
             if weight.data_ptr() != slot.exact.data_ptr():
                 is_changed, self._is_laid_out = True, False
                 slot.keep(weight.data.to("cpu"))
             weight.data = slot.half
             slot.hidden_version = weight._version
-            if is_changed or written or (written is None and slot.is_trained):
+            if is_changed or slot.is_trained:
                 sent.append(slot)
         self._is_shown = False
         if sent:
             self._transfer_of(sent[0]).to_device(sent)
 
     @contextmanager
-    def shown(self, written: bool | None = True) -> Iterator[None]:
-        """Show masters for a while; inside an optimizer's step they stay.
-
-        Args:
-            written: As for `hide`.
-        """
+    def shown(self) -> Iterator[None]:
+        """Show masters for a while; inside an optimizer's step they stay."""
         before = self._is_shown
-        self.show()
+        self.show(check=False)
         try:
             yield
         finally:
             if not before:
-                self.hide(written)
+                self.hide()
 
     def remove(self, keep_masters: bool = False) -> None:
         """Let the optimizer step its weights again, with the states it has. Safe to call twice.
@@ -243,8 +210,7 @@ class HostMaster:
             keep_masters: Replace the weights by their masters, in float32 and on the host. Elements that other code has
                 written to stay as written.
         """
-        if self._is_shown:
-            self.hide(True)
+        self.hide()
         self.wait()
         self._detach()
         for slot in self._slots.values():
@@ -261,15 +227,16 @@ class HostMaster:
         if self._depth > 1:
             return None
         args, closure = args[:1], args[1] if len(args) > 1 else kwargs.get("closure")
-        self.show(check=closure is None)
-        self._has_evaluated = False
         if closure is not None:
             return args, {**kwargs, "closure": partial(self._evaluate, closure)}
+        self.show()
         self._lay_out()
         return None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self.hide()  # an optimizer that evaluates its closure several times has moved the masters in between
         loss = closure()
+        self.show()
         self._lay_out()
         return loss
 
@@ -295,14 +262,13 @@ class HostMaster:
 
     def _open(self, optimizer: Optimizer, states: dict[str, Any]) -> None:
         refuse_shapes(optimizer, states)
-        self.show()
+        self.show(check=False)  # or torch would cast states to the weights' dtype
 
     def _close(self, *_: Any) -> None:
         assert self._optimizer is not None
         self._is_laid_out = False
         self._mark_states()
-        if not self.is_stepping:
-            self.hide(False)
+        self.hide()
         _take_fused_kernel(self._optimizer)  # states may come from a run that had another
 
     def _mark_states(self) -> None:
@@ -315,18 +281,13 @@ class HostMaster:
                     keep_on_host(value, Category.OPTIMIZER_STATE, weight)
 
     def _detach(self) -> None:
-        self._weights, self._num_marked, self._is_laid_out = [], 0, False
-        self._depth = 0
-        if self._last_handle is not None:
-            self._last_handle.remove()
-            self._last_handle = None
-        while self._handles:
-            self._handles.pop().remove()
+        self._weights, self._num_marked, self._is_laid_out, self._depth = [], 0, False, 0
+        for handle in (*self._handles, *([] if self._last_handle is None else [self._last_handle])):
+            handle.remove()
+        self._handles, self._last_handle = [], None
         if self._optimizer is not None:
             vars(self._optimizer).pop("zero_grad", None)
             self._optimizer = None
-
-    # --- weights ----------------------------------------------------------------------------------------------------
 
     def _transfer_of(self, slot: "_Slot") -> "_Transfer":
         if self._transfer is None:
@@ -338,7 +299,7 @@ class HostMaster:
         thoroughly &= self._checks_left > 0
         self._checks_left -= thoroughly
         for weight, slot in self._slots.items():
-            if slot.exact is None or slot.is_fake:
+            if slot.is_fake:
                 continue
             # Rounding may hide a small change, of which only torch's count of writes is left.
             is_same = weight._version == slot.hidden_version and weight.data_ptr() == slot.half.data_ptr()
@@ -356,24 +317,22 @@ class HostMaster:
 class _Slot:
     """One weight, with its exact value, gradient and buffers on the host."""
 
-    def __init__(self, weight: Tensor, value: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, value: Tensor) -> None:
         self.weight = weight
         self.half = weight.data
-        self.exact: Tensor | None = None
-        self.gradient: Tensor | None = None
-        self.staging: Tensor | None = None
         self.is_trained = False
+        self.staging: Tensor | None = None
+        self.gradient: Tensor | None = None
         self.is_fake = isinstance(self.half, FakeTensor)
         self.version = self.hidden_version = weight._version
-        """Torch's counts of writes when the master was last shown, and when it was last hidden."""
+        """Torch's counts of writes when the exact value was last shown, and when it was last hidden."""
         self.arrival: Future[None] | None = None
         """Of a gradient that is on its way."""
         self.handle: Any = None
         """Of the hook that sends gradients to the host."""
-        self._dtype = weight.dtype if value is None else value.dtype
         self._buffer: Tensor | None = None
-        if value is not None:
-            self.keep(value.detach().to("cpu"))
+        self._dtype = value.dtype
+        self.keep(value.detach().to("cpu", torch.promote_types(value.dtype, torch.float32)))
 
     def keep(self, value: Tensor) -> None:
         """Let a value on the host be the exact one."""
@@ -381,25 +340,21 @@ class _Slot:
         keep_on_host(value, Category.PARAMETER, self.weight)
 
     def train(self) -> None:
-        """Make the master, in float32."""
-        value = self.half.detach() if self.exact is None else self.exact
-        if self.exact is None or value.dtype is not torch.float32:
-            self.keep(value.to("cpu", torch.float32))
+        """Make it the master, in float32."""
+        if self.exact.dtype is not torch.float32:
+            self.keep(self.exact.float())
         self.is_trained = True
         self.staging = torch.empty_like(self.half, device="cpu", pin_memory=True) if self.half.is_cuda else None
         reserve_pinned(self.half.nbytes, Category.TEMPORARY, self.weight)
 
     def follow(self, transfer: "_Transfer") -> None:
         """Send gradients to the host from now on; those that came before move there."""
-        if not self.is_trained:
-            self.train()
         self.handle = self.weight.register_post_accumulate_grad_hook(partial(transfer.to_host, self))
         if self.weight.grad is not None:
             transfer.to_host(self, self.weight)
 
     def differs(self) -> bool:
         """Whether the weight on the device is another than its rounded master."""
-        assert self.exact is not None
         with _disable_current_modes(), torch.no_grad():  # no part of what a ledger should count
             return with_changes(self.exact, self.half) is not self.exact
 
@@ -414,7 +369,6 @@ class _Slot:
     def make_room(self) -> None:
         """Give the master a dense gradient, whose values are to be overwritten."""
         if self._buffer is None:
-            assert self.exact is not None
             self._buffer = torch.empty_like(self.exact, requires_grad=False)
             keep_on_host(self._buffer, Category.GRADIENT, self.weight)
         self.gradient = self._buffer
@@ -429,7 +383,7 @@ class _Slot:
         """Leave the weight alone from now on."""
         if self.handle is not None:
             self.handle.remove()
-        if self.exact is not None and keep_master:
+        if keep_master:
             return_to_device(self.exact)
             value = with_changes(self.exact, self.weight.data)
             self.weight.data = value.double() if self._dtype is torch.float64 else value
@@ -476,7 +430,7 @@ class _Transfer:
     @torch.no_grad()
     def to_device(self, slots: list[_Slot]) -> None:
         """Copy masters to the weights; rounds some into pinned memory while those before them are copied."""
-        plain = [(slot.half, slot.exact) for slot in slots if slot.staging is None and slot.exact is not None]
+        plain = [(slot.half, slot.exact) for slot in slots if slot.staging is None]
         if plain:
             torch._foreach_copy_([half for half, _ in plain], [exact for _, exact in plain])
         pinned = [slot for slot in slots if slot.staging is not None]

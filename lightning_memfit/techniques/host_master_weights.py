@@ -18,7 +18,7 @@ from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.techniques.core.cost import Cost, Work
-from lightning_memfit.techniques.core.facts import Run, run_of
+from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.precision import TechniquePrecision
 from lightning_memfit.techniques.core.step_cost import FOREACH_PASSES, HOST_STEP_BYTES, cpu_seconds, num_trained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
@@ -57,9 +57,9 @@ class HostMasterWeights(TechniquePrecision):
     accumulated there in float32. The numbers are those of a float32 optimizer over a bfloat16 forward and backward
     pass. Clipping, accumulation and schedulers work as usual, on the host.
 
-    While hooks look at gradients (`on_after_backward`, `on_before_optimizer_step`, `on_before_zero_grad`, the module's
-    own clipping), and while Lightning's callbacks average weights, the module's parameters are the float32 ones, with
-    float32 gradients. Elsewhere they are in bfloat16; code that writes to them there is refused at the next step.
+    In `on_before_optimizer_step`, in the module's own clipping, and while Lightning's callbacks average weights, the
+    module's parameters are the float32 ones, with float32 gradients. Elsewhere they are in bfloat16 and have no
+    gradients: hooks that would look there are refused, and so is code that writes to them, at the next step.
 
     Checkpoints hold the float32 weights, resume bitwise, and load without this plugin. When the run ends, trained
     weights become their float32 masters, and everything else that was float32 before is float32 again, with its old
@@ -73,7 +73,6 @@ class HostMasterWeights(TechniquePrecision):
         super().__init__()
         self._values: dict[Tensor, Tensor] = {}
         self._names: dict[Tensor, str] = {}
-        self._trains: tuple[pl.Trainer, pl.LightningModule] | None = None
         self._host: HostMaster | None = None
 
     @contextmanager
@@ -92,8 +91,7 @@ class HostMasterWeights(TechniquePrecision):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wrap the methods that configure, train and load."""
-        self._trains = (trainer, pl_module)
+        """Wrap the methods that configure and load, and those that average weights."""
 
         def configure(inner: Callable[[], Any]) -> Any:
             optimizers: list[Optimizer] = []
@@ -113,68 +111,32 @@ class HostMasterWeights(TechniquePrecision):
 
         self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
         self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load_states))
-        self._show_where_gradients_are_read(trainer, pl_module)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, _AVERAGING):
                 for hook in _AVERAGES:
                     self.on_restore(wrap_method(callback, hook, self._with_float32_weights))
 
     @override
-    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
-        """Follow what others do to optimizers between batches."""
-        if self._trains is not None:
-            self._follow(*self._trains)
-        return super().connect(model, optimizers, lr_schedulers)
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Follow what others have done to the optimizer since the last pass, in passes that come before a step."""
+        if self._host is not None and not self._host.is_stepping:
+            self._host.refresh()
+        return super().pre_backward(tensor, module)
 
-    def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Show masters from the end of the backward pass on, also to hooks and clipping, which come before the step."""
+        self._move([optimizer])
 
-        def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._move(trainer.strategy.optimizers)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                if self._host is not None:
-                    self._host.run_model()
-
-        self.on_restore(wrap_method(loop, "run", run))
-
-    def _show_where_gradients_are_read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show masters from the end of a backward pass to the end of the step, and while gradients are cleared."""
-        facts = run_of(trainer, pl_module).facts
-        writes_when_cleared = facts.who_looks("optimizer_zero_grad", "on_before_zero_grad") is not None
-        steps = facts.who_looks("optimizer_step") is not None
-        looks_after_backward = facts.who_looks("on_after_backward") is not None
-
-        def training_step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._host is None:
-                return inner(*args, **kwargs)
-            self._host.run_model()
-            result = inner(*args, **kwargs)
-            self._host.show()
-            return result
-
-        def backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def shown() -> Any:
+            loss = closure()
             if self._host is not None:
-                self._host.hide(writes_when_cleared)
-            return inner(*args, **kwargs)
+                self._host.show()
+            return loss
 
-        def after_backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            host = self._host
-            if host is not None and steps and not host.is_stepping:  # a closure that the module itself runs
-                host.stay_shown()
-                return inner(*args, **kwargs)
-            if host is None or not (host.is_stepping or looks_after_backward):
-                return inner(*args, **kwargs)
-            host.show(check=True)
-            result = inner(*args, **kwargs)
-            if not host.is_stepping:
-                host.hide(looks_after_backward)
-            return result
-
-        self.on_restore(wrap_method(trainer.strategy, "training_step", training_step))
-        self.on_restore(wrap_method(trainer.strategy, "backward", backward))
-        self.on_restore(wrap_method(self, "post_backward", after_backward))
+        return super().optimizer_step(optimizer, model, shown, **kwargs)
 
     def _with_float32_weights(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.float32_weights():
@@ -282,7 +244,7 @@ class HostMasterWeights(TechniquePrecision):
         return state_dict
 
     def _forget(self) -> None:
-        self._values, self._names, self._host, self._trains = {}, {}, None, None
+        self._values, self._names, self._host = {}, {}, None
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:
@@ -294,6 +256,12 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         return "with manual optimization gradients may be read before they have arrived. Use automatic optimization."
     if len(facts.optimizers) > 1:
         return f"it moves one optimizer, and the module has {len(facts.optimizers)}. Return one with several groups."
+    who = facts.who_looks("on_after_backward", "on_before_zero_grad", "optimizer_step", "optimizer_zero_grad")
+    if who is not None:
+        return (
+            f"{who} finds weights without gradients, which are on the host. Use `on_before_optimizer_step` or "
+            "`configure_gradient_clipping`, or leave it out."
+        )
     return run.beside(_CONFLICTS) or facts.why_not_own_backward("HostMasterWeights")
 
 

@@ -1,6 +1,5 @@
 """`Lora`: train low-rank adapters of peft next to frozen weights, in any module."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
-from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of, replaces_layers
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights, callbacks_of
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
@@ -106,15 +105,37 @@ class Lora(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, and wrap the methods that configure, save and load."""
-        reason = replaces_layers(trainer) or _refused_beside(self, trainer)
-        if reason is not None:
-            raise ValueError(f"Lora: {reason}")
+        kinds = {kind.__name__ for kind in type(trainer.precision_plugin).__mro__}
+        for name in sorted(kinds & {"BitsandbytesPrecision", "TransformerEnginePrecision"}):
+            raise ValueError(
+                f"Lora: {name} replaces linear layers by its own when the run begins. Leave the plugin out "
+                "(QuantizedWeights beside Lora stores frozen weights in 4 or 8 bits)."
+            )
+        if getattr(trainer.strategy, "tensor_parallel_size", 1) != 1:
+            raise ValueError("Lora: `tensor_parallel_size` divides layers, which adapters don't follow. Set it to 1.")
+        callbacks = callbacks_of(trainer)
+        for other in callbacks[: callbacks.index(self)]:
+            if isinstance(other, WeightAveraging):
+                name = type(other).__name__
+                raise ValueError(f"Lora: {name} before it has copied the module without adapters. List {name} last.")
 
         def optimizers(inner: Callable[[], Any]) -> Any:
-            seen: list[Optimizer] = []
-            configured = replace_optimizers(inner(), lambda optimizer: _trainable_only(optimizer, seen))
-            _refuse_forgotten(pl_module, seen)
+            stepped: set[Any] = set()
+
+            def trainable_only(optimizer: Optimizer) -> Optimizer:
+                take_out(optimizer, lambda p: not p.requires_grad)
+                stepped.update(p for group in optimizer.param_groups for p in group["params"])
+                return optimizer
+
+            configured = replace_optimizers(inner(), trainable_only)
+            if not stepped.issuperset(lora.adapter_parameters(pl_module)):
+                raise ValueError(
+                    f"Lora: the optimizers that {type(pl_module).__name__}.configure_optimizers returns lack adapters. "
+                    "Give them `self.parameters()`, or limit `target_modules` to what they step."
+                )
             return configured
+
+        from lightning_memfit.adapters import lora
 
         self.when_complete(pl_module, lambda: self._inject(trainer, pl_module))
         self.on_restore(wrap_method(pl_module, "configure_optimizers", optimizers, innermost=True))
@@ -156,7 +177,7 @@ class Lora(TechniqueCallback):
     def _inject(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         from lightning_memfit.adapters import lora
 
-        whole = [_named(module, name) for name in self.train]
+        whole = [module.get_submodule(name) for name in self.train]
         if lora.adapted_layers(module):  # of an earlier run, or the module's own
             record = lora.describe(module)
             for key, ours in (("rank", self.rank), ("alpha", self.alpha)):
@@ -214,53 +235,15 @@ def _complete(module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
     theirs, ours = checkpoint[KEY], describe(module)
     for key in ("rank", "alpha", "layers", "bits"):
         if theirs[key] != ours[key]:
-            found = sorted(set(theirs[key]) ^ set(ours[key])) if key == "layers" else f"{theirs[key]}, not {ours[key]}"
             raise ValueError(
-                f"`ckpt_path` has adapters of other {key} ({found}). Resume with the same arguments, or merge the "
-                "checkpoint into the module (`lightning_memfit.merged_state_dict`) and train new adapters from there."
+                f"`ckpt_path` has adapters of other {key} ({theirs[key]}, not {ours[key]}). Resume with the same "
+                "arguments, or train new adapters on what `lightning_memfit.merged_state_dict` returns."
             )
     own, adapters = module.state_dict(), (".lora_A.", ".lora_B.")
     for key in ("state_dict", "current_model_state"):
         for name, value in own.items() if key in checkpoint else ():
             if not any(part in name for part in adapters):
                 checkpoint[key].setdefault(name, value)
-
-
-def _named(module: nn.Module, name: str) -> nn.Module:
-    names = [full for full, _ in module.named_modules(remove_duplicate=False) if full]
-    if name not in names:
-        closest = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3] or ["none"])
-        raise ValueError(f"Lora: `train` names {name!r}, no module of {type(module).__name__}. Closest: {closest}.")
-    return module.get_submodule(name)
-
-
-def _refused_beside(callback: pl.Callback, trainer: pl.Trainer) -> str | None:
-    """Reason and fix if something else has copied the module without adapters, or replaces or divides its layers."""
-    if getattr(trainer.strategy, "tensor_parallel_size", 1) != 1:
-        return "`tensor_parallel_size` divides linear layers, which adapters don't follow. Set it to 1."
-    callbacks = callbacks_of(trainer)
-    for place, other in enumerate(callbacks):
-        name = type(other).__name__
-        if isinstance(other, WeightAveraging) and place < callbacks.index(callback):
-            return f"{name} stands before it and has copied the module without adapters. List {name} last."
-    return None
-
-
-def _trainable_only(optimizer: Optimizer, seen: list[Optimizer]) -> Optimizer:
-    take_out(optimizer, lambda p: not p.requires_grad)
-    seen.append(optimizer)
-    return optimizer
-
-
-def _refuse_forgotten(module: nn.Module, optimizers: list[Optimizer]) -> None:
-    from lightning_memfit.adapters.lora import adapter_parameters
-
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if any(id(parameter) not in stepped for parameter in adapter_parameters(module)):
-        raise ValueError(
-            f"Lora: the optimizers that {type(module).__name__}.configure_optimizers returns lack adapters, which "
-            "would not be trained. Give them `self.parameters()`, or limit `target_modules` to what they step."
-        )
 
 
 def unsupported(run: Run, options: Options | None = None) -> str | None:

@@ -105,17 +105,6 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-def replaces_layers(trainer: pl.Trainer) -> str | None:
-    """Reason and fix if the precision replaces linear layers by others when the run begins."""
-    names = {kind.__name__ for kind in type(trainer.precision_plugin).__mro__}
-    for name in sorted(names & {"BitsandbytesPrecision", "TransformerEnginePrecision"}):
-        return (
-            f"{name} replaces linear layers by its own when the run begins, and what they had would be lost. Leave the "
-            "plugin out (QuantizedWeights beside Lora stores frozen weights in 4 or 8 bits)."
-        )
-    return None
-
-
 def unsupported(run: Run, options: Options | None = None) -> str | None:
     """Reason and fix, or None if weights can be quantized."""
     if not run.has("Lora"):

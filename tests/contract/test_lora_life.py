@@ -230,7 +230,7 @@ REFUSED = {
     "a layer that is no plain one": (
         {"build": lambda self: setattr(self, "attention", nn.MultiheadAttention(64, 4))},
         ["out_proj"],
-        "subclasses may compute something else",
+        "no linear layer for 'out_proj'",
     ),
 }
 
@@ -513,7 +513,7 @@ def test_a_plain_checkpoint_is_refused_with_the_way_out(tmp_path):
     [
         ([Lora(4)], [Lora(8)], r"other rank \(4, not 8\)"),
         ([Lora(4)], [Lora(4, alpha=8)], r"other alpha"),
-        ([Lora(4)], [Lora(4, target_modules=["head"])], r"other layers \(\['backbone.1'\]\)"),
+        ([Lora(4)], [Lora(4, target_modules=["head"])], r"other layers"),
         ([Lora(4)], [QuantizedWeights(4), Lora(4)], r"other bits \(None, not 4\)"),
         ([QuantizedWeights(4), Lora(4)], [QuantizedWeights(8), Lora(4)], r"other bits \(4, not 8\)"),
     ],
@@ -661,13 +661,6 @@ def test_a_layer_whose_weight_wraps_other_tensors_is_left_out(others):
     assert set(adapted_layers(module)) == {"head"}
     with pytest.raises(ValueError, match=r"backbone\.1: its weight is a TwoTensor of layout torch\.strided"):
         fitted([Lora(4, target_modules=["backbone.1"])], net(build=build))
-
-
-def test_a_name_in_train_that_is_no_module_is_refused_with_the_closest():
-    module = net()
-    with pytest.raises(ValueError, match=r"`train` names 'haed'.*Closest: head"):
-        fitted([Lora(4, train=["haed"])], module)
-    assert not adapted_layers(module)
 
 
 # --- after an error ---------------------------------------------------------------------------------------------------
