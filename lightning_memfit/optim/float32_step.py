@@ -20,7 +20,7 @@ from lightning_memfit.optim.gradient_release import refuse_coupled
 from lightning_memfit.optim.paging import mark_like
 from lightning_memfit.optim.rounding import Copies, generator_for, padded, round_stochastically_
 from lightning_memfit.optim.states import BLOCK_SIZE, FROM_WEIGHTS, lay_out, refuse_shapes
-from lightning_memfit.optim.steps import narrowed, refuse_sparse, run_closure, step_below_hooks, take_overrides
+from lightning_memfit.optim.steps import initialize, narrowed, refuse_sparse, run_closure, step_below_hooks
 
 # --- pieces of weights ------------------------------------------------------------------------------------------------
 
@@ -44,17 +44,17 @@ def can_be_cut(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Any]
     )
 
 
-def pieces_of(parameter: Tensor, place: tuple[int, int], state: dict[str, Any], limit: int) -> "Iterator[Piece]":
+def pieces_of(parameter: Tensor, group: int, state: dict[str, Any], limit: int) -> "Iterator[Piece]":
     """Cut a weight into pieces of about equal length, at most `limit` rounded up to a multiple of 256 elements."""
     total = parameter.numel()
     if total <= limit:
-        yield Piece(parameter, place, state, None)
+        yield Piece(parameter, group, state, None)
         return
     before = dict(state)
     length = -(-total // -(-total // limit))
     length = -(-length // BLOCK_SIZE) * BLOCK_SIZE
     for start in range(0, total, length):
-        yield Piece(parameter, place, before, slice(start, min(start + length, total)))
+        yield Piece(parameter, group, before, slice(start, min(start + length, total)))
 
 
 class Piece:
@@ -63,11 +63,11 @@ class Piece:
     The state of a part are views of tensors with a value per element or per block, else copies.
     """
 
-    def __init__(self, parameter: Tensor, place: tuple[int, int], before: dict[str, Any], span: slice | None) -> None:
+    def __init__(self, parameter: Tensor, group: int, before: dict[str, Any], span: slice | None) -> None:
         gradient = parameter.grad
         assert gradient is not None
         self.parameter = parameter
-        self.place = place
+        self.group = group
         self.span = span
         if span is None:
             self.weight, self.gradient, self.state = parameter, gradient, before
@@ -173,7 +173,7 @@ class Float32Step(Optimizer):
         loss = run_closure(closure)
         for group in self.param_groups:
             refuse_sparse("Float32Step", (p for p in group["params"] if p.dtype is torch.bfloat16))
-        take_overrides(self)
+        initialize(self)
         with torch.no_grad():
             generators: dict[torch.device, torch.Generator] = {}
             for chunk in self._chunks():
@@ -240,7 +240,7 @@ class Float32Step(Optimizer):
                 limit = parameter.numel()
                 if limit > self.chunk_elements and can_be_cut(self.wrapped, parameter, state):
                     limit = self.chunk_elements
-                for piece in pieces_of(parameter, (index, place), state, limit):
+                for piece in pieces_of(parameter, index, state, limit):
                     size = padded(piece.weight.numel())
                     if chunk and (parameter.device != device or filled + size > self.chunk_elements):
                         yield chunk
@@ -257,9 +257,9 @@ class Float32Step(Optimizer):
         gradients = values.beside()
         torch._foreach_copy_(gradients.parts, [piece.gradient for piece in chunk])
         groups = self._groups_of(chunk, values, gradients)
-        places = dict(zip(values.parts, (piece.place for piece in chunk), strict=True))
-        states = (piece.state for piece in chunk)
-        self._step_wrapped(groups, places, dict(zip(values.parts, states, strict=True)))
+        states = dict(zip(values.parts, (piece.state for piece in chunk), strict=True))
+        with narrowed(self.wrapped, groups, states):
+            step_below_hooks(self.wrapped)  # hooks belong to the step as a whole
         for stand_in in values.parts:
             stand_in.grad = None
         self._store(values, weights, gradients, generator)
@@ -280,30 +280,20 @@ class Float32Step(Optimizer):
         members: dict[int, list[Tensor]] = defaultdict(list)
         for piece, stand_in, gradient in zip(chunk, values.parts, gradients.parts, strict=True):
             stand_in.grad = gradient
-            members[piece.place[0]].append(stand_in)
+            members[piece.group].append(stand_in)
         return [{**self.param_groups[index], "params": params} for index, params in members.items()]
 
     def _step_others(self) -> None:
         groups = []
-        places: dict[Tensor, tuple[int, int]] = {}
-        for index, group in enumerate(self.param_groups):
-            others = []
-            for place, p in enumerate(group["params"]):
-                if p.dtype is not torch.bfloat16 and p.grad is not None:
-                    lay_out(p, self.state.get(p, {}))
-                    others.append(p)
-                    places[p] = index, place
+        for group in self.param_groups:
+            others = [p for p in group["params"] if p.dtype is not torch.bfloat16 and p.grad is not None]
+            for parameter in others:
+                lay_out(parameter, self.state.get(parameter, {}))
             if others:
                 groups.append({**group, "params": others})
         if groups:
-            self._step_wrapped(groups, places, self.state)
-
-    def _step_wrapped(
-        self, groups: list[dict[str, Any]], places: Mapping[Tensor, tuple[int, int]], states: Any
-    ) -> None:
-        """Run the optimizer's step below its hooks, which belong to the step as a whole."""
-        with narrowed(self.wrapped, groups, places, states):
-            step_below_hooks(self.wrapped)
+            with narrowed(self.wrapped, groups):
+                step_below_hooks(self.wrapped)
 
 
 def _refuse(optimizer: Optimizer) -> None:

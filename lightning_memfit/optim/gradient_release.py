@@ -52,8 +52,8 @@ class GradientRelease:
         """Whether a backward pass is a step. While it is not, one that reaches a parameter is refused."""
         self._optimizer = optimizer
         self._handles: dict[Tensor, Any] = {}
-        self._places: dict[Tensor, tuple[int, int]] = {}
-        """Index of each parameter's group, and its index within that."""
+        self._groups: dict[Tensor, int] = {}
+        """Index of each parameter's group."""
         self._stepped: set[int] = set()
         self.refresh()
         self._step_handle: Any = optimizer.register_step_pre_hook(self._begin_step)
@@ -75,15 +75,11 @@ class GradientRelease:
         """
         refuse_own_step(self._optimizer, _OWN_STEP)
         _refuse_hooks(self._optimizer)
-        self._places = {
-            parameter: (index, place)
-            for index, group in enumerate(self._optimizer.param_groups)
-            for place, parameter in enumerate(group["params"])
-        }
-        for parameter in [parameter for parameter in self._handles if parameter not in self._places]:
+        groups = enumerate(self._optimizer.param_groups)
+        self._groups = {parameter: index for index, group in groups for parameter in group["params"]}
+        for parameter in self._handles.keys() - self._groups.keys():
             self._handles.pop(parameter).remove()
-        new = [parameter for parameter in self._places if parameter.requires_grad and parameter not in self._handles]
-        for parameter in new:
+        for parameter in [one for one in self._groups if one.requires_grad and one not in self._handles]:
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._take)
 
     def remove(self) -> None:
@@ -146,8 +142,8 @@ class GradientRelease:
         if self.clip_value is not None:
             parameter.grad.clamp_(-self.clip_value, self.clip_value)
         # Made anew each time: schedules change the group's values between steps.
-        group = {**self._optimizer.param_groups[self._places[parameter][0]], "params": [parameter]}
-        with narrowed(self._optimizer, [group], self._places):
+        group = {**self._optimizer.param_groups[self._groups[parameter]], "params": [parameter]}
+        with narrowed(self._optimizer, [group]):
             step_below_hooks(self._optimizer)
         # Kernels of bitsandbytes write past torch, which then would not notice that saved tensors have changed.
         increment_version(parameter)
@@ -167,12 +163,7 @@ def _refuse_hooks(optimizer: Optimizer) -> None:
 
 
 def refuse_coupled(optimizer: Optimizer, what: str = "releasing gradients during backward") -> None:
-    """Raise a `ValueError` unless it is known that the optimizer steps each parameter independently of the others.
-
-    Args:
-        optimizer: The optimizer.
-        what: What needs that, for the message.
-    """
+    """Raise a `ValueError` unless it is known that the optimizer steps each parameter independently of the others."""
     cls = type(getattr(optimizer, "wrapped", optimizer))  # inside `Float32Step`, which steps those with a gradient
     if not cls.__module__.startswith(_SINGLE_PARAMETER) or cls.__name__ in _WHOLE_MODEL:
         raise ValueError(

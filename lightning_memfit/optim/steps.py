@@ -1,7 +1,7 @@
 """What optimizers that step others have in common: closures, hooks, and gradients that can't be stepped."""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,56 +57,45 @@ def step_below_hooks(optimizer: Optimizer, cls: type[Optimizer] | None = None) -
 
 
 @contextmanager
-def narrowed(
-    optimizer: Any, groups: list[dict[str, Any]], places: Mapping[Tensor, tuple[int, int]], states: Any = None
-) -> Iterator[None]:
+def narrowed(optimizer: Any, groups: list[dict[str, Any]], states: Any = None) -> Iterator[None]:
     """Give an optimizer other groups for a step of some of its parameters, or of stand-ins for them.
-
-    bitsandbytes finds what a user has set for one parameter (`override_config`, `StableEmbedding`) by the place and the
-    identity of that parameter. It is asked about the parameter's own place and groups here.
-
-    Written for bitsandbytes 0.50: `get_config`, and `check_overrides`, `to_gpu` and `initialized` of `take_overrides`.
 
     Args:
         optimizer: The optimizer; its groups, and those of the one that it wraps, are `groups` inside.
         groups: Parameters that step, with the hyper-parameters of their groups.
-        places: For each of them, index of the group and index within it of the parameter whose place it takes.
         states: States by what is in `groups`; the optimizer's own by default.
     """
-    take_overrides(optimizer)
+    initialize(optimizer)
     stepped = getattr(optimizer, "wrapped", optimizer)
-    attributes = vars(stepped)
-    whole = {name: attributes[name] for name in ("param_groups", "state", "get_config") if name in attributes}
-    if hasattr(stepped, "get_config"):
-        asked = stepped.get_config
-
-        def get_config(_: int, index: int, group: dict[str, Any]) -> Any:
-            gindex, pindex = places[group["params"][index]]
-            own = whole["param_groups"]
-            inside, stepped.param_groups = stepped.param_groups, own
-            try:
-                return asked(gindex, pindex, {**group, "params": own[gindex]["params"]})
-            finally:
-                stepped.param_groups = inside
-
-        stepped.get_config = get_config
+    whole = stepped.param_groups, stepped.state
     stepped.param_groups = groups
     if states is not None:
         stepped.state = states
     try:
         yield
     finally:
-        attributes.pop("get_config", None)
-        attributes.update(whole)
+        stepped.param_groups, stepped.state = whole
 
 
-def take_overrides(optimizer: Any) -> None:
-    """Let an optimizer of bitsandbytes look for overrides of its parameters, as its first step does in its groups."""
+def initialize(optimizer: Any) -> None:
+    """Prepare an optimizer of bitsandbytes for steps of some of its parameters, as its first step does for all.
+
+    Written for bitsandbytes 0.50: `mng`, `to_gpu` and `initialized`.
+
+    Raises:
+        ValueError: If bitsandbytes is told something of single parameters, which it finds by their places.
+    """
     stepped = getattr(optimizer, "wrapped", optimizer)
-    if getattr(stepped, "initialized", True) is False:
-        stepped.check_overrides()
-        stepped.to_gpu()
-        stepped.initialized = True
+    if getattr(stepped, "initialized", True):
+        return
+    if stepped.mng.pid2config or stepped.mng.index2config or stepped.mng.module_weight_config_triple:
+        raise ValueError(
+            "bitsandbytes' `override_config` and `StableEmbedding` don't reach an optimizer that steps parameters by "
+            "themselves. Leave them out (`keep_32bit_embeddings` of Optimizer8bit does the same), or leave "
+            "GradientRelease and StochasticRounding out."
+        )
+    stepped.to_gpu()
+    stepped.initialized = True
 
 
 def refuse_wide(name: str, parameters: Iterable[Tensor]) -> None:

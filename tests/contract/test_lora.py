@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lightning_memfit.adapters.checkpoint import KEY
 from lightning_memfit.adapters.lora import adapted_layers
 from lightning_memfit.models.optimizer import weight_decay_groups
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
@@ -75,13 +74,6 @@ def test_merged_it_is_the_plain_module_that_computes_what_was_learned(make):
         assert torch.equal(after, before) != is_linear, name
 
 
-def test_copies_for_a_recomputation_read_no_weight(callbacks):
-    """Small frozen weights are copied with a block's other state; that is no use of them beside the adapter."""
-    checkpointed = fit([*copy.deepcopy(callbacks), ActivationCheckpointing("every", every=1)], Llama, max_steps=3)
-    plain = fit(callbacks, Llama, max_steps=3)
-    torch.testing.assert_close(torch.stack(checkpointed.losses), torch.stack(plain.losses))
-
-
 @pytest.mark.nightly_cases("lora-bf16-true", "4bit-bf16-true", "8bit-bf16-mixed", "8bit-32")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_resume_is_bitwise_from_adapters_alone(tmp_path, callbacks, precision):
@@ -99,43 +91,15 @@ def test_resume_is_bitwise_from_adapters_alone(tmp_path, callbacks, precision):
     assert_same_weights(resumed, straight)
 
 
-class SavesOnce(LanguageModel):
-    path = None
-
-    def on_train_batch_end(self, *_):
-        if self.trainer.global_step == 2:
-            self.trainer.save_checkpoint(self.path)
-
-
 def test_quantized_weights_take_no_adapters():
     with pytest.raises(ValueError, match="weight in 4 or 8 bits, into which no adapter is merged"):
         Lora.merge(fit([QuantizedWeights(4), Lora(4)], model))
-
-
-def test_checkpoint_during_a_run_is_that_after_it(tmp_path):
-    def saving():
-        module = SavesOnce(scheduled, **NO_DROPOUT)
-        module.path = tmp_path / "during.ckpt"
-        return module
-
-    run = fit(copy.deepcopy(SETTINGS["4bit"]), saving, max_steps=2).seen["trainer"]
-    run.save_checkpoint(tmp_path / "after.ckpt")
-    during, after = torch.load(tmp_path / "during.ckpt"), torch.load(tmp_path / "after.ckpt")
-    assert during[KEY] == after[KEY]
-    assert during["state_dict"].keys() == after["state_dict"].keys()
-    assert all(torch.equal(value, after["state_dict"][name]) for name, value in during["state_dict"].items())
 
 
 @pytest.mark.parametrize("others", [[Optimizer8bit()], [GradientRelease()], [ActivationCheckpointing(), ChunkedLoss()]])
 def test_goes_with_other_techniques(callbacks, others):
     module = fit([*callbacks, *copy.deepcopy(others)], model)
     assert module.losses[-1] < module.losses[0]
-
-
-def test_exact_techniques_change_nothing_of_it(callbacks):
-    alone = fit(copy.deepcopy(callbacks), model)
-    ours = fit([*callbacks, GradientRelease(), ActivationCheckpointing()], model)
-    assert torch.equal(torch.stack(ours.losses), torch.stack(alone.losses))
 
 
 @pytest.mark.nightly_cases("lora-32", "lora-bf16-mixed", "lora-bf16-true")

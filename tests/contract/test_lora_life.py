@@ -1,7 +1,6 @@
 """Adapters through a run's whole life: other stages, other callbacks, other checkpoints, any order, any module."""
 
 import copy
-import inspect
 from datetime import timedelta
 
 import lightning.pytorch as pl
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import lightning_memfit
 from lightning_memfit.adapters import lora
-from lightning_memfit.adapters.checkpoint import KEY, merged_state_dict
+from lightning_memfit.adapters.checkpoint import merged_state_dict
 from lightning_memfit.adapters.lora import adapted_layers
 from lightning_memfit.adapters.quantized import quantized
 from lightning_memfit.memory.conversion import parameter_table
@@ -245,29 +244,6 @@ def test_what_an_adapter_cannot_reach_is_refused_before_a_weight_changes(name):
         fitted([Lora(4, target_modules=targets)], module)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert bool(adapted_layers(module)) == (name == "adapters of peft")
-
-
-def test_weights_are_merged_as_peft_merges_them():
-    """peft as the truth: the same factors, added to the same weights."""
-    from peft import LoraConfig, get_peft_model
-
-    keep = KeepOutput()
-
-    class Factors(pl.Callback):
-        def on_train_end(self, trainer, pl_module):
-            self.state = {k: v.clone() for k, v in pl_module.state_dict().items() if ".lora_" in k}
-
-    factors = Factors()
-    module, _ = fitted([Lora(4), factors, keep])
-    Lora.merge(module)
-    plain = net()
-    peft = get_peft_model(plain, LoraConfig(r=4, lora_alpha=16, target_modules="backbone.1|head"))
-    state = {f"base_model.model.{name}": value for name, value in factors.state.items()}
-    assert not peft.load_state_dict(state, strict=False).unexpected_keys
-    merged = peft.merge_and_unload()
-    torch.testing.assert_close(merged.eval()(BATCH), keep.output, rtol=1e-4, atol=1e-5)
-    for (name, ours), theirs in zip(module.named_parameters(), merged.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=name)
 
 
 # --- adapters in float32 --------------------------------------------------------------------------------------------
@@ -526,17 +502,6 @@ def test_other_adapters_are_refused_with_the_way_out(tmp_path, writer, reader, m
     assert "merged_state_dict" in str(refused.value)
 
 
-def test_a_run_without_lora_refuses_adapters_and_their_record_says_what_they_are(tmp_path):
-    _, run = fitted(fresh("4bit"))
-    run.save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(RuntimeError, match=r"lora_A"):
-        fitted([], ckpt_path=tmp_path / "x.ckpt")
-    record = torch.load(tmp_path / "x.ckpt")[KEY]
-    assert record["rank"] == 4
-    assert record["bits"] == 4
-    assert inspect.signature(Lora).parameters.keys() >= {"rank", "alpha"}
-
-
 def on_two_ranks():
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60))
     return fitted(fresh("4bit"), devices=2, strategy=strategy)[0].state_dict()
@@ -586,50 +551,6 @@ def test_what_was_trained_is_saved_though_it_is_frozen_by_then(tmp_path, name, t
     assert torch.equal(run.predict(module, BATCHES, ckpt_path=tmp_path / "last.ckpt")[0], predicted)
 
 
-def test_weights_unfrozen_before_the_optimizers_are_made_are_trained():
-    def configure(self):
-        self.backbone.requires_grad_(True)
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    module, plain = net(), net()
-    module.configure_optimizers = configure.__get__(module)
-    fitted(fresh(), module)
-    assert not torch.equal(module.backbone[0].weight, plain.backbone[0].weight)
-
-
-class Manual(Net):
-    """Several passes in a step: gradients that are added up by hand, or two optimizers in turn."""
-
-    def __init__(self, how, forward=None):
-        super().__init__(forward)
-        self.how = how
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizers = self.optimizers()
-        optimizers = optimizers if isinstance(optimizers, list) else [optimizers] * 2
-        for number, (part, optimizer) in enumerate(zip(batch.chunk(2), optimizers, strict=True)):
-            loss = F.cross_entropy(self(part).flatten(0, 1), part.flatten())
-            self.losses.append(loss.detach().clone())
-            self.manual_backward(loss)
-            if number or self.how != "accumulation":
-                optimizer.step()
-                optimizer.zero_grad()
-
-    def configure_optimizers(self):
-        if self.how != "two":
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-        return [torch.optim.SGD(child.parameters(), lr=0.1) for child in (self.backbone, self.head)]
-
-
-@pytest.mark.parametrize("how", ["accumulation", "two"])
-@pytest.mark.parametrize("name", LORA)
-def test_steps_that_run_forward_again_after_a_backward_pass_train(name, how):
-    module = Manual(how)
-    fitted(copy.deepcopy(LORA[name]), module, max_epochs=3)
-    assert module.losses[-12] < module.losses[0]  # of the same samples
-
-
 # --- callbacks that can't be served ---------------------------------------------------------------------------------
 
 
@@ -664,39 +585,3 @@ def test_a_layer_whose_weight_wraps_other_tensors_is_left_out(others):
 
 
 # --- after an error ---------------------------------------------------------------------------------------------------
-
-
-class Fails(pl.Callback):
-    """Ends the run in its third batch."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 2:
-            raise ValueError("a mistake")
-
-    def on_exception(self, trainer, pl_module, exception):
-        self.heard = exception
-
-
-class Breaks(Lora):
-    """What it does last can't be undone."""
-
-    def apply(self, trainer, pl_module):
-        super().apply(trainer, pl_module)
-        self.on_restore(self._break)
-
-    def _break(self):
-        raise RuntimeError("no room")
-
-
-def test_all_else_is_undone_and_the_users_error_stays_where_one_change_cannot_be_undone():
-    fails, module = Fails(), net()
-    plain = vars(module).keys() | set()
-    with (
-        pytest.warns(UserWarning, match="RuntimeError came in between: no room"),
-        pytest.raises(ValueError, match="a mist"),
-    ):
-        fitted([Breaks(4), fails], module)
-    assert str(fails.heard) == "a mistake"
-    assert "configure_model" not in vars(module).keys() - plain
-    with pytest.raises(RuntimeError, match="no room"):
-        fitted([Breaks(4)], module)

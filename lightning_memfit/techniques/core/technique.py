@@ -143,8 +143,6 @@ class Technique:
     """Whether its callbacks change what a traced step allocates."""
     proposed: bool = True
     """Whether a plan may choose it by itself. False if it loses accuracy unnoticed: only a recipe may choose that."""
-    dominates: frozenset[str] = frozenset()
-    """Names of techniques that are at best as fast and need more memory: not proposed together with this one."""
     frees_gradients: bool = False
     """Whether each gradient is freed as soon as it is complete, so that they never exist all at once on the device."""
     masters_on_host: bool = False

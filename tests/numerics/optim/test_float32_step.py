@@ -276,7 +276,7 @@ def test_parts_of_paged_states_are_marked_as_paged():
     states = {"state1": torch.zeros(3, 1024, dtype=torch.uint8), "absmax1": torch.zeros(12), "step": torch.zeros(())}
     for name in ("state1", "absmax1"):
         states[name].is_paged, states[name].page_deviceid = True, 2
-    for piece in pieces_of(parameter, (0, 0), states, 1024):
+    for piece in pieces_of(parameter, 0, states, 1024):
         parts = piece.state
         assert [getattr(parts[name], "is_paged", False) for name in states] == [True, True, False]
         assert parts["state1"].page_deviceid == 2
