@@ -28,12 +28,6 @@ def merged_entries(
 ) -> dict[str, Any]:
     """A plain module's state dictionary with adapters merged: added to the weights in float32 and rounded once.
 
-    Args:
-        module: The module, with adapters or without.
-        entries: Adapters and whatever else was trained, by the names that a module with adapters gives them.
-        scale: Factor of the adapters' outputs.
-        own: Entries of the plain module that `entries` may lack.
-
     Raises:
         ValueError: If the frozen weight below an adapter has 4 or 8 bits.
     """
@@ -84,13 +78,6 @@ def write_peft_folder(
     """Write adapters as `peft.PeftModel.from_pretrained(model, folder)` reads them.
 
     What was trained beside them goes along, as modules that peft saves as a whole.
-
-    Args:
-        folder: A new or empty folder.
-        checkpoint: A checkpoint with the entry `KEY`, by the names that the network gives its weights.
-        network: The model without adapters, on the meta device; it gets them.
-        base_model: Name or folder of the frozen model, noted in the configuration.
-        task: What peft calls the model's task.
 
     Raises:
         ValueError: If a peft folder can't hold everything that was trained.

@@ -47,14 +47,7 @@ class InexactRecomputationError(RuntimeError):
 
 
 class FirstCall:
-    """The first call of a block in a training mode. In a trace, whose tensors have no values, nothing is compared.
-
-    Args:
-        function: The block.
-        known: Gets what is found.
-        kept: Operators whose outputs are kept.
-        around: Makes the context in which inputs are saved.
-    """
+    """The first call of a block in a training mode. In a trace, whose tensors have no values, nothing is compared."""
 
     def __init__(self, function: Function, known: Knowledge, kept: frozenset[Any], around: Around) -> None:
         self._function = function
@@ -315,13 +308,6 @@ class _Inputs:
 
 class _Run:
     """One forward and backward pass of a block by itself.
-
-    Args:
-        function: The block.
-        inputs: Its arguments.
-        parameters: Its parameters by name.
-        given: Gradients of those of its outputs that need any, by number. Where they are zero or not finite, as behind
-            layers that begin at zero, others take their place.
 
     Attributes:
         returned: What it returned.

@@ -128,10 +128,6 @@ def selective_contexts(
 
     torch runs no kept operator again, and leaves out the random numbers that it drew: fused attention on CUDA applies
     its dropout itself. The random state behind each such call is noted, and the recomputation moves on to it.
-
-    Args:
-        kept: Operators; if there are none, the contexts do nothing.
-        writes: Sees all operators of the forward pass.
     """
     if not kept:
         return nullcontext(), nullcontext()
@@ -177,13 +173,7 @@ def _device_of(args: tuple[Any, ...]) -> torch.device:
 
 
 class _Skips(TorchDispatchMode):
-    """torch's context of a recomputation, which moves the random state on to where it was behind each kept call.
-
-    Args:
-        recompute: torch's context.
-        kept: Operators whose outputs are kept.
-        states: Random states behind those calls that drew; where there are none, torch's context is all there is.
-    """
+    """torch's context of a recomputation, which moves the random state on to where it was behind each kept call."""
 
     def __init__(
         self, recompute: AbstractContextManager[Any], kept: frozenset[Any], states: list[dict[torch.device, Tensor]]

@@ -86,15 +86,7 @@ class Knowledge:
     def run(
         self, function: Function, kept: frozenset[Any], args: tuple[Any, ...], kwargs: dict[str, Any], around: Around
     ) -> Any:
-        """Run a function of the modules so that it is recomputed in backward, as all calls but the first.
-
-        Args:
-            function: What to run.
-            kept: Operators whose outputs are kept.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            around: Makes the context in which inputs are saved.
-        """
+        """Run a function of the modules so that it is recomputed in backward, as all calls but the first."""
         if self.is_light and not kept and around is None and self.takes_light(args, kwargs):
             return LightCall(function, self).run(args, kwargs)
         options = {}

@@ -419,16 +419,7 @@ def guard(
     technique: str,
     keep_32bit: Iterable[Tensor] = (),
 ) -> None:
-    """Complete an optimizer of a `guarded` class, with bitsandbytes' own defaults; arguments as of `to_bitsandbytes`.
-
-    Args:
-        converted: The optimizer.
-        original: The one that it was made from.
-        form: What bitsandbytes computes, and how groups say so.
-        class_name: Class whose hyper-parameters the groups have.
-        technique: As above.
-        keep_32bit: As above.
-    """
+    """Complete an optimizer of a `guarded` class, with bitsandbytes' own defaults, that was made from `original`."""
     converted.upstream_defaults = dict(converted.defaults)
     converted.form = form
     converted.state_widths = StateWidths(converted, keep_32bit)

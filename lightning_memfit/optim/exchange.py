@@ -125,13 +125,6 @@ def exchange(
     `options`. If the new class does not know it, and it differs from its default, it must be listed in `drop`.
     Hyper-parameters that only the new class knows get their defaults. States go on within a family (`states.MOMENTS`).
 
-    Args:
-        optimizer: An optimizer; one that has stepped must be of the new class's family.
-        name: Name of the new class in `optimizer_classes`, such as `torch.Adafactor`.
-        options: Hyper-parameters and kernel choices of the new optimizer, for every group.
-        drop: Hyper-parameters of the old optimizer to give up.
-        technique: What checkpoints name as the way they were written.
-
     Raises:
         ValueError: If a hyper-parameter is neither carried over nor given nor dropped, or is not known, or a
             parameter's dtype is not one that the new class steps.

@@ -204,11 +204,9 @@ class HostMaster:
                 self.hide()
 
     def remove(self, keep_masters: bool = False) -> None:
-        """Let the optimizer step its weights again, with the states it has. Safe to call twice.
+        """Let the optimizer step its weights again, or with `keep_masters` their masters in place of these.
 
-        Args:
-            keep_masters: Replace the weights by their masters, in float32 and on the host. Elements that other code has
-                written to stay as written.
+        Elements that other code has written to stay as written. Safe to call twice.
         """
         self.hide()
         self.wait()
@@ -461,12 +459,7 @@ def _add_when(copied: Any, slot: _Slot, is_new: bool) -> None:
 
 
 def with_changes(exact: Tensor, current: Tensor) -> Tensor:
-    """An exact value, with the elements of its rounded copy that are no longer what rounding gave.
-
-    Args:
-        exact: The value before it was rounded; returned itself if nothing has changed.
-        current: The rounded copy as it is now, on any device.
-    """
+    """An exact value, with the elements of its rounded copy that are no longer what rounding gave."""
     if current.dtype is exact.dtype or current.shape != exact.shape:
         return current
     if isinstance(current, FakeTensor) or current.is_meta:

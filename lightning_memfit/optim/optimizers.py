@@ -46,10 +46,6 @@ class StateLayout:
     def tensor_bytes(self, parameter: ParameterInfo, keep_32bit: bool = False) -> list[int]:
         """Bytes of every state tensor of one trained parameter. Step counts, which are on the host, are left out.
 
-        Args:
-            parameter: The parameter; factored states need its `shape`.
-            keep_32bit: Whether it is exempt from quantization, as embeddings usually are.
-
         Raises:
             ValueError: If the states are factored and the parameter has no shape.
         """
@@ -71,13 +67,7 @@ class StateLayout:
     def total_bytes(
         self, parameters: Iterable[ParameterInfo], rounding_bytes: int = 1, keep_32bit: Collection[str] = ()
     ) -> int:
-        """Bytes of state of all trainable parameters, tied ones once.
-
-        Args:
-            parameters: Parameter table of a profile.
-            rounding_bytes: Multiple to which the device's allocator rounds every tensor.
-            keep_32bit: Names of parameters exempt from quantization.
-        """
+        """Bytes of state of all trainable parameters, tied ones once."""
         sizes = [
             size
             for parameter in parameters
@@ -89,9 +79,6 @@ class StateLayout:
 
     def bytes_per_parameter(self, itemsize: int = 4) -> float:
         """Bytes of state per parameter of a large tensor.
-
-        Args:
-            itemsize: Bytes per element of the weights that are stepped.
 
         Raises:
             ValueError: If it depends on shapes.
@@ -205,17 +192,8 @@ class OptimizerRecord:
         return self.cls.package in ("torch", "bitsandbytes")
 
     def make(self, parameters: Any, lr: float) -> Any:
-        """Build the optimizer.
-
-        Raises:
-            ModuleNotFoundError: If its package is not installed.
-        """
-        try:
-            made = _load(self.path or self.cls.path)
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"`optimizer={self.name!r}` needs {self.package}: pip install {self.package}"
-            ) from error
+        """Build the optimizer."""
+        made: Any = _load(self.path or self.cls.path)
         return made(parameters, lr=lr, **self.cls.fixed, **self.arguments)
 
 

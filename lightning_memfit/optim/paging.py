@@ -72,14 +72,7 @@ _LENT: defaultdict[_Kind, list[_Lent]] = defaultdict(list)
 def paged_buffer(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, make: Callable[[], Tensor]
 ) -> Tensor:
-    """Return a buffer of zeros: one that was dropped if there is any of the kind, or else a new one.
-
-    Args:
-        shape: Shape of the buffer.
-        dtype: `torch.float32` or `torch.uint8`.
-        device: Device of the parameter.
-        make: Makes a new one. If what it returns isn't paged, because it is small, that is returned as it is.
-    """
+    """Return a buffer of zeros: one that was dropped if there is any of the kind, or else a new one."""
     from bitsandbytes.functional import fill
 
     known = _LENT[(tuple(shape), dtype, device.index)]

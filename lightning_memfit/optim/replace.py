@@ -20,11 +20,6 @@ def replace_optimizers(configured: Any, convert: Convert) -> Any:
     keeps, its parameter groups (the list and the dicts), its hooks and its schedulers are those of the new optimizer,
     so that there is nothing that could be changed in the wrong place.
 
-    Args:
-        configured: An optimizer, a scheduler, or lists, tuples and dicts of them; anything else is passed through.
-        convert: Called once per optimizer; returns one with the same number of groups in the same order. If it wraps
-            the one it got, its attribute `wrapped` holds it.
-
     Returns:
         `configured` itself.
 
@@ -45,12 +40,7 @@ def replace_optimizers(configured: Any, convert: Convert) -> Any:
 
 
 def take_out(optimizer: Optimizer, leaves: Callable[[Tensor], bool]) -> None:
-    """Take parameters out of an optimizer that has not stepped yet, in place, with their names and states.
-
-    Args:
-        optimizer: Its groups stay, also those that become empty, and so do their lists, which LBFGS refers to.
-        leaves: Whether a parameter leaves.
-    """
+    """Take parameters out of an optimizer that has not stepped yet, in place, with their names and states."""
     for group in optimizer.param_groups:
         kept = [place for place, p in enumerate(group["params"]) if not leaves(p)]
         for parameter in filter(leaves, group["params"]):

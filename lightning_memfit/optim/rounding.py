@@ -15,12 +15,7 @@ _WORD = (1 << 64) - 1
 
 
 class Copies:
-    """Float32 tensors in the shapes of some weights, which lie in one `flat` tensor.
-
-    Args:
-        weights: The weights, all on one device.
-        memory_format: Order of the elements; by default the weights' own.
-    """
+    """Float32 tensors in the shapes of some weights, which lie in one `flat` tensor."""
 
     def __init__(self, weights: list[Tensor], memory_format: torch.memory_format = torch.preserve_format) -> None:
         starts = [0, *accumulate(padded(weight.numel()) for weight in weights)]
@@ -54,11 +49,6 @@ def round_stochastically_(values: Tensor, generator: torch.Generator, scratch: T
 
     Random bits are added to the 16 that bfloat16 lacks, and these are cut off. It needs a byte of memory per element.
     Infinities and NaN stay; a value beyond bfloat16's largest may become infinite, as in rounding to nearest.
-
-    Args:
-        values: Contiguous float32 values.
-        generator: Generator on the device of `values`.
-        scratch: Float32 tensor of the same shape, which is overwritten.
 
     Returns:
         The same tensor, `values`.

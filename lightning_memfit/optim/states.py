@@ -85,13 +85,7 @@ def family_of(state_dict: StateDict) -> str | None:
 
 
 def refuse_other_family(state_dict: StateDict, family: str, class_name: str) -> None:
-    """Raise a `ValueError` for states that an optimizer would take for something else.
-
-    Args:
-        state_dict: The states.
-        family: The optimizer's key of `MOMENTS`, or "" if states of its class mean nothing to other classes.
-        class_name: Its class, such as `torch.AdamW`.
-    """
+    """Raise a `ValueError` for states that an optimizer would take for something else."""
     record = state_dict.get(RECORD)
     if record is not None:
         way = " and ".join(record["techniques"])

@@ -28,13 +28,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def copied_whole(optimizer: Any, memo: dict[int, Any], shared: Collection[str] = ()) -> Any:
-    """A deep copy with all attributes, of which torch's own way leaves out those that other libraries need.
-
-    Args:
-        optimizer: The optimizer.
-        memo: Of `copy.deepcopy`.
-        shared: Attributes that the copy has in common with it.
-    """
+    """A deep copy with all attributes, of which torch's own way leaves out those that other libraries need."""
     cls: Any = type(optimizer)
     memo[id(optimizer)] = copied = cls.__new__(cls)
     for name, value in vars(optimizer).items():
@@ -47,10 +41,6 @@ def step_below_hooks(optimizer: Optimizer, cls: type[Optimizer] | None = None) -
     """Run a class's step without the hooks that torch adds to it: they belong to the step as a whole.
 
     Written for torch 2.11-2.13, whose hooks are a layer with `__wrapped__` that is marked as `hooked`.
-
-    Args:
-        optimizer: The optimizer to step.
-        cls: A class that it is derived from, whose step is to run; its own by default.
     """
     step: Any = (cls or type(optimizer)).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
@@ -58,13 +48,7 @@ def step_below_hooks(optimizer: Optimizer, cls: type[Optimizer] | None = None) -
 
 @contextmanager
 def narrowed(optimizer: Any, groups: list[dict[str, Any]], states: Any = None) -> Iterator[None]:
-    """Give an optimizer other groups for a step of some of its parameters, or of stand-ins for them.
-
-    Args:
-        optimizer: The optimizer; its groups, and those of the one that it wraps, are `groups` inside.
-        groups: Parameters that step, with the hyper-parameters of their groups.
-        states: States by what is in `groups`; the optimizer's own by default.
-    """
+    """Give an optimizer other groups for a step of some of its parameters, or of stand-ins for them."""
     initialize(optimizer)
     stepped = getattr(optimizer, "wrapped", optimizer)
     whole = stepped.param_groups, stepped.state
@@ -119,12 +103,7 @@ def refuse_sparse(name: str, parameters: Iterable[Tensor]) -> None:
 
 
 def refuse_own_step(optimizer: Optimizer, why: str) -> None:
-    """Raise a `ValueError` if someone has put a `step` on the object; the layer of torch's schedulers is none.
-
-    Args:
-        optimizer: The optimizer.
-        why: What would go wrong, to end the first sentence.
-    """
+    """Raise a `ValueError` if someone has put a `step` on the object; the layer of torch's schedulers is none."""
     step: Any = vars(optimizer).get("step")
     if step is None:
         return

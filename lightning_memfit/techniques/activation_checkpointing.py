@@ -17,15 +17,14 @@ from lightning_memfit.checkpointing.apply import (
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
 from lightning_memfit.checkpointing.recompute import in_trace
-from lightning_memfit.memory import format_bytes, parse_bytes
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
-from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run, run_of
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
     from lightning_memfit.techniques.checkpointing_budget import ResolvedBudget
+    from lightning_memfit.techniques.core.cost import Cost
 
 
 class ActivationCheckpointing(TechniqueCallback):
@@ -139,6 +138,8 @@ class ActivationCheckpointing(TechniqueCallback):
 
     def _label(self) -> str:
         if self.resolved is not None:
+            from lightning_memfit.memory import format_bytes
+
             plan = self.resolved.plan
             share = 100 * plan.seconds / self.resolved.plain_seconds
             return (
@@ -168,6 +169,8 @@ def check_budget(budget: str | int) -> str:
     if text == "auto":
         return text
     if not text.endswith("%"):
+        from lightning_memfit.memory import parse_bytes  # which budgets alone need
+
         parse_bytes(text, "budget")
         return text
     try:
@@ -210,8 +213,10 @@ def unsupported(run: Run, options: Options) -> str | None:
     return None
 
 
-def cost(profile: "ModelProfile", options: Options) -> Cost:
+def cost(profile: "ModelProfile", options: Options) -> "Cost":
     """Recomputed products and traffic, or bytes that are moved to the host and back during computation."""
+    from lightning_memfit.techniques.core.cost import Cost, Work  # which plans alone need
+
     # A budget without a plan yet counts as the most that it may cost.
     mode, every, keep = options.get("mode", "full"), options.get("every"), tuple(options.get("keep", ()))
     shares = options.get("choices") or choices_for(mode, profile.num_blocks, every, keep)

@@ -62,17 +62,6 @@ def make_planner(
 ) -> BudgetPlanner:
     """Trace the step as planning for any budget needs it.
 
-    Args:
-        module: LightningModule with real or meta weights; it is not changed.
-        batch: One real batch.
-        options: Precision, accumulation, clipping.
-        emulation: Device to emulate.
-        rate: How fast that device computes. Without a host link, offloading is not an option.
-        checkpointing: The class `ActivationCheckpointing`, used to trace its choices.
-        techniques: Other techniques of the run, unused.
-        rounding_bytes: Sizes are rounded up to a multiple of this.
-        blocks: Which blocks, as `ActivationCheckpointing` takes them.
-
     Raises:
         TraceError: If the step can't be traced.
         BudgetError: If the blocks can't be planned for.
@@ -108,13 +97,6 @@ def resolve_budget(
     blocks: str | Sequence[str] | None = None,
 ) -> ResolvedBudget | None:
     """Make a plan for the run that a Trainer is about to begin; every rank gets the plan of the first.
-
-    Args:
-        budget: `auto`, a percentage or a size.
-        trainer: The Trainer that is about to begin.
-        module: The module that it trains.
-        checkpointing: The class `ActivationCheckpointing`.
-        blocks: Which blocks, as that class takes them.
 
     Returns:
         None, after a warning, where this process can't be forked, and the module can't be sent to a new one.

@@ -212,13 +212,7 @@ class _Call(TorchFunctionMode):
         return any(value is one for one, _ in self.made)
 
     def begin(self, hidden: Tensor, weight: Any, bias: Any) -> Tensor:
-        """Return what stands for the head's output of `hidden`, `(..., width)`.
-
-        Args:
-            hidden: The head's input.
-            weight: Its weight.
-            bias: Its bias; None if it has none.
-        """
+        """Return what stands for the head's output of `hidden`, `(..., width)`."""
         self.hidden = hidden if hidden.ndim == 3 else hidden.reshape(1, -1, hidden.shape[-1])
         self.weight, self.bias = weight, bias
         self.with_gradients = torch.is_grad_enabled()

@@ -49,7 +49,7 @@ class DataLoading(ReversibleCallback):
 
         def loaders(inner: Callable[[], Any]) -> Any:
             source = inner()
-            found = list(flat_loaders(source))
+            found = flat_loaders(source)
             for loader in found:
                 reason = refusal(LoaderFacts.of(loader), self.num_workers)
                 if reason is not None:

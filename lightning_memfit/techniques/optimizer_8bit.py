@@ -15,13 +15,12 @@ from lightning_memfit.optim.optimizers import find_optimizer
 from lightning_memfit.optim.replace import replace_optimizers
 from lightning_memfit.optim.states import Resume
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.step_cost import other_states, state_bytes
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
     from lightning_memfit.profile.record import ModelProfile
+    from lightning_memfit.techniques.core.cost import Cost
 
 
 class Optimizer8bit(TechniqueCallback):
@@ -141,23 +140,30 @@ def _unsupported_paged(run: Run, options: Options) -> str | None:
     return unsupported(run, {**options, "paged": True})
 
 
-def _cost_of_8bit(profile: "ModelProfile", options: Options) -> Cost:
-    work = other_states(profile, "adamw_8bit")
-    return Cost(step=work + (_paging(state_bytes(profile) / 4) if options.get("paged") else Work()))
+def _cost_of_8bit(profile: "ModelProfile", options: Options) -> "Cost":
+    from lightning_memfit.techniques.core.cost import Cost  # which plans alone need
+    from lightning_memfit.techniques.core.step_cost import other_states, state_bytes
+
+    paged = _paging(state_bytes(profile) / 4) if options.get("paged") else Cost()
+    return Cost(step=other_states(profile, "adamw_8bit")) + paged
 
 
-def _cost_of_paging(profile: "ModelProfile", options: Options) -> Cost:
-    return Cost(step=_paging(state_bytes(profile)) if profile.device_kind.has_own_memory else Work())
+def _cost_of_paging(profile: "ModelProfile", options: Options) -> "Cost":
+    from lightning_memfit.techniques.core.step_cost import state_bytes
+
+    return _paging(state_bytes(profile) if profile.device_kind.has_own_memory else 0)
 
 
-def _paging(size_bytes: float) -> Work:
+def _paging(size_bytes: float) -> "Cost":
     """All states come and go in every step, as they do if the device has no room for any, at the rate of pinned memory.
 
     That is the least. Pages move as kernels ask for them, 2 MiB at a time (bitsandbytes' issue 962), and bitsandbytes'
     own benchmark (`benchmarking/README.md`, Qwen3-0.6B on an A100 80GB, all of which fits) measures 0.88 of plain
     AdamW's speed with paged 8-bit states and 0.95 with 8-bit ones. Hence `yields_to`.
     """
-    return Work(host_link_bytes=2.0 * size_bytes)
+    from lightning_memfit.techniques.core.cost import Cost, Work
+
+    return Cost(step=Work(host_link_bytes=2.0 * size_bytes))
 
 
 _CLASS_PATH = "lightning_memfit.techniques.optimizer_8bit.Optimizer8bit"

@@ -58,10 +58,6 @@ class QuantizedWeights(TechniqueCallback):
     def quantize(self, module: nn.Module, trained: Collection[int] = ()) -> None:
         """Replace the chosen layers; what was quantized before, such as by `BitsAndBytesConfig`, stays as it is.
 
-        Args:
-            module: Changed in place.
-            trained: Ids of modules that are trained as a whole.
-
         Raises:
             ValueError: If one of these is named in `target_modules`.
         """

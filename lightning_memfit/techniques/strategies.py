@@ -66,16 +66,7 @@ def strategy_record(
     rule: Callable[[Run, Options], str | None],
     **init_args: Any,
 ) -> Technique:
-    """The record of a strategy.
-
-    Args:
-        name: `memfit_<name>` is what `Trainer(strategy=...)` takes.
-        summary: One line for tables.
-        class_name: Class, in `lightning_memfit.strategies` or below: `ZeroStrategy`, `half_exchange.HalfExchange`.
-        sharding: What the strategy divides and moves.
-        rule: What the strategy refuses, as `Technique.unsupported`.
-        init_args: Arguments of the class.
-    """
+    """The record of a strategy."""
 
     def cost(profile: ModelProfile, options: Options) -> Cost:
         ranks = int(options.get("devices", 1)) * int(options.get("num_nodes", 1))

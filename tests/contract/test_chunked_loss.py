@@ -17,9 +17,7 @@ from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.trace import Emulation
-from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss, chunk_loss, find_causal_models
-from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
 from tests.contract.checkpointing.models import gpt2, make, vit
 from tests.contract.chunked_models import MODELS, build
 from tests.contract.runs import LanguageModel, fit
@@ -92,19 +90,6 @@ def test_every_kind_of_model(name):
         expected = model(**batch)
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0)
-
-
-def test_other_ways_to_give_labels():
-    model, batch = make("gpt2")
-    shifted = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:].contiguous()
-    expected, _ = run(copy.deepcopy(model), batch, shift_labels=shifted)
-    chunk_loss(model)
-    torch.testing.assert_close(run(model, batch, shift_labels=shifted)[0].loss, expected.loss)
-    model.eval()
-    by_position = model(batch["input_ids"], *[None] * 7, batch["labels"])
-    loss, *_ = model(**batch, return_dict=False)
-    torch.testing.assert_close(by_position.loss, model(**batch).loss)
-    torch.testing.assert_close(loss, by_position.loss)
 
 
 def test_evaluation_has_logits():
@@ -269,20 +254,6 @@ def test_a_module_that_computes_its_own_loss_is_told_what_to_call_before_a_weigh
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-class OwnChunks(Labelled):
-    """Does what the message says."""
-
-    def training_step(self, batch, batch_idx):
-        hidden = self.model.transformer(batch).last_hidden_state[:, :-1]
-        loss = linear_cross_entropy(hidden, self.model.lm_head.weight, batch[:, 1:]) / batch[:, 1:].numel()
-        self.losses.append(loss.detach())
-        return loss
-
-
-def test_the_function_that_is_named_does_it():
-    assert_close(fit([], OwnChunks).losses, fit([ChunkedLoss(3)], Labelled).losses, rtol=1e-5)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_logits_may_be_read_in_training(precision):
     class Accuracy(Labelled):
@@ -311,48 +282,6 @@ def test_logits_are_not_read_after_the_step():
         fit([ChunkedLoss(3)], ReadsLate)
 
 
-def test_a_call_without_labels_has_logits():
-    class Distilled(Labelled):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx) + self.model(batch).logits.square().mean()
-            self.losses.append(loss.detach())
-            return loss
-
-    assert_close(fit([ChunkedLoss(3)], Distilled).losses, fit([], Distilled).losses, rtol=1e-5)
-
-
-class Reference(Labelled):
-    """Keeps a frozen copy of its model, made in the run."""
-
-    def on_train_start(self):
-        copied = copy.deepcopy(self.model)
-        assert copied.lm_head.weight.data_ptr() != self.model.lm_head.weight.data_ptr()
-        object.__setattr__(self, "reference", copied.train())
-        self.norms = []
-
-    def training_step(self, batch, batch_idx):
-        own = self.reference(input_ids=batch, labels=batch)
-        assert type(own.logits) is torch.Tensor
-        self.norms.append(self.reference(IDS).logits.detach().norm())
-        return super().training_step(batch, batch_idx) + own.loss.detach()
-
-
-def test_a_copy_of_the_model_has_its_own_head():
-    plain, ours = fit([], Reference), fit([ChunkedLoss(3)], Reference)
-    assert len({float(norm) for norm in ours.norms}) == 1
-    assert_close(ours.norms, plain.norms)
-    assert_close(ours.losses, plain.losses, rtol=1e-5)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_averaged_weights_in_both_orders(first):
-    averaging = pytest.importorskip("lightning.pytorch.callbacks").EMAWeightAveraging
-    plain = fit([averaging()], Labelled)
-    callbacks = [ChunkedLoss(3), averaging()]
-    ours = fit(callbacks[first:] + callbacks[:first], Labelled)
-    assert_close(ours.losses, plain.losses, rtol=1e-5)
-
-
 def test_a_second_backward_pass_is_refused_in_words():
     class Twice(Labelled):
         def training_step(self, batch, batch_idx):
@@ -362,11 +291,6 @@ def test_a_second_backward_pass_is_refused_in_words():
 
     with pytest.raises(RuntimeError, match="ChunkedLoss .* second backward"):
         fit([ChunkedLoss(3)], Twice)
-
-
-def test_listed_twice():
-    with pytest.raises(MisconfigurationException, match="listed twice"):
-        fit([ChunkedLoss(), ChunkedLoss()], Labelled)
 
 
 def test_a_head_of_several_layers_is_refused_in_words():
@@ -499,15 +423,6 @@ def test_peak_of_evaluation_without_whole_logits():
         model(input_ids=ids, labels=ids)
     ledger.close()
     assert ledger.peak_bytes - before < 0.8 * 2 * 128 * 4096 * 4
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_trains(precision):
-    plain = fit([], precision=precision)
-    ours = fit([ChunkedLoss(7), ActivationCheckpointing()], precision=precision)
-    assert vars(ours).keys() == vars(plain).keys()
-    assert "forward" not in vars(ours.model.lm_head)
-    torch.testing.assert_close(torch.stack(ours.losses), torch.stack(plain.losses), rtol=2e-3, atol=0)
 
 
 # --- weights that only the head's call sees ---------------------------------------------------------------------------

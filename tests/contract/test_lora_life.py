@@ -10,8 +10,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
     ModelCheckpoint,
-    ModelPruning,
-    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy
@@ -19,10 +17,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
-import lightning_memfit
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import merged_state_dict
 from lightning_memfit.adapters.lora import adapted_layers
@@ -336,11 +332,6 @@ def test_the_order_of_callbacks_changes_no_bit(callbacks, options):
 # --- stages ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_holds_no_adapters_is_not_merged():
-    with pytest.raises(ValueError, match="holds no adapters"):
-        lightning_memfit.merged_state_dict(net(), {"state_dict": {}})
-
-
 @pytest.mark.parametrize("name", LORA)
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_evaluates_its_checkpoints(tmp_path, name, weights_only):
@@ -388,14 +379,6 @@ def test_loads_as_strictly_as_a_plain_module(tmp_path, difference):
         lax = build(False)
         lax.strict_loading = False
         trainer([Lora(4, train=["head"])]).validate(lax, loader(1), ckpt_path=tmp_path / "after.ckpt", verbose=False)
-
-
-def test_resumes_in_the_module_that_has_its_adapters(tmp_path):
-    best = ModelCheckpoint(tmp_path, save_last=True)
-    module, _ = fitted([*fresh(), best], enable_checkpointing=True)
-    straight, _ = fitted(fresh(), max_epochs=2)
-    fitted(fresh(), module, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
-    assert_same_weights(module, straight)
 
 
 class Interrupt(pl.Callback):
@@ -552,36 +535,6 @@ def test_what_was_trained_is_saved_though_it_is_frozen_by_then(tmp_path, name, t
 
 
 # --- callbacks that can't be served ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (StochasticWeightAveraging(1e-2), "copies the module before it has adapters"),
-        (ModelPruning("l1_unstructured", parameter_names=["weight"]), "replaces the weights of layers"),
-    ],
-)
-@pytest.mark.parametrize("first", [False, True])
-def test_callbacks_that_copy_or_replace_are_refused_at_setup(other, message, first):
-    module, plain = net(), net()
-    callbacks = [copy.deepcopy(other), *fresh()] if first else [*fresh(), copy.deepcopy(other)]
-    with pytest.raises(ValueError, match=message):
-        fitted(callbacks, module)
-    assert not module.losses
-    assert_same_weights(module, plain)
-
-
-@pytest.mark.parametrize("others", [[], [QuantizedWeights(8)]], ids=["lora", "8bit"])
-def test_a_layer_whose_weight_wraps_other_tensors_is_left_out(others):
-    def build(self):
-        wrapped = TwoTensor(self.backbone[1].weight.detach(), torch.ones(64, 64))
-        self.backbone[1].weight = nn.Parameter(wrapped, requires_grad=False)
-
-    module, _ = fitted([*copy.deepcopy(others), Lora(4)], net(build=build))
-    assert type(module.backbone[1].weight) is TwoTensor
-    assert set(adapted_layers(module)) == {"head"}
-    with pytest.raises(ValueError, match=r"backbone\.1: its weight is a TwoTensor of layout torch\.strided"):
-        fitted([Lora(4, target_modules=["backbone.1"])], net(build=build))
 
 
 # --- after an error ---------------------------------------------------------------------------------------------------

@@ -21,17 +21,6 @@ def module():
     return LanguageModel(scheduled)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_embeddings_and_small_tensors(keep):
-    ours = fit([Optimizer8bit(keep_32bit_embeddings=keep, min_8bit_size=2048)])
-    (optimizer,) = ours.seen["trainer"].optimizers
-    model = ours.model
-    expected = torch.float32 if keep else torch.uint8
-    assert optimizer.state[model.lm_head.weight]["state1"].dtype is expected  # tied to the embedding
-    assert optimizer.state[model.transformer.h[0].mlp.c_fc.weight]["state1"].dtype is torch.uint8
-    assert optimizer.state[model.transformer.ln_f.weight]["state1"].dtype is torch.float32
-
-
 def test_manual_optimization_with_two_optimizers():
     class Manual(LanguageModel):
         def __init__(self):

@@ -196,15 +196,6 @@ def test_other_families_go_on_in_8_bits_and_back(tmp_path, name):
     assert distance(back, reference, start) < 0.1
 
 
-def test_another_decay_is_not_taken_for_ours(tmp_path):
-    path = saved(tmp_path / "l2.ckpt", make=lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1))
-    with pytest.raises(ValueError, match="decoupled_weight_decay=False"):
-        run([Optimizer8bit()], ckpt_path=path)
-    path = saved(tmp_path / "amsgrad.ckpt", make=lambda p: adamw(p, amsgrad=True))
-    with pytest.raises(ValueError, match="amsgrad=True"):
-        run([Optimizer8bit()], ckpt_path=path)
-
-
 L2 = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -380,18 +371,3 @@ def test_sparse_gradients_are_refused_before_a_weight_changes(callback):
     with pytest.raises((ValueError, RuntimeError), match="sparse gradient"):  # torch's own for its classes
         run([callback], module=module)
     assert torch.equal(weights(module), before)
-
-
-@pytest.mark.parametrize("first", ["8-bit", "torch"])
-def test_rounded_weights_go_on_with_another_width(tmp_path, first):
-    bf16 = {"precision": "bf16-true"}
-    reference = run([StochasticRounding()], **bf16)
-    start = weights(run([StochasticRounding()], max_epochs=1, **bf16))
-    path = saved(tmp_path / "half.ckpt", [*used(first), StochasticRounding()], **bf16)
-    second = "torch" if first == "8-bit" else "8-bit"
-    resumed = run([*used(second), StochasticRounding()], ckpt_path=path, **bf16)
-    assert distance(resumed, reference, start) < 0.1
-    states = resumed.opt.state[resumed.net[0].weight]
-    assert states["exp_avg" if second == "torch" else "state1"].dtype is (
-        torch.float32 if second == "torch" else torch.uint8
-    )

@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import code_below, wrap_method
@@ -74,8 +73,7 @@ class Reversible:
 
         unwrap = wrap_method(pl_module, "configure_model", configure)
         self.on_restore(unwrap)
-        has_own = code_below(pl_module, "configure_model") is not pl.LightningModule.configure_model.__code__
-        if has_own or is_overridden("configure_sharded_model", pl_module):  # which comes after `setup`, too
+        if code_below(pl_module, "configure_model") is not pl.LightningModule.configure_model.__code__:
             return
 
         def complete(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

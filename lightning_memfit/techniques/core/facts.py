@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit.extras import is_installed
@@ -148,18 +149,7 @@ def run_facts(
     loader: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> Facts:
-    """Facts of a module, whether `configure_model` has built its layers yet or not.
-
-    Args:
-        module: The user's module, or the Hugging Face model itself.
-        device: Device type to train on.
-        capability: CUDA compute capability.
-        optimizer: The module's own optimizer, or class names joined by " + " as `ModelProfile.optimizer` has them.
-        gradient_clip_val: As the Trainer gets it.
-        gradient_clip_algorithm: As the Trainer gets it; None clips by norm.
-        loader: The training loader.
-        callbacks: The Trainer's callbacks.
-    """
+    """Facts of a module, whether `configure_model` has built its layers yet or not."""
     names = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else optimizer
     algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm")
     return Facts(
@@ -219,16 +209,10 @@ def _given_loader(trainer: Any) -> Any:
     return None if source is None or hasattr(source, "train_dataloader") else source
 
 
-def flat_loaders(source: Any) -> Iterator[Any]:
+def flat_loaders(source: Any) -> list[Any]:
     """The loaders in what a Trainer gets: one, or a collection of them."""
-    if isinstance(source, CombinedLoader):
-        yield from source.flattened
-    elif isinstance(source, Mapping):
-        yield from (loader for value in source.values() for loader in flat_loaders(value))
-    elif isinstance(source, (list, tuple)):
-        yield from (loader for value in source for loader in flat_loaders(value))
-    elif source is not None:
-        yield source
+    found = source.flattened if isinstance(source, CombinedLoader) else tree_leaves(source)
+    return [loader for loader in found if loader is not None]
 
 
 @functools.cache

@@ -15,13 +15,7 @@ _OWN_ATTENTION = ("eager", "sdpa")
 
 
 def read_facts(module: nn.Module, *settings: Any, **options: Any) -> Facts:
-    """Facts of a module; what needs the layers stays unknown if `configure_model` has yet to build them.
-
-    Args:
-        module: The user's module, or the Hugging Face model itself. Not changed.
-        settings: As for `run_facts`.
-        options: The same by name.
-    """
+    """Facts of a module; what needs the layers stays unknown if `configure_model` has yet to build them."""
     facts = run_facts(module, *settings, **options)
     if not any(True for _ in module.parameters()):
         return facts

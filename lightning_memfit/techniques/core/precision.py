@@ -72,11 +72,6 @@ def split_precision(techniques: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def trainer_options(techniques: Iterable[Any], precision: Any) -> dict[str, Any]:
-    """Options of a Trainer that has techniques: one takes a precision by name, or a plugin of it.
-
-    Args:
-        techniques: Callbacks and plugins, such as `Setting.callbacks` makes.
-        precision: Name that is left out beside a plugin.
-    """
+    """Options of a Trainer that has techniques: one takes a precision by name, or a plugin of it."""
     callbacks, plugins = split_precision(techniques)
     return {"callbacks": callbacks, **({"plugins": plugins} if plugins else {"precision": precision})}

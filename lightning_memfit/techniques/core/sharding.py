@@ -69,14 +69,7 @@ class Sharding:
         return cls(division.stage, division.deepspeed, division.offload_optimizer, division.offload_parameters)
 
     def division(self, name: str, ranks: int, ranks_per_machine: int, pin_memory: bool = False) -> Division:
-        """How the strategy divides a run, with the sizes that it chooses itself.
-
-        Args:
-            name: What to call it in messages.
-            ranks: Devices of the run.
-            ranks_per_machine: Those on each machine.
-            pin_memory: Whether what is kept in host memory is page-locked. What goes to disk always is.
-        """
+        """How the strategy divides a run, with the sizes that it chooses itself."""
         return Division(
             name,
             self.stage,
@@ -89,13 +82,7 @@ class Sharding:
         )
 
     def cost(self, profile: ModelProfile, ranks: int, precision: str) -> Cost:
-        """What the strategy adds to a step, per rank.
-
-        Args:
-            profile: Profile of the plain step.
-            ranks: Number of ranks that share the work.
-            precision: Precision of the run.
-        """
+        """What the strategy adds to a step, per rank."""
         trained = num_trained(profile)
         every = sum(parameter.numel for parameter in profile.parameters if not parameter.shared_with)
         itemsize = self.weight_bytes(precision)

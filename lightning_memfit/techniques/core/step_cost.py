@@ -63,12 +63,7 @@ def state_bytes(profile: ModelProfile) -> int:
 
 
 def other_states(profile: ModelProfile, optimizer: str) -> Work:
-    """Work that a step adds or saves with optimizer states of another size.
-
-    Args:
-        profile: Profile of the plain step.
-        optimizer: Name of the new optimizer's record.
-    """
+    """Work that a step adds or saves with optimizer states of another size."""
     if profile.device == "cpu":
         return other_cpu_step(profile, optimizer)
     record, stepped = find_optimizer(optimizer), trained(profile.parameters)

@@ -111,22 +111,3 @@ def test_layers_from_before_are_known_where_new_ones_have_another_class(callback
 def test_a_precision_that_would_replace_adapted_layers_is_refused(callbacks):
     with pytest.raises(ValueError, match="BitsandbytesPrecision replaces linear layers"):
         trainer(callbacks, plugins=BitsandbytesPrecision()).fit(Module(), loader())
-
-
-class Late(Module):
-    """Makes its network in the older hook, which Lightning calls after `setup`."""
-
-    def __init__(self):
-        super().__init__(late=True)
-
-    def setup(self, stage):
-        """Make nothing."""
-
-    def configure_sharded_model(self):
-        self.model = self.model or gpt2()
-
-
-def test_modules_that_are_built_in_the_older_hook_are_changed_after_it():
-    module = Late()
-    trainer([Lora(2)]).fit(module, loader())
-    assert module.model is not None

@@ -39,18 +39,6 @@ def test_loss_and_gradients(num_chunks, bias):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights(dtype):
-    reference = [v.detach().float().requires_grad_() if v.is_floating_point() else v for v in inputs(dtype=dtype)]
-    hidden, weight, target, offset = reference
-    expected = gradients(whole(hidden, weight, target, offset), (hidden, weight, offset))
-    hidden, weight, target, offset = inputs(dtype=dtype)
-    loss = linear_cross_entropy(hidden, weight, target, offset, num_chunks=3)
-    assert loss.dtype is torch.float32
-    for ours, theirs in zip(gradients(loss, (hidden, weight, offset)), expected, strict=True):
-        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=5e-2)
-
-
 def test_autocast_gives_what_autocast_gives():
     with torch.autocast("cpu", torch.bfloat16):
         hidden, weight, target, offset = inputs()
@@ -118,14 +106,6 @@ def test_logits_are_never_whole(fake):
     assert peak(lambda h, w, t: linear_cross_entropy(h, w, t, num_chunks=8)) < 2 * weight_bytes + logits // 4
 
 
-def test_agrees_with_torch():
-    if not hasattr(F, "linear_cross_entropy"):
-        pytest.skip("torch older than 2.13")
-    hidden, weight, target, _ = inputs(bias=False)
-    expected = F.linear_cross_entropy(hidden.flatten(0, 1), weight, target.flatten(), reduction="sum")
-    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target), expected)
-
-
 def test_what_is_done_to_logits_before_the_loss():
     def cap(logits):
         return 3.0 * torch.tanh(logits / 3.0)
@@ -137,11 +117,3 @@ def test_what_is_done_to_logits_before_the_loss():
     leaves = hidden, weight, offset
     for ours, theirs in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_wrong_arguments():
-    hidden, weight, target, _ = inputs()
-    with pytest.raises(ValueError, match="num_chunks=0"):
-        linear_cross_entropy(hidden, weight, target, num_chunks=0)
-    with pytest.raises(ValueError, match=r"\(4, 10, 16\)"):
-        linear_cross_entropy(hidden, weight, target[1:])

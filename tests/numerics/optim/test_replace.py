@@ -158,30 +158,12 @@ def test_there_is_one_list_of_groups(name):
     assert torch.equal(step(), before)
 
 
-def test_attributes_of_the_old_class_go_and_those_of_users_stay():
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(4))], fused=True)
-    optimizer.tag = "mine"
-    replace_optimizers(optimizer, to_bitsandbytes)
-    assert optimizer.tag == "mine"
-    # GradScaler would leave unscaling to bitsandbytes, which knows nothing of it.
-    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
 def test_a_step_put_on_the_object_is_refused():
     optimizer = adamw()
     optimizer.step = lambda closure=None: None
     with pytest.raises(ValueError, match="register_step_pre_hook"):
         replace_optimizers(optimizer, to_bitsandbytes)
     assert type(optimizer) is torch.optim.AdamW
-
-
-def test_keeping_an_optimizer_changes_nothing():
-    optimizer = adamw()
-    scheduler = SCHEDULERS["Cosine"](optimizer)
-    kept = replace_optimizers({"optimizer": optimizer, "lr_scheduler": scheduler}, lambda old: old)
-    assert kept["optimizer"] is optimizer
-    assert scheduler.optimizer is optimizer
-    optimizer.step()
 
 
 # --- parameters taken out -------------------------------------------------------------------------------------------

@@ -43,18 +43,6 @@ def through_a_file(state_dict):
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_of_parameters_stay():
-    module = nn.Linear(64, 128)
-    optimizer = to_bitsandbytes(torch.optim.AdamW(module.named_parameters()))
-    train(optimizer, list(module.parameters()), range(1))
-    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
-    assert exchange(optimizer_of(module), "torch.AdamW").param_groups[0]["param_names"] == ["weight", "bias"]
-
-
-def optimizer_of(module):
-    return torch.optim.AdamW(module.named_parameters())
-
-
 # --- odd parameters ---------------------------------------------------------------------------------------------------
 
 
@@ -209,18 +197,6 @@ def test_moments_go_from_every_adam_to_every_other(source, target):
     assert optimizer.state_dict()[RECORD]["family"] == "Adam"
 
 
-def test_bitsandbytes_itself_loads_our_8_bit_states():
-    ours, theirs = parameters((64, 64)), parameters((64, 64))
-    optimizer = to_bitsandbytes(torch.optim.AdamW(ours, lr=1e-2))
-    train(optimizer, ours, range(2))
-    theirs[0].data.copy_(ours[0])
-    plain = bnb.optim.AdamW8bit(theirs)
-    plain.load_state_dict(through_a_file(optimizer.state_dict()))
-    train(optimizer, ours, range(2, 4))
-    train(plain, theirs, range(2, 4))
-    assert torch.equal(ours[0], theirs[0])
-
-
 def stepped_by(cls, **kwargs):
     (p,) = parameters((64, 64))
     optimizer = cls([p], lr=1e-3, **kwargs)
@@ -252,13 +228,3 @@ OTHERS = [
 def test_an_unnamed_checkpoint_is_not_mistaken(cls):
     kwargs = {"momentum": 0.9} if cls.__name__ in ("SGD", "SGD8bit") else {}
     assert family_of(through_a_file(stepped_by(cls, **kwargs).state_dict())) == FAMILIES.get(cls, "")
-
-
-def test_states_of_other_groups_are_refused_before_one_is_loaded():
-    (p,) = parameters((64, 64))
-    fewer = stepped_by(bnb.optim.AdamW8bit).state_dict()
-    fewer["param_groups"][0]["params"] = []
-    optimizer = to_bitsandbytes(torch.optim.AdamW([p]), bits=32)
-    with pytest.raises(ValueError, match="group"):
-        optimizer.load_state_dict(fewer)
-    assert not optimizer.state
