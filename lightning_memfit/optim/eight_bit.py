@@ -5,7 +5,6 @@ original that it doesn't have; here they are refused, when an optimizer is conve
 the original's hyper-parameters under the original's names, so that schedules and edits of them count.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,39 +37,6 @@ from lightning_memfit.optim.steps import copied_whole, refuse_sparse, refuse_wid
 # Written for bitsandbytes 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `init_state`, `update_step`,
 # `name2qmap`, `args`, `mng` and the state keys `state1`, `state2`, `absmax1`, `absmax2`;
 # `tests/numerics/optim/test_eight_bit.py` fails when these move.
-
-
-class StateWidths:
-    """Decides for each parameter whether its states have 8 or 32 bits.
-
-    bitsandbytes asks a process-wide `GlobalOptimManager`, which would change other optimizers too. This table belongs
-    to one optimizer and holds parameters weakly. A user's `override_config` still counts.
-    """
-
-    def __init__(self, optimizer: Any, keep_32bit: Iterable[Tensor] = ()) -> None:
-        self.bits: int = optimizer.args.optim_bits
-        self.min_8bit_size: int = optimizer.args.min_8bit_size
-        self._overrides: dict[int, dict[str, Any]] = optimizer.mng.pid2config
-        self._kept = WeakIdKeyDictionary()
-        for parameter in keep_32bit:
-            self._kept[parameter] = True
-
-    def bits_of(self, parameter: Tensor) -> int:
-        """Promised bits per state element of one parameter."""
-        return 32 if parameter.numel() < self.min_8bit_size else self.requested(parameter)
-
-    def requested(self, parameter: Tensor) -> int:
-        """Bits that are asked for, whatever the size; an empty parameter has nothing to quantize."""
-        default = 32 if parameter in self._kept or not parameter.numel() else self.bits
-        return int(self._overrides.get(id(parameter), {}).get("optim_bits", default))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StateWidths":
-        """Return a table for copies of the parameters; of those that aren't copied, for the parameters themselves."""
-        copied = copy.copy(self)
-        copied._kept = WeakIdKeyDictionary()
-        for parameter in self._kept:
-            copied._kept[memo.get(id(parameter), parameter)] = True
-        return copied
 
 
 def repage_states(optimizer: Any) -> int:
@@ -179,15 +145,25 @@ class _Guarded(_Upstream):  # type: ignore[misc]
     upstream: type[Any]
     """The class of bitsandbytes that steps."""
     form: Form
-    state_widths: StateWidths
+    keep_32bit: WeakIdKeyDictionary
+    """Parameters whose states stay 32-bit. bitsandbytes asks a table of the process, which others would see, too."""
     upstream_defaults: dict[str, Any]
 
     @override
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         translated = {**self.upstream_defaults, **self.form.translate(group)}
         config: dict[str, Any] = super().get_config(gindex, pindex, translated)
-        config["optim_bits"] = self.state_widths.requested(group["params"][pindex])
+        config["optim_bits"] = self._requested_bits(group["params"][pindex])
         return config
+
+    def bits_of(self, parameter: Tensor) -> int:
+        """Promised bits per state element of one parameter."""
+        return 32 if parameter.numel() < self.args.min_8bit_size else self._requested_bits(parameter)
+
+    def _requested_bits(self, parameter: Tensor) -> int:
+        """Bits that are asked for, whatever the size; a user's `override_config` counts."""
+        default = 32 if parameter in self.keep_32bit or not parameter.numel() else self.args.optim_bits
+        return int(self.mng.pid2config.get(id(parameter), {}).get("optim_bits", default))
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -255,6 +231,7 @@ class _Guarded(_Upstream):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = copied_whole(self, memo, ("mng", "page_mng"))
+        copied.keep_32bit = _weakly(memo.get(id(parameter), parameter) for parameter in self.keep_32bit)
         repage_states(copied)
         return copied
 
@@ -276,6 +253,13 @@ def guarded(cls: type[Any]) -> type[Any]:
     return type(cls.__name__, (_Guarded, cls), names)
 
 
+def _weakly(parameters: Iterable[Tensor]) -> WeakIdKeyDictionary:
+    table = WeakIdKeyDictionary()
+    for parameter in parameters:
+        table[parameter] = True
+    return table
+
+
 class _ResumeStates(Resume):
     """Loads states of any width with the widths that this optimizer has promised."""
 
@@ -286,7 +270,7 @@ class _ResumeStates(Resume):
         saved = flat(state)
         if not self.family:
             return saved
-        bits = optimizer.state_widths.bits_of(parameter)
+        bits = optimizer.bits_of(parameter)
         if _has_width(saved, parameter, bits):
             return {key: value for key, value in saved.items() if key not in MOMENTS[self.family]}
         step, moments = moments_of(saved, self.family)
@@ -422,7 +406,7 @@ def guard(
     """Complete an optimizer of a `guarded` class, with bitsandbytes' own defaults, that was made from `original`."""
     converted.upstream_defaults = dict(converted.defaults)
     converted.form = form
-    converted.state_widths = StateWidths(converted, keep_32bit)
+    converted.keep_32bit = _weakly(keep_32bit)
     resume = _ResumeStates(form.family, class_name, technique)
     resume.form = form
     resume.attach(converted, original)

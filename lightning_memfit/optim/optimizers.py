@@ -113,8 +113,6 @@ class OptimizerClass:
     """Dotted path of the class."""
     meanings: Mapping[str, str]
     """Meaning of every hyper-parameter but `lr`."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that make the class keep the learning rate of the groups."""
     settings: frozenset[str] = frozenset()
     """Arguments of the constructor that are not hyper-parameters of groups: kernels, block sizes."""
     note: str = ""
@@ -194,7 +192,7 @@ class OptimizerRecord:
     def make(self, parameters: Any, lr: float) -> Any:
         """Build the optimizer."""
         made: Any = _load(self.path or self.cls.path)
-        return made(parameters, lr=lr, **self.cls.fixed, **self.arguments)
+        return made(parameters, lr=lr, **self.arguments)
 
 
 def _load(path: str) -> type:

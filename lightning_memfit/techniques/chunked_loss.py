@@ -49,7 +49,7 @@ class ChunkedLoss(TechniqueCallback):
         if num_chunks < 1:
             raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
         self.num_chunks = num_chunks
-        self._heads: list[_ChunkedHead] = []
+        self._heads: list[ChunkedHead] = []
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -57,9 +57,13 @@ class ChunkedLoss(TechniqueCallback):
 
         def wrap_heads() -> None:
             models = find_causal_models(pl_module)
-            wrapped = {id(head.head) for head in self._heads}  # WeightAveraging calls `configure_model` once more
-            for group in _by_head([model for model in models if id(model.get_output_embeddings()) not in wrapped]):
-                self._heads.append(_ChunkedHead(group, self.num_chunks))
+            by_head: dict[nn.Module, list[Any]] = {}  # which an encoder-decoder shares with its decoder
+            for model in models:
+                by_head.setdefault(model.get_output_embeddings(), []).append(model)
+            for head in self._heads:  # WeightAveraging calls `configure_model` once more
+                by_head.pop(head.head, None)
+            for group in by_head.values():
+                self._heads.append(ChunkedHead(group, self.num_chunks))
                 self.on_restore(self._heads[-1].restore)
             self.announce(f"loss of {', '.join(type(model).__name__ for model in models)} computed in chunks")
 
@@ -100,20 +104,7 @@ def find_causal_models(module: nn.Module) -> list[Any]:
     return models
 
 
-def chunk_loss(model: Any, num_chunks: int = 8) -> Callable[[], None]:
-    """Make a Hugging Face language model compute its loss in chunks, and return a function that undoes this."""
-    return _ChunkedHead([model], num_chunks).restore
-
-
-def _by_head(models: Sequence[Any]) -> list[list[Any]]:
-    """Group models that share a head, as an encoder-decoder does with its decoder."""
-    groups: dict[int, list[Any]] = {}
-    for model in models:
-        groups.setdefault(id(model.get_output_embeddings()), []).append(model)
-    return list(groups.values())
-
-
-class _ChunkedHead:
+class ChunkedHead:
     """A head that computes no logits while one of its models computes a loss."""
 
     def __init__(self, models: Sequence[Any], num_chunks: int) -> None:
@@ -197,7 +188,7 @@ class _Call(TorchFunctionMode):
     The head's output is stood for by a zero that is expanded to the shape of the logits, and takes no memory.
     """
 
-    def __init__(self, head: _ChunkedHead) -> None:
+    def __init__(self, head: ChunkedHead) -> None:
         super().__init__()
         self.head = head
         self.stack = ExitStack()

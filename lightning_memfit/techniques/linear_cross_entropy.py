@@ -54,24 +54,20 @@ def linear_cross_entropy(
             f"`hidden` {tuple(hidden.shape)}, `weight` {tuple(weight.shape)} and `target` {tuple(target.shape)} must "
             "be (batch, length, width), (classes, width) and (batch, length)."
         )
+    if num_chunks < 1:
+        raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
     result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden,
         weight,
         bias,
         target,
         ignore_index,
-        _chunk_length(hidden, num_chunks),
+        max(1, -(-hidden.shape[1] // num_chunks)),
         label_smoothing,
         change,
         torch.is_grad_enabled(),
     )
     return result
-
-
-def _chunk_length(hidden: Tensor, num_chunks: int) -> int:
-    if num_chunks < 1:
-        raise ValueError(f"`num_chunks={num_chunks}` must be at least 1.")
-    return max(1, -(-hidden.shape[1] // num_chunks))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -98,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.zeros_like(value) if need and value is not None else None
             for need, value in zip(needed, parameters, strict=True)
         ]
-        exact = _at_least_float32(dtype)
+        exact = torch.promote_types(dtype, torch.float32)
         total = hidden.new_zeros((), dtype=exact)
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
@@ -124,7 +120,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @override
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_scaled(ctx, grad_outputs[0]), None, None, None, None, None, None)
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "ChunkedLoss and `linear_cross_entropy` give the gradients of a loss once, and this is its second "
+                "backward pass. Compute the loss again for it, or leave ChunkedLoss out."
+            )
+        gradients: list[Tensor | None] = ctx.gradients
+        ctx.gradients = None
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(grad_outputs[0])
+        return (*gradients, None, None, None, None, None, None)
 
 
 def _changed(change: Callable[[Tensor], Tensor], logits: Tensor, autocast: torch.dtype | None) -> Tensor:
@@ -133,25 +139,6 @@ def _changed(change: Callable[[Tensor], Tensor], logits: Tensor, autocast: torch
     cast = torch.autocast(logits.device.type, dtype=autocast, enabled=autocast is not None)
     with torch.enable_grad(), saved_here, cast:
         return change(logits.requires_grad_())
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _scaled(ctx: Any, factor: Tensor) -> list[Tensor | None]:
-    if ctx.gradients is None:
-        raise RuntimeError(
-            "ChunkedLoss and `linear_cross_entropy` give the gradients of a loss once, and this is its second "
-            "backward pass. Compute the loss again for it, take all gradients in one call of `torch.autograd.grad`, "
-            "or leave ChunkedLoss out."
-        )
-    gradients: list[Tensor | None] = ctx.gradients
-    ctx.gradients = None
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.mul_(factor)
-    return gradients
 
 
 def _loss_to_gradient(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float = 0.0) -> Tensor:

@@ -113,7 +113,7 @@ def _summary(optimizer: Any) -> str:
     numbers = {8: 0, 32: 0}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            numbers[optimizer.state_widths.bits_of(parameter)] += parameter.numel()
+            numbers[optimizer.bits_of(parameter)] += parameter.numel()
     return f"{numbers[8]:,} parameters with 8-bit states, {numbers[32]:,} with 32-bit states"
 
 

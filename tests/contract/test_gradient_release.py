@@ -7,7 +7,6 @@ from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from torch.utils.checkpoint import checkpoint
 
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.gradient_release import GradientRelease
@@ -239,19 +238,3 @@ def test_a_weight_that_backward_reads_after_its_step_ends_the_run_in_words():
 
     with pytest.raises(RuntimeError, match="go on from a checkpoint"):
         train(lambda: Net(switch, adam, width=96), [Optimizer8bit(), GradientRelease()])
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_copies_and_what_is_read_in_time_run_as_plainly(backend):
-    def through(hidden, weight):
-        return torch.tanh(F.linear(hidden, weight)).sin()
-
-    function = through if backend is None else torch.compile(through, backend=backend)
-
-    def middle(module, hidden):
-        module.c.weight.register_hook(lambda gradient: gradient + 0.1 * module.c.weight.detach())
-        hidden = F.linear(hidden, module.c.weight.detach().clone()) + torch.zeros_like(module.c.weight).sum()
-        return checkpoint(function, hidden, module.b.weight, use_reentrant=False)
-
-    plain, ours = (train(lambda: Net(middle), callbacks) for callbacks in ([], [GradientRelease()]))
-    assert_same_weights(ours, plain)

@@ -196,20 +196,6 @@ def test_other_families_go_on_in_8_bits_and_back(tmp_path, name):
     assert distance(back, reference, start) < 0.1
 
 
-L2 = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-@pytest.mark.parametrize(("first", "second"), itertools.permutations([torch.optim.Adam, torch.optim.AdamW]))
-def test_the_kind_of_decay_goes_on_as_in_torch(tmp_path, first, second):
-    path = saved(tmp_path / "first.ckpt", make=lambda p: first(p, **L2))
-    make = {"make": lambda p: second(p, **L2)}
-    plain, ours = (
-        run(ckpt_path=path, **make),
-        run([ReplaceOptimizer(f"torch.{second.__name__}")], ckpt_path=path, **make),
-    )
-    assert torch.equal(weights(ours), weights(plain))
-
-
 HALF = {"precision": "bf16-true"}
 OURS = {
     **{name: (INTO[name], {}) for name in INTO},
@@ -250,17 +236,6 @@ def test_a_group_added_later_has_the_module_s_hyper_parameters():
     reference = run([Grow()], make=make, max_epochs=3)
     replaced = run([Grow(), ReplaceOptimizer("torch.AdamW")], make=make, max_epochs=3)
     assert torch.equal(weights(replaced), weights(reference))
-
-
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-@pytest.mark.parametrize("callback", ["8-bit", "fused", "adafactor"])
-def test_evaluation_takes_every_checkpoint(tmp_path, stage, callback):
-    callbacks = {**WAYS, "adafactor": [ReplaceOptimizer(**ADAFACTOR)]}
-    for name in ("plain", "8-bit"):
-        path = saved(tmp_path / f"{name}.ckpt", used(name))
-        module = Regression()
-        getattr(quiet_trainer(*copy.deepcopy(callbacks[callback])), stage)(module, data(), ckpt_path=path)
-        assert torch.equal(module.state_dict()["net.0.weight"], torch.load(path)["state_dict"]["net.0.weight"])
 
 
 def test_a_kept_optimizer_is_the_one_that_trains():

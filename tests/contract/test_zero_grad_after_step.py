@@ -62,14 +62,3 @@ def test_hooks_of_the_step_that_come_later_still_find_gradients():
     fit([ZeroGradAfterStep(), Hook()], LanguageModel)
     assert seen
     assert all(gradient is not None for gradient in seen)
-
-
-def test_optimizers_that_are_rebuilt_are_followed():
-    class Rebuild(pl.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            trainer.strategy.setup_optimizers(trainer)
-
-    seen = Seen()
-    ours = fit([ZeroGradAfterStep(), Rebuild(), seen], LanguageModel, max_steps=-1, max_epochs=2)
-    assert not any(seen.after)
-    assert_same_weights(ours, fit([Rebuild()], LanguageModel, max_steps=-1, max_epochs=2))

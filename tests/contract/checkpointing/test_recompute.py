@@ -2,7 +2,6 @@
 
 import contextvars
 import copy
-import gc
 import itertools
 import os
 import queue
@@ -25,14 +24,10 @@ from tests.zoo.blocks import (
     GatedRecurrent,
     Net,
     Rare,
-    Recurrent,
-    RunningBuffer,
     plainly,
     reset,
     state_of,
 )
-
-CHOICES = ["full", "keep_matmul", "keep_attention", "offload", "offload_inputs"]
 
 
 def train(kind, change=lambda net: None, twice=False, num_steps=5):
@@ -163,26 +158,6 @@ def test_second_derivatives_and_graphs_that_are_kept():
     apply_checkpointing(list(ours.blocks), ["full"] * 3)
     assert all(torch.equal(a, b) for a, b in zip(second(ours), second(plain), strict=True))
     assert [b.count for b in ours.blocks] == [1, 1, 1]
-
-
-def test_the_state_of_earlier_calls_is_let_go():
-    """A block that keeps its output, whose graph would hold the output of the call before."""
-    net = Net(Recurrent)
-    apply_checkpointing(list(net.blocks), ["full"] * 3)
-    kept = []
-    for _ in range(4):
-        net(torch.randn(8, WIDTH))  # without backward, which would release it
-        kept.append(weakref.ref(net.blocks[0].hidden.untyped_storage()))
-    gc.collect()
-    assert [reference() is None for reference in kept[:2]] == [True, True]
-
-
-def test_a_compiled_block_with_buffers_is_left_to_eager_execution():
-    net = Net(RunningBuffer)
-    apply_checkpointing(list(net.blocks), ["full"] * 3)
-    torch.compiler.reset()  # what other tests compiled and gave up is not tried again
-    with pytest.raises(Exception, match="buffers"):
-        torch.compile(net.blocks[0], backend="eager", fullgraph=True)(torch.randn(8, WIDTH))
 
 
 # --- what no attribute of a module shows ------------------------------------------------------------------------------

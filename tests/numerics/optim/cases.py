@@ -17,7 +17,7 @@ def check_states(optimizer):
     for parameter, state in optimizer.state.items():
         if not parameter.numel():
             continue
-        bits = optimizer.state_widths.bits_of(parameter)
+        bits = optimizer.bits_of(parameter)
         for key in {"state1", "state2"} & state.keys():
             assert state[key].dtype is (torch.uint8 if bits == 8 else torch.float32)
             assert not state[key].numel() % parameter.numel()

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.optimizers import optimizer_classes
 
@@ -32,10 +31,10 @@ def test_meanings_are_the_arguments_of_the_class(name):
         pytest.skip(f"{family.package} is not installed")
     arguments = family.load().__init__.__code__
     named = set(arguments.co_varnames[: arguments.co_argcount + arguments.co_kwonlyargcount]) - {"self", "params", "lr"}
-    assert set(family.meanings) | set(family.settings) | set(family.fixed) <= named
+    assert set(family.meanings) | set(family.settings) <= named
     hidden = {"capturable", "differentiable", "foreach", "fused", "optim_bits", "args", "min_8bit_size", "is_paged"}
     hidden |= {"decoupled_weight_decay"}  # of torch.Adam, which then is AdamW
-    assert named - hidden <= set(family.meanings) | set(family.settings) | set(family.fixed)
+    assert named - hidden <= set(family.meanings) | set(family.settings)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +118,6 @@ def test_no_decay_is_none_of_either_kind():
     assert exchange(torch.optim.Adam(parameters()), "torch.AdamW").param_groups[0]["weight_decay"] == 0.0
 
 
-def test_states_go_on_within_a_family_and_are_refused_elsewhere():
-    optimizer = adamw()
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    with pytest.raises(ValueError, match="of Adam.*can't go on"):
-        exchange(optimizer, "bitsandbytes.Lion", LION)
-    state = exchange(optimizer, "torch.AdamW").state
-    for p in optimizer.param_groups[0]["params"]:
-        assert torch.equal(state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 def test_torchao(tmp_path, monkeypatch):
@@ -161,16 +148,3 @@ def test_torchao(tmp_path, monkeypatch):
             assert type(found) is type(value)
             wide = [one.dequantize() if hasattr(value, "codes") else one for one in (found, value)]
             assert torch.equal(*wide), key
-
-
-@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-def test_torchao_goes_on_from_itself_alone():
-    plain = adamw()
-    for p in plain.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    plain.step()
-    for written in (plain, exchange(plain, "torch.AdamW"), to_bitsandbytes(plain)):
-        with pytest.raises(ValueError, match=r"of Adam.*can't go on as those of torchao.AdamW4bit"):
-            exchange(adamw(), "torchao.AdamW4bit").load_state_dict(written.state_dict())
-    with pytest.raises(ValueError, match="of Adam.*can't go on"):
-        exchange(plain, "torchao.AdamW4bit")

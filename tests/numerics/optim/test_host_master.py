@@ -79,26 +79,6 @@ def test_same_numbers_as_float32_weights_beside_a_bfloat16_copy(device, accumula
         assert torch.equal(p, weight)
 
 
-@pytest.mark.parametrize("keep_masters", [False, True])
-def test_removing_gives_the_optimizer_its_weights_and_states_back(keep_masters):
-    net = model()
-    weights = list(net.parameters())
-    optimizer = torch.optim.AdamW([{"params": weights[:2]}, {"params": weights[2:], "lr": 1.0}])
-    host = HostMaster(optimizer)
-    backward(net, 0)
-    optimizer.step()
-    moments = [optimizer.state[p]["exp_avg"] for group in optimizer.param_groups for p in group["params"]]
-    masters = [host.master_of(p).clone() for p in weights]
-    host.remove(keep_masters)
-    host.remove(keep_masters)
-    for p, master in zip(weights, masters, strict=True):
-        assert torch.equal(p, master if keep_masters else master.to(torch.bfloat16))
-    assert [p for group in optimizer.param_groups for p in group["params"]] == weights
-    assert all(optimizer.state[p]["exp_avg"] is moment for p, moment in zip(weights, moments, strict=True))
-    net(inputs(1).to(weights[0].dtype)).sum().backward()
-    assert all(p.grad is not None for p in weights)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"lr": torch.tensor(0.1)}, None)],

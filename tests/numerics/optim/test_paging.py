@@ -76,18 +76,6 @@ def test_states_that_a_trial_has_dropped_are_used_again(allocated):
     del other
 
 
-def test_states_that_are_still_looked_at_are_not_given_away(allocated):
-    optimizer = paged()
-    state = make_states(optimizer, 7)
-    view, flat = state["state1"].detach().view(-1)[5:], state["state2"].numpy()
-    optimizer.state.clear()
-    del state
-    make_states(optimizer, 1)
-    assert view.eq(7).all()
-    assert (flat == 7).all()
-    assert sum(allocated) == 2 * NUM_BYTES
-
-
 def loaded(optimizer):
     """The optimizer with states that were saved and loaded, and stay on the host."""
     file = io.BytesIO()

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from lightning_memfit.optim.eight_bit import to_bitsandbytes
 from lightning_memfit.optim.exchange import exchange
 from lightning_memfit.optim.float32_step import Float32Step
-from lightning_memfit.optim.replace import replace_optimizers, take_out
+from lightning_memfit.optim.replace import replace_optimizers
 
 
 def adamw(lr=0.1):
@@ -116,48 +116,6 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_there_is_one_list_of_groups(name):
-    weight, later = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
-    group = {"params": [weight], "lr": 0.5}
-    optimizer = torch.optim.AdamW([group], weight_decay=0.0)
-    groups, schedule = optimizer.param_groups, lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    called = []
-    handle = optimizer.register_step_post_hook(lambda *_: called.append("step"))
-    assert replace_optimizers([optimizer], CONVERSIONS[name])[0] is optimizer
-    assert optimizer.param_groups is groups
-    assert groups[0] is group
-
-    def step():
-        for parameter in (weight, later):
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        return weight.detach().clone()
-
-    before = step()
-    group["lr"] = 0.0
-    assert torch.equal(step(), before)  # a rate that a kept group was given counts
-    optimizer.add_param_group({"params": [later], "lr": 0.25})
-    schedule.base_lrs.append(0.25)
-    lr_scheduler.LambdaLR(optimizer, lambda step: 1.0).step()  # made later, by a kept reference
-    step()
-    assert later[0] != 1
-    assert group["lr"] == 0.5
-    assert len(optimizer.state) == 2
-    assert len(optimizer.state_dict()["state"]) == 2
-    assert called == ["step"] * 3
-    handle.remove()
-    step()
-    assert called == ["step"] * 3
-    optimizer.zero_grad()
-    assert weight.grad is None
-    loaded = optimizer.state_dict()
-    loaded["param_groups"][0]["lr"] = 0.0
-    optimizer.load_state_dict(loaded)
-    before = weight.detach().clone()
-    assert torch.equal(step(), before)
-
-
 def test_a_step_put_on_the_object_is_refused():
     optimizer = adamw()
     optimizer.step = lambda closure=None: None
@@ -167,45 +125,3 @@ def test_a_step_put_on_the_object_is_refused():
 
 
 # --- parameters taken out -------------------------------------------------------------------------------------------
-
-
-def named(parameters):
-    if "param_names" not in torch.optim.SGD([("a", nn.Parameter(torch.ones(1)))]).param_groups[0]:
-        pytest.skip("torch names no parameters of optimizers before 2.6")
-    return torch.optim.AdamW([(f"p{place}", p) for place, p in enumerate(parameters)], lr=0.1)
-
-
-LEFT = {
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
-    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
-    "named": named,
-}
-
-
-@pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
-def test_what_is_left_steps_and_is_saved_as_if_the_rest_had_never_been_there(make):
-    def run(taken_out):
-        torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(3), requires_grad=place % 2 > 0) for place in range(4)]
-        optimizer = make(parameters if taken_out else parameters[1::2])
-        if taken_out:
-            take_out(optimizer, lambda p: not p.requires_grad)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = sum(p.square().sum() for p in parameters[1::2])
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            optimizer.step(closure)
-        return parameters, optimizer
-
-    parameters, optimizer = run(True)
-    expected, alone = run(False)
-    assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
-    saved, wanted = optimizer.state_dict(), alone.state_dict()
-    assert saved["state"].keys() == wanted["state"].keys()
-    groups = [{**group, "param_names": None} for group in saved["param_groups"]]
-    assert groups == [{**group, "param_names": None} for group in wanted["param_groups"]]
-    assert optimizer.param_groups[0].get("param_names", ["p1", "p3"]) == ["p1", "p3"]
