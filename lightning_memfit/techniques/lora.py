@@ -51,7 +51,7 @@ class Lora(TechniqueCallback):
 
     Raises:
         ModuleNotFoundError: If peft is not installed.
-        ValueError: If a number is out of range.
+        ValueError: If `alpha` is not positive.
     """
 
     rules_traces = True
@@ -65,12 +65,8 @@ class Lora(TechniqueCallback):
         train: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if rank < 1:
-            raise ValueError(f"`rank={rank}` must be at least 1.")
-        if alpha <= 0:
+        if alpha <= 0:  # of the other numbers peft and torch say so
             raise ValueError(f"`alpha={alpha}` must be positive.")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"`dropout={dropout}` must be at least 0 and below 1.")
         require("peft", "Lora")
         # Not first within a trace: an error that this import catches and logs leads to the frames around it, and who
         # keeps the log keeps their tensors.

@@ -286,16 +286,6 @@ def test_a_second_backward_pass_is_refused_in_words():
         fit([ChunkedLoss(3)], Twice)
 
 
-def test_a_head_of_several_layers_is_refused_in_words():
-    class Deep(Labelled):
-        def configure_model(self):
-            super().configure_model()
-            self.model.lm_head = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64))
-
-    with pytest.raises(ValueError, match="one linear output head"):
-        fit([ChunkedLoss()], Deep)
-
-
 # --- batches in which no token counts ---------------------------------------------------------------------------------
 
 ROWS = torch.randint(0, 64, (24, 16), generator=torch.Generator().manual_seed(3))

@@ -83,17 +83,6 @@ def test_several_loaders():
     assert torch.equal(seen[0]["a"], seen[0]["b"])
 
 
-def test_an_exception_puts_the_loader_back():
-    class Crash(pl.Callback):
-        def on_train_batch_start(self, *args):
-            raise ZeroDivisionError
-
-    loader = shuffled()
-    with pytest.raises(ZeroDivisionError):
-        run(loader, DataLoading(2), Crash())
-    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (0, None, False)
-
-
 def test_what_would_change_the_data_is_refused():
     stream = DataLoader(Stream(), batch_size=2)
     assert "IterableDataset" in refusal(LoaderFacts.of(stream), 2)

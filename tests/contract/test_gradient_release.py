@@ -10,7 +10,6 @@ from torch.optim import lr_scheduler
 
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.gradient_release import GradientRelease
-from lightning_memfit.techniques.optimizer import ReplaceOptimizer
 from lightning_memfit.techniques.optimizer_8bit import Optimizer8bit
 from tests.contract.runs import LanguageModel, assert_same_weights, fit, loader, trainer
 from tests.helpers.trainers import quiet_trainer
@@ -51,27 +50,6 @@ def test_same_run_without_gradients(callbacks, kwargs):
     assert_same_weights(ours, plain)
     assert ours.seen["trainer"].global_step == plain.seen["trainer"].global_step
     assert not any(p._post_accumulate_grad_hooks for p in ours.parameters())
-
-
-@pytest.fixture
-def uncompiled():
-    torch.compiler.set_stance("force_eager")  # the arithmetic is the same, and compiling it takes a minute
-    yield
-    torch.compiler.set_stance("default")
-
-
-def test_same_run_with_an_optimizer_that_compiles_each_parameters_step(uncompiled):
-    pytest.importorskip("torchao")
-
-    def module():
-        return LanguageModel(scheduled)
-
-    replaced = ReplaceOptimizer("torchao.AdamW4bit")
-    plain = fit([copy.deepcopy(replaced)], module)
-    ours = fit([replaced, GradientRelease(), NoGradients()], module)
-    assert ours.seen["released"]
-    assert torch.equal(torch.stack(ours.losses), torch.stack(plain.losses))
-    assert_same_weights(ours, plain)
 
 
 class Backward(LanguageModel):

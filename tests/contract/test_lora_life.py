@@ -17,7 +17,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from lightning_memfit.adapters import lora
 from lightning_memfit.adapters.checkpoint import merged_state_dict
@@ -90,15 +89,6 @@ def fitted(callbacks, module=None, ckpt_path=None, **options):
 
 
 BATCH = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(9))
-BATCHES = DataLoader(BATCH, 2)
-
-
-class KeepOutput(pl.Callback):
-    """The module's output with adapters, at the end of training."""
-
-    def on_train_end(self, trainer, pl_module):
-        with torch.no_grad():
-            self.output = pl_module.eval()(BATCH)
 
 
 # --- any module -----------------------------------------------------------------------------------------------------
@@ -282,15 +272,6 @@ def test_updates_too_small_for_bfloat16_reach_the_adapters(name, precision):
     assert module.backbone[0].weight.dtype is (torch.bfloat16 if precision == "bf16-true" else torch.float32)
 
 
-def test_there_is_nothing_to_round_beside_adapters(monkeypatch):
-    module, seen, said = net(), AdapterState(), []
-    monkeypatch.setattr(StochasticRounding, "announce", lambda self, message: said.append(message))
-    module.configure_optimizers = adam_with_small_steps.__get__(module)
-    fitted([Lora(4), StochasticRounding(), seen], module, precision="bf16-true")
-    assert said == ["AdamW trains float32 weights alone, which need no other rounding"]
-    assert seen.dtypes == {torch.float32}
-
-
 def test_a_trace_of_a_module_with_adapters_keeps_them_in_float32():
     module = net().bfloat16()
     lora.inject(module, ["head"], rank=4, alpha=8.0, dropout=0.0, stay_float32=True)
@@ -351,25 +332,6 @@ def test_evaluates_its_checkpoints(tmp_path, name, weights_only):
     torch.testing.assert_close(
         merged, predicted, rtol=1e-4 if name == "lora" else 0.5, atol=1e-5 if name == "lora" else 0.5
     )
-
-
-class Interrupt(pl.Callback):
-    def __init__(self, hook, error):
-        def fail(*args, **kwargs):
-            raise error
-
-        setattr(self, hook, fail)
-
-
-@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_batch_start", "on_train_end", "teardown"])
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_exception_anywhere_leaves_a_module_that_can_be_trained(hook, error):
-    module = net()
-    with pytest.raises((ZeroDivisionError, SystemExit, KeyboardInterrupt)):
-        fitted([*fresh("4bit"), Interrupt(hook, error)], module)
-    fitted(fresh("4bit"), module)
-    assert [n for n, _ in module.named_parameters()] == [n for n, _ in fitted(fresh("4bit"))[0].named_parameters()]
-    assert len(module.losses) >= 6
 
 
 # --- beside other callbacks -----------------------------------------------------------------------------------------
@@ -468,42 +430,6 @@ def test_two_processes(tmp_path):
 
 
 # --- what is frozen and unfrozen in the run -------------------------------------------------------------------------
-
-
-class FreezeHead(pl.Callback):
-    """Freeze a layer, adapter and all, once it has been trained for an epoch."""
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch >= 1:
-            pl_module.head.requires_grad_(False)
-
-
-class FirstOutput(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        with torch.no_grad():
-            self.output = pl_module.eval()(BATCH)
-        pl_module.train()
-
-
-@pytest.mark.parametrize("name", LORA)
-@pytest.mark.parametrize("train", [(), ("head",)])
-def test_what_was_trained_is_saved_though_it_is_frozen_by_then(tmp_path, name, train):
-    def callbacks():
-        made = fresh(name)
-        made[-1].train = train
-        if name == "4bit":
-            made[0].target_modules = ["backbone.1"]
-        if train:
-            made[-1].target_modules = ["backbone.1"]
-        return [*made, FreezeHead()]
-
-    best, keep, first = ModelCheckpoint(tmp_path, save_last=True), KeepOutput(), FirstOutput()
-    module, run = fitted([*callbacks(), best, keep], max_epochs=3, enable_checkpointing=True)
-    fitted([*callbacks(), first], ckpt_path=tmp_path / "last.ckpt", max_epochs=4)
-    assert torch.equal(first.output, keep.output)
-    predicted = trainer(callbacks()[:-1]).predict(net(), BATCHES, ckpt_path=tmp_path / "last.ckpt")[0]
-    torch.testing.assert_close(predicted, module.eval()(BATCH), rtol=1e-5, atol=1e-5)
-    assert torch.equal(run.predict(module, BATCHES, ckpt_path=tmp_path / "last.ckpt")[0], predicted)
 
 
 # --- callbacks that can't be served ---------------------------------------------------------------------------------

@@ -221,23 +221,6 @@ def test_states_of_parameters_in_another_order_are_refused(tmp_path, name):
     assert module.losses == []
 
 
-class Grow(pl.Callback):
-    """Adds a group with nothing but parameters, for which the module's hyper-parameters hold."""
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 1:
-            trainer.optimizers[0].add_param_group({"params": pl_module.net[0].parameters()})
-
-
-def test_a_group_added_later_has_the_module_s_hyper_parameters():
-    def make(parameters):
-        return torch.optim.AdamW(list(parameters)[2:], 1e-2, weight_decay=0.5, betas=(0.8, 0.95))
-
-    reference = run([Grow()], make=make, max_epochs=3)
-    replaced = run([Grow(), ReplaceOptimizer("torch.AdamW")], make=make, max_epochs=3)
-    assert torch.equal(weights(replaced), weights(reference))
-
-
 def test_a_kept_optimizer_is_the_one_that_trains():
     class StopsAfterTwo(Regression):
         def on_train_batch_start(self, batch, batch_idx):

@@ -49,16 +49,6 @@ def test_blocks_are_compiled_while_it_trains_and_plain_afterwards(plain):
     assert ours.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_a_module_that_is_compiled_already_is_refused():
-    def compiled():
-        model = module()
-        model.model.transformer.h[0].compile()
-        return model
-
-    with pytest.raises(ValueError, match="compiled already"):
-        fit([TorchCompile()], compiled)
-
-
 def test_the_estimate_is_an_upper_bound():
     """Compiled code allocates past dispatch modes, so the allocator's own events are counted."""
     batch = next(iter(loader()))

@@ -50,15 +50,3 @@ def test_refuses_code_that_would_find_no_gradients(owner):
     module, callbacks = (LanguageModel, [looks()]) if owner == "callback" else (looks, [])
     with pytest.raises(ValueError, match=r"`on_before_zero_grad`.*gradients are gone"):
         fit([ZeroGradAfterStep(), *callbacks], module)
-
-
-def test_hooks_of_the_step_that_come_later_still_find_gradients():
-    class Hook(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            [optimizer] = trainer.optimizers
-            optimizer.register_step_post_hook(lambda *_: seen.append(pl_module.model.lm_head.weight.grad))
-
-    seen = []
-    fit([ZeroGradAfterStep(), Hook()], LanguageModel)
-    assert seen
-    assert all(gradient is not None for gradient in seen)

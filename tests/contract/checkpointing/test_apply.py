@@ -160,17 +160,6 @@ def test_a_forward_set_on_the_instance_is_put_back():
     assert vars(block)["forward"] is counted
 
 
-def test_checkpointing_twice_is_refused():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    block = Awkward()
-    apply_checkpointing([block], ["full"])
-    with pytest.raises(ValueError, match="checkpointed already"):
-        apply_checkpointing([block], ["full"])
-    with pytest.raises(ValueError, match="checkpointed already"):
-        apply_checkpointing([checkpoint_wrapper(Awkward())], ["full"])
-
-
 def test_caches_are_off_while_applied_with_one_warning():
     model = gpt2(use_cache=True)
     with pytest.warns(UserWarning, match="use_cache=True") as caught:

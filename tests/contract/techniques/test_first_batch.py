@@ -14,11 +14,6 @@ from lightning_memfit.techniques.core.first_batch import first_batch
 from tests.contract.runs import LanguageModel, trainer
 
 
-class Count(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
-
-
 class Read(pl.Callback):
     """Reads in `setup`, as techniques do, and collects what the run gets."""
 
@@ -62,15 +57,6 @@ def test_the_run_gets_the_batches_it_would_have_got(own_generator):
     ours, plain = run(shuffled(generators[0])), run(shuffled(generators[1]), reader=False)
     assert ours.read[0].shape == (2,)
     assert torch.equal(ours.batches[0][0], plain.batches[0][0])
-
-
-def test_iterable_data():
-    callback = run(DataLoader(Count(), batch_size=3))
-    assert callback.read.tolist() == callback.batches[0].tolist() == [0, 1, 2]
-
-
-def test_a_list_of_batches():
-    assert run([torch.ones(2), torch.zeros(2)]).read.tolist() == [1, 1]
 
 
 def test_an_iterator_is_not_used_up():
@@ -190,13 +176,6 @@ def test_training_sees_the_same_data(make, name):
     for one, other in zip(plain.batches, ours.batches, strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(plain.net.weight, ours.net.weight, rtol=1e-4, atol=0)  # `MemFit` fuses the optimizer
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_there_is_a_prediction(name):
-    callback = MemoryPrediction()
-    trained(LOADERS[name](), callback)
-    assert callback.estimate is not None
 
 
 class Writing(Dataset):

@@ -87,30 +87,6 @@ def test_gradients_are_never_all_alive():
     assert peak(True) < 4 * weight
 
 
-def test_removal():
-    model, _, release = train(torch.optim.AdamW, True)
-    assert release.num_parameters == len(list(model.parameters())) - 2
-    release.remove()
-    release.remove()
-    model(torch.randint(0, 64, (32,))).backward()
-    assert model.head.weight.grad is not None
-
-
-def test_hooks_that_are_registered_later_see_one_step_and_are_refused():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    release, calls = GradientRelease(optimizer), []
-    handle = optimizer.register_step_post_hook(lambda *_: calls.append("own"))
-    model(torch.ones(2, 4)).sum().backward()
-    assert not calls
-    optimizer.step()
-    assert calls == ["own"]
-    with pytest.raises(ValueError, match="SGD.*hook around its step, `.*<lambda>`"):
-        release.refresh()
-    handle.remove()
-    release.refresh()
-
-
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Float32Step], ids=["released", "rounded"])
 def test_what_bitsandbytes_is_told_of_one_parameter_is_refused(wrap):
     manager = bnb.optim.GlobalOptimManager.get_instance()

@@ -79,16 +79,6 @@ def test_same_numbers_as_float32_weights_beside_a_bfloat16_copy(device, accumula
         assert torch.equal(p, weight)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "expected"),
-    [({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"lr": torch.tensor(0.1)}, None)],
-)
-def test_fused_kernel_where_nothing_was_chosen(kwargs, expected):
-    optimizer = torch.optim.AdamW(model().parameters(), **kwargs)
-    HostMaster(optimizer)
-    assert optimizer.param_groups[0]["fused"] is expected
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (8, 16), (0,)])
 def test_a_single_changed_element_is_found(shape):
     weight = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
@@ -100,19 +90,6 @@ def test_a_single_changed_element_is_found(shape):
         weight.data.view(-1)[-1] = 2.0
         with pytest.raises(RuntimeError, match="written to by other code"):
             optimizer.step()
-
-
-def test_weights_in_other_layouts_are_watched_too():
-    conv = nn.Conv2d(4, 6, 3).to(torch.bfloat16, memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
-    HostMaster(optimizer)
-    conv(torch.ones(1, 4, 5, 5, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    conv.weight = nn.Parameter(conv.weight.detach())  # another parameter is none of its business
-    optimizer.step()
-    conv.bias.data = conv.bias.data.clone()
-    with pytest.raises(RuntimeError, match=r"of shape \(6,\)"):
-        optimizer.step()
 
 
 def step_with(net, optimizer, host, in_closure, change):

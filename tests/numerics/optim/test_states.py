@@ -153,16 +153,6 @@ def test_an_override_counts_whenever_it_was_registered(manager, before):
     assert [optimizer.state[p]["state1"].dtype for p in (first, second)] == [torch.uint8, torch.float32]
 
 
-def test_hooks_for_saving_and_loading_run():
-    (p,) = parameters((64, 64))
-    optimizer = to_bitsandbytes(torch.optim.AdamW([p]))
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == ["before", "after"]
-
-
 # --- from one to another ----------------------------------------------------------------------------------------------
 
 ADAMS = {
