@@ -151,7 +151,7 @@ def exchange(
     settings = {key: value for key, value in options.items() if key in target.settings}
     loaded: type[Any] = target.load()
     cls = _STEPPING[target.package](loaded) if target.package in _STEPPING else loaded
-    built: Optimizer = cls([dict(group) for group in groups], **settings)
+    built: Optimizer = cls([dict(group) for group in groups], **target.fixed, **settings)
     if target.package == "bitsandbytes":
         guard(built, optimizer, Form(target.class_name, EightBitForm()), name, technique)
     else:
@@ -213,7 +213,7 @@ def _translated(
                 f"`{key}={group[key]!r}` ({meanings[key]}) has no counterpart in {name}. List it in `drop` to give it "
                 "up, or keep the optimizer."
             )
-    old = {*source.meanings, *target.meanings, *KERNELS, *_MUST_BE_OFF, "decoupled_weight_decay"}
+    old = {*source.meanings, *source.fixed, *target.meanings, *KERNELS, *_MUST_BE_OFF, "decoupled_weight_decay"}
     extra = {key: value for key, value in group.items() if key not in old}
     return {**extra, **translated}
 

@@ -113,6 +113,8 @@ class OptimizerClass:
     """Dotted path of the class."""
     meanings: Mapping[str, str]
     """Meaning of every hyper-parameter but `lr`."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that make the class keep to the groups: their learning rate, the kind of decay that they have."""
     settings: frozenset[str] = frozenset()
     """Arguments of the constructor that are not hyper-parameters of groups: kernels, block sizes."""
     note: str = ""
@@ -192,7 +194,7 @@ class OptimizerRecord:
     def make(self, parameters: Any, lr: float) -> Any:
         """Build the optimizer."""
         made: Any = _load(self.path or self.cls.path)
-        return made(parameters, lr=lr, **self.arguments)
+        return made(parameters, lr=lr, **self.cls.fixed, **self.arguments)
 
 
 def _load(path: str) -> type:

@@ -31,10 +31,10 @@ def test_meanings_are_the_arguments_of_the_class(name):
         pytest.skip(f"{family.package} is not installed")
     arguments = family.load().__init__.__code__
     named = set(arguments.co_varnames[: arguments.co_argcount + arguments.co_kwonlyargcount]) - {"self", "params", "lr"}
-    assert set(family.meanings) | set(family.settings) <= named
+    assert set(family.meanings) | set(family.settings) | set(family.fixed) <= named
     hidden = {"capturable", "differentiable", "foreach", "fused", "optim_bits", "args", "min_8bit_size", "is_paged"}
     hidden |= {"decoupled_weight_decay"}  # of torch.Adam, which then is AdamW
-    assert named - hidden <= set(family.meanings) | set(family.settings)
+    assert named - hidden <= set(family.meanings) | set(family.settings) | set(family.fixed)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_combination_is_equal_or_refused_in_the_same_words(seed: int) -> None:
 
 
 def test_rounding_of_the_promised_run_itself_is_allowed() -> None:
-    """Seed 26 cuts batches of 8 into 3, 3 and 2: another order of additions, which three steps of AdamW magnify."""
-    row = combine(26)
+    """Seed 999 cuts batches of 8 into 3, 3 and 2: another order of additions, which three steps of AdamW magnify."""
+    row = combine(999)
     assert row["verdict"] == "equal"
     assert TOLERANCES["exact"] <= row["tolerance"] < 10 * TOLERANCES["exact"]
 
