@@ -65,8 +65,8 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
             ranks. It must be a multiple of `tensor_parallel_size`.
         reshard_after_forward: False keeps blocks gathered until their backward: more memory, less communication.
         blocks: Class name or dotted names of the units to shard; by default repeated blocks are found.
-        tensor_parallel_size: Number of ranks that compute a block together, for blocks like GPT-2's and Llama's. It
-            must divide their heads; choose devices of one machine.
+        tensor_parallel_size: Number of ranks that compute a block of GPT-2's together. It must divide their heads;
+            choose devices of one machine.
         process_group_backend: Backend of `torch.distributed`; by default nccl on CUDA, gloo on the CPU.
         timeout: How long a collective waits.
         gather_dtype: Name of the dtype, such as `bfloat16`, to gather weights in and compute with; shards, reduced

@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from tests.helpers.strategy_runs import BATCH, Losses, TokenData, Tokens, build_module, build_trainer
+from tests.helpers.strategy_runs import BATCH, TokenData, Tokens, build_module, build_trainer
 from tests.helpers.strategy_scenarios import HALF, train
 
 
@@ -92,25 +92,6 @@ def logits(case: dict[str, Any]) -> dict[str, Any]:
         torch.save(found, Path(case["folder"]) / "logits.pt")
     distributed.barrier()
     return {}
-
-
-def compiled(case: dict[str, Any]) -> dict[str, Any]:
-    """Go on, with the network compiled, from a folder that a run without that has written, and from its own."""
-
-    def fit(steps: int, path: Path | None) -> tuple[pl.Trainer, list[float]]:
-        torch._dynamo.reset()
-        pl.seed_everything(0, verbose=False)
-        losses, module = Losses(), build_module()
-        module.configure_model()
-        module.model = torch.compile(module.model, backend="eager")
-        trainer = build_trainer(case, losses, max_steps=steps)
-        trainer.fit(module, TokenData(), ckpt_path=path)
-        return trainer, losses.values
-
-    own = Path(case["folder"]) / "compiled.ckpt"
-    fit(HALF, None)[0].save_checkpoint(own)
-    theirs = Path(case["folder"]).parent / "half.ckpt"
-    return {name: fit(2 * HALF, path)[1] for name, path in (("theirs", theirs), ("own", own))}
 
 
 class KeptForBackward(pl.Callback):

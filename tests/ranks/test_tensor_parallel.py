@@ -12,17 +12,6 @@ from tests.helpers.strategy_runs import BATCH, CLIP, CONFIG, Tokens
 from tests.helpers.strategy_scenarios import evaluate_whole
 
 SCENARIOS, OURS = "tests.helpers.strategy_scenarios", "tests.helpers.tensor_parallel_scenarios"
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "max_position_embeddings": 32,
-}
-QWEN2 = LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True}  # with biases on q, k and v alone
 DROPOUT = CONFIG | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 HIDDEN = 256
 OPT = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 64}
@@ -49,8 +38,6 @@ def together(size=2, **options):
 STEPS = {**together(), "accumulate": 2, "clip": CLIP}
 TRAINED = {
     "gpt2": STEPS,
-    "llama": STEPS | {"module": {"config": LLAMA}},
-    "qwen2": STEPS | {"module": {"config": QWEN2}},
     **{name: {**together(), "callbacks": [callback]} for name, callback in CALLBACKS.items()},
 }
 REFUSED = {
@@ -58,11 +45,11 @@ REFUSED = {
     "sharding": (together(sharding_size=1), "must be a multiple of `tensor_parallel_size=2`"),
     "heads": (
         {**together(), "module": {"config": CONFIG | {"n_head": 1}}},
-        "`tensor_parallel_size=2` can't divide the 1 heads of model.transformer.h.0.attn.c_attn. Take a divisor of 1.",
+        "`tensor_parallel_size=2` can't divide the 1 heads of model.transformer.h.0.attn. Take a divisor",
     ),
     "architecture": (
         {**together(), "module": {"config": OPT}},
-        "there is no plan for model.model.decoder.layers.0 (OPTDecoderLayer)",
+        "model.model.decoder.layers.0 (OPTDecoderLayer) is none",
     ),
     "adapters": (
         {**together(), "callbacks": [{"class_path": "lightning_memfit.techniques.lora.Lora"}]},
@@ -147,23 +134,6 @@ def test_a_checkpoint_of_one_device_goes_on_together(results, on_one, folder):
     assert launch(folder, {"resume": case})["resume"]["losses"] == close(results["resume"]["losses"])
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compiled-network")
-    own = folder / "own"  # it goes on from what "save" leaves in the folder above, too
-    own.mkdir()
-    common = {**together(), "folder": str(folder)}
-    cases = {scenario: common | {"scenario": f"{SCENARIOS}.{scenario}"} for scenario in ("save", "resume")}
-    cases["compiled"] = common | {"scenario": f"{OURS}.compiled", "folder": str(own)}
-    return launch(folder, cases)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("folder_of", ["theirs", "own"])
-def test_a_compiled_network_goes_on(compiled, folder_of):
-    assert compiled["compiled"][folder_of] == close(compiled["resume"]["losses"])
-
-
 def test_consolidated_weights_evaluate_alike(results, folder):
     assert evaluate_whole(str(folder / "half.ckpt"), ranks=1) == close(results["save"]["val_loss"])
 
@@ -221,15 +191,9 @@ def on_four(request, tmp_path_factory):
         case = {**layout, "devices": 4, "folder": str(folder / name)}
         for scenario in ("save", "resume"):
             cases[f"{name}/{scenario}"] = case | {"scenario": f"{SCENARIOS}.{scenario}"}
-    (folder / "llama").mkdir()
-    odd = {**together(), "devices": 4, "module": {"config": LLAMA | {"intermediate_size": 90}}}  # 45 = 23 + 22 features
-    cases["llama"] = odd | {"clip": CLIP}
-    for scenario in ("save", "validate"):
-        cases[f"llama/{scenario}"] = {**odd, "folder": str(folder / "llama"), "scenario": f"{SCENARIOS}.{scenario}"}
     cases = {name: case for name, case in cases.items() if name in trained or "/" in name}
     others = (
         test_two_by_two_ranks_resume,
-        test_uneven_parts_are_saved_and_loaded,
         test_groups_see_samples_of_their_own,
     )
     if not any(selected(request, test.__name__) for test in others):
@@ -245,7 +209,7 @@ def on_four(request, tmp_path_factory):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["sharded", "hybrid", "llama"])
+@pytest.mark.parametrize("name", ["sharded", "hybrid"])
 def test_two_by_two_ranks_train_as_plain_torch(on_four, name):
     found = on_four[0][name]
     assert found["losses"] == close(found["plain"])
@@ -258,13 +222,6 @@ def test_two_by_two_ranks_resume(on_four, name):
     assert found[f"{name}/save"]["first"] == close(found[f"{name}/save"]["whole"][:2])
     assert found[f"{name}/resume"]["losses"] == close(found["sharded/resume"]["losses"])
     assert evaluate_whole(str(folder / name / "half.ckpt"), ranks=2) == close(found[f"{name}/save"]["val_loss"])
-
-
-@pytest.mark.nightly
-def test_uneven_parts_are_saved_and_loaded(on_four):
-    found, folder = on_four
-    assert found["llama/validate"]["val_loss"] == close(found["llama/save"]["val_loss"])
-    assert evaluate_whole(str(folder / "llama" / "half.ckpt"), ranks=2) == close(found["llama/save"]["val_loss"])
 
 
 @pytest.mark.parametrize("name", ["sampler", "data"])

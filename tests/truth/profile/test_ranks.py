@@ -188,7 +188,7 @@ def test_traces_of_one_process_do_not_share_groups() -> None:
         ranks = Ranks(lambda: FullyShardedStrategy(**sizes), 4)
         given = {"input_ids": ids, "labels": ids}
         options = {"check_assumptions": False, "ranks": ranks}
-        found = trace_step(small_language_model(), given, StepOptions(), Emulation("cpu"), **options)
+        found = trace_step(small_language_model(is_fused=True), given, StepOptions(), Emulation("cpu"), **options)
         return int(found.events.live_bytes().max())
 
     first = peak(tensor_parallel_size=2)
