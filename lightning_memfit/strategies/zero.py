@@ -48,7 +48,6 @@ from lightning_memfit.strategies.saved_names import check_names, plain_name, wit
 from lightning_memfit.strategies.sequence_parallel import DividesSequences
 from lightning_memfit.strategies.upstream.deepspeed import (
     begin_pass,
-    broadcast_scalars,
     check_shapes,
     disable_shared_memory_collectives,
     gather_before_hooks,
@@ -176,7 +175,6 @@ class ZeroStrategy(DividesSequences, EqualBatches, DeepSpeedStrategy):
     def setup_environment(self) -> None:
         """Start the processes' communication; Lightning's own strategy refuses the CPU here."""
         use_atomic_checkpoints(self)
-        broadcast_scalars()
         step_by_gradients_of_the_window()
         outlive_killed_builds()
         if self._on_cpu or {"offload_optimizer", "offload_param"} & set(self.config["zero_optimization"]):

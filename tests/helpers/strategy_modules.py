@@ -146,17 +146,6 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "val_loss": validated[0]["val_loss"], "left": left}
 
 
-class Scaled(Plain):
-    """One of its parameters has no dimension."""
-
-    def __init__(self) -> None:
-        super().__init__("itself")
-        self.temperature = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) / self.temperature
-
-
 class TwoGroups(Plain):
     """An optimizer with groups that differ, and a schedule."""
 

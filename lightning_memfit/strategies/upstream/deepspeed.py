@@ -41,13 +41,10 @@ def disable_shared_memory_collectives() -> None:
 def whole_weights_in_builds() -> Iterator[None]:
     """Let code that builds a module copy and initialize whole weights, while ZeRO-3 partitions them as they are made.
 
-    A partitioned parameter has the shape `(0,)` until a layer computes with it. To `other.load_state_dict(
-    network.state_dict())`, by which references, target networks and averages are made, both sides then look alike, and
-    nothing is copied; `deepcopy(network)` has parameters without elements for good, and so has `Parameter(weight)`, by
-    which parametrizations take weights over; and `nn.init` writes into nothing. Inside this context they gather what
-    they copy or write, layer by layer and on all ranks: a state dict holds whole weights in host memory, and what is
-    loaded or initialized is the first rank's. Transformers' `from_pretrained` gathers by itself what it loads, on one
-    rank without the others in between, and asks for names and shapes of weights alone: nothing is gathered for it.
+    A partitioned parameter has the shape `(0,)`: `load_state_dict` of another network's copies nothing, `deepcopy` and
+    `Parameter(weight)` have no elements for good, and `nn.init` writes into nothing, all without a word. Inside this
+    context they gather what they copy or write, layer by layer and on all ranks; what is written is the first rank's.
+    Transformers' `from_pretrained` gathers by itself what it loads.
     """
     module: Any = torch.nn.Module
     parameter: Any = torch.nn.Parameter
@@ -102,50 +99,6 @@ def whole_weights_in_builds() -> Iterator[None]:
         stack.enter_context(replaced(parameter, "__deepcopy__", copy_whole))
         stack.enter_context(replaced(parameter, "__new__", staticmethod(make_whole)))
         yield
-
-
-@cache
-def broadcast_scalars() -> None:
-    """Let parameters without dimensions be broadcast.
-
-    DeepSpeed broadcasts the bytes of every parameter, as `data.view(torch.uint8)`, which torch has only for tensors
-    with a dimension. So they get one for as long as that takes; stage 3 has noted their shape by then.
-    """
-    from deepspeed import DeepSpeedEngine
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
-
-    broadcast, note, leave = (
-        DeepSpeedEngine._broadcast_model,
-        Init._convert_to_deepspeed_param,
-        GatheredParameters.__exit__,
-    )
-
-    def broadcast_model(self: Any) -> None:
-        scalars = [p for p in self.module.parameters() if not p.dim()]
-        _reshape(scalars, (1,))
-        try:
-            broadcast(self)
-        finally:
-            _reshape(scalars, ())
-
-    def convert(self: Any, param: Any) -> None:
-        note(self, param)
-        _reshape([param] if not param.dim() else [], (1,))  # it is partitioned next
-
-    def exit_gathered(self: Any, *error: Any) -> None:
-        scalars = [p for p in self.params if not p.dim()] if self.enabled else []
-        _reshape(scalars, (1,))
-        leave(self, *error)
-        _reshape([p for p in scalars if p.numel()], ())  # those that were not partitioned
-
-    DeepSpeedEngine._broadcast_model = broadcast_model
-    Init._convert_to_deepspeed_param = convert
-    GatheredParameters.__exit__ = exit_gathered
-
-
-def _reshape(parameters: Sequence[torch.nn.Parameter], shape: tuple[int, ...]) -> None:
-    for parameter in parameters:
-        parameter.data = parameter.data.reshape(shape)
 
 
 @cache
@@ -293,9 +246,8 @@ def gather_before_hooks(model: torch.nn.Module) -> None:
 def copy_parameters_from_swap_buffers() -> None:
     """Give a gathered parameter its own memory instead of the swap buffer into which DeepSpeed read it.
 
-    DeepSpeed returns the buffer on the CPU with one rank. It is used again once the module has run, but activation
-    checkpointing (`use_reentrant=False`) keeps the weights of recomputed operators by their memory until their backward
-    pass, which would then use another parameter's numbers: silently wrong gradients. With CUDA or more ranks it copies.
+    DeepSpeed returns the buffer on the CPU with one rank, and uses it again once the module has run. Activation
+    checkpointing keeps weights by their memory until backward, which would use another parameter's numbers.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -356,24 +308,9 @@ def free_states_once_swapped() -> None:
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 _OWN_KEYS = {
-    "buffer_names",
-    "checkpoint_parallel_dimensions",
-    "data_sampler",
-    "dp_world_size",
-    "ds_config",
-    "ds_version",
-    "frozen_param_fragments",
-    "frozen_param_shapes",
-    "global_samples",
-    "global_steps",
-    "lr_scheduler",
-    "module",
-    "mp_world_size",
-    "optimizer",
-    "param_shapes",
-    "random_ltd",
-    "shared_params",
-    "skipped_steps",
+    *("buffer_names", "checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_config", "ds_version"),
+    *("frozen_param_fragments", "frozen_param_shapes", "global_samples", "global_steps", "lr_scheduler", "module"),
+    *("mp_world_size", "optimizer", "param_shapes", "random_ltd", "shared_params", "skipped_steps"),
 }
 """Keys that DeepSpeed 0.19 adds to the file that also holds what Lightning saves."""
 
@@ -382,32 +319,18 @@ _CONVERTED = {"exp_avg", "exp_avg_sq", "step"}
 
 
 class ZeroFolder:
-    """A checkpoint folder that DeepSpeed wrote: a file of the optimizer for each rank, and files of the module.
-
-    Args:
-        folder: The checkpoint.
-
-    Raises:
-        ValueError: If there are no files of an optimizer under ZeRO in it.
-    """
+    """A checkpoint folder that DeepSpeed wrote: a file of the optimizer for each rank, and files of the module."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tag = (folder / ZERO_MARK).read_text().strip()
         inside = folder / self.tag
-        self.optimizer_files = [self._of_rank(inside, r) for r in range(len([*inside.glob("*_optim_states.pt")]))]
+        # The names of the optimizers' files begin otherwise in bf16.
+        self.optimizer_files = sorted(inside.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank_of)
         if not self.optimizer_files:
             raise ValueError(f"`ckpt_path={str(folder)!r}` holds no files of an optimizer under ZeRO.")
-        models = sorted(inside.glob("*zero_pp_rank_*_model_states.pt"), key=lambda one: int(one.name.split("_")[3]))
+        models = sorted(inside.glob("*zero_pp_rank_*_model_states.pt"), key=_rank_of)
         self.model_files = models or [inside / "mp_rank_00_model_states.pt"]
-
-    @staticmethod
-    def _of_rank(inside: Path, rank: int) -> Path:
-        """The optimizer's file of a rank; its name begins otherwise in bf16."""
-        found = [*inside.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")]
-        if len(found) != 1:
-            raise ValueError(f"`ckpt_path={str(inside.parent)!r}` has {len(found)} files of rank {rank}, not 1.")
-        return found[0]
 
     @property
     def is_partitioned(self) -> bool:
@@ -430,6 +353,10 @@ class ZeroFolder:
         if not self.is_partitioned:  # also what no optimizer group had
             weights |= {name: _widened(value) for name, value in entries if name not in weights}
         return {key: value for key, value in model.items() if key not in _OWN_KEYS} | {"state_dict": weights}
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.name.partition("zero_pp_rank_")[2].partition("_")[0])
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -507,12 +434,6 @@ def load_run(engine: Any, path: Path, strict: bool, is_on_disk: bool) -> tuple[d
 
     Where the ranks divide states otherwise than those that wrote it, the first rank converts the folder, beside it, by
     DeepSpeed's `ds_to_universal`, and all ranks load that.
-
-    Args:
-        engine: A new engine.
-        path: The folder.
-        strict: Refuse missing and unexpected weights.
-        is_on_disk: Whether states or parameters lie on disk.
 
     Returns:
         What Lightning, callbacks and the module saved besides, and the number of ranks that wrote it.
@@ -649,12 +570,7 @@ def _load_rest(engine: Any, saved: ZeroFolder) -> None:
 
 @torch.no_grad()
 def take_buffers(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
-    """Give a module on every rank the buffers and extra states of a checkpoint.
-
-    Args:
-        module: The module.
-        weights: What the checkpoint has under the names of the module's state.
-    """
+    """Give a module on every rank the buffers and extra states among what a checkpoint has."""
     for name, buffer in module.named_buffers():
         if name in weights:
             buffer.copy_(weights[name])
@@ -669,16 +585,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def check_shapes(path: str | Path, saved: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """Refuse a checkpoint with weights of other shapes than the module's, which ZeRO may have divided.
-
-    Args:
-        path: The checkpoint, for messages.
-        saved: Shapes by name.
-        module: The module.
-
-    Raises:
-        ValueError: Naming the first of them.
-    """
+    """Refuse a checkpoint with weights of other shapes than the module's, which ZeRO may have divided."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
         if name in saved and tuple(saved[name]) != shape:

@@ -11,7 +11,6 @@ from lightning_memfit.strategies.upstream import deepspeed
 TRIED_WITH = "0.19.8"
 TESTS = Path(__file__).parents[2]
 MENDS = {
-    "broadcast_scalars": "ranks/test_zero_any_module.py::test_it_trains_and_resumes_as_under_ddp",
     "step_by_gradients_of_the_window": "ranks/test_zero_any_module.py::test_a_layer_that_some_batches_leave_out",
     "begin_pass": "ranks/test_zero_by_hand.py::test_steps_by_hand_are_those_of_one_device",
     "removing_engine_hooks_only": "ranks/test_zero_by_hand.py::test_evaluation_takes_what_was_saved_and_leaves_hooks",
