@@ -1,6 +1,5 @@
 """`AtomicCheckpointIO`: checkpoints in one file that are whole or absent, checked before they are read."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,8 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_memfit.strategies.checkpoints import consolidated
-from lightning_memfit.strategies.integrity import CheckpointError, replacing_file, verify
+from lightning_memfit.strategies.integrity import replacing_file, verify
 from lightning_memfit.strategies.safe_loading import without_code
-from lightning_memfit.strategies.saved_names import without_other_states
-
-
-class _StatesOfAnother(Sequence[Any]):
-    """States that a sharded strategy keeps in its folder: who loads weights asks for none, who goes on is told so."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = path
-
-    @override
-    def __len__(self) -> int:
-        return 1
-
-    @override
-    def __getitem__(self, place: Any) -> Any:
-        raise CheckpointError(without_other_states(self._path, "one device"))
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -54,7 +37,7 @@ class AtomicCheckpointIO(CheckpointIO):
         """Write a file; an existing one stays until the new one is whole. A link is replaced, not what it leads to.
 
         Raises:
-            CheckpointError: If the disk gets full meanwhile.
+            CheckpointError: If it could not be written, as on a full disk.
         """
         if "://" in str(path):
             self._remote.save_checkpoint(checkpoint, path, storage_options)
@@ -85,7 +68,7 @@ class AtomicCheckpointIO(CheckpointIO):
         if self.verify:
             verify(path)
         if Path(path).is_dir():
-            return consolidated(path, weights_only) | {"optimizer_states": _StatesOfAnother(path)}
+            return consolidated(path, weights_only)
         with without_code(path, weights_only):  # into memory of its own: the next save may replace the file
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only is not False)  # nosec B614
         return loaded

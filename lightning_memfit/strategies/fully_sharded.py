@@ -32,7 +32,6 @@ from lightning_memfit.strategies.launched import (
     EqualBatches,
     is_traced,
     refuse_callbacks,
-    refuse_remote_folders,
     synchronize_batch_norms,
 )
 from lightning_memfit.strategies.optimizers import DIVIDED, check_optimizer
@@ -132,7 +131,6 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
         module = self.lightning_module
         assert module is not None
         refuse_callbacks(trainer, self.strategy_name, STOCHASTIC_AVERAGES)
-        refuse_remote_folders(trainer, self.strategy_name)
         synchronize_batch_norms(trainer, module)
         is_divided = any(isinstance(child, FSDPModule) for child in module.modules())
         if not is_divided:

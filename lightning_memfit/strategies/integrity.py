@@ -4,7 +4,6 @@ A file is a zip archive with a checksum of every entry, which `torch.load` doesn
 `memfit_manifest.json`, with size and SHA-256 of every file in it.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -17,8 +16,6 @@ from typing import IO, Any
 
 import torch
 
-from lightning_memfit.memory.error_chain import error_chain
-
 MANIFEST = "memfit_manifest.json"
 """The file of a folder with the digests of the others."""
 
@@ -26,7 +23,6 @@ ZERO_MARK, FSDP2_MARK = "latest", "meta.pt"
 """Files by which a folder is known to be a checkpoint, of DeepSpeed and of FSDP2; each is written last."""
 
 _CHUNK = 1 << 22
-_TAIL = 1 << 17  # bytes at the end of a file in which the end of its archive is looked for
 
 
 class CheckpointError(ValueError):
@@ -41,7 +37,7 @@ def replacing_file(target: Path) -> Iterator[IO[bytes]]:
     """Give a file to write to, which takes the place of `target` once the disk has all of it.
 
     Raises:
-        CheckpointError: If the disk gets full meanwhile, or a folder is there. What was there before stays.
+        CheckpointError: If it could not be written, or a folder is there. What was there before stays.
     """
     if target.is_dir() and not target.is_symlink():
         raise CheckpointError(f"{str(target)!r} is a folder, and is not overwritten by a file. Name another.")
@@ -49,11 +45,7 @@ def replacing_file(target: Path) -> Iterator[IO[bytes]]:
     partial = target.with_name(f"{target.name}.partial")
     remove(partial)
     with _cleaned_up(target, partial), partial.open("wb") as file:
-        told: Any = _Telling(file)
-        try:
-            yield told
-        except Exception as error:
-            raise told.error or error from error
+        yield file
         file.flush()
         os.fsync(file.fileno())
         partial.replace(target)
@@ -64,16 +56,12 @@ def replacing_file(target: Path) -> Iterator[IO[bytes]]:
 def replacing_folder(path: str | Path, mark: str) -> Iterator[Path]:
     """Give a folder beside `path` to write to, which takes its place once the disk has everything, digests included.
 
-    All ranks enter and leave together, and see the same folder. An earlier checkpoint stays until then, and is moved to
-    `<path>.former` for the moment between two renames.
-
-    Args:
-        path: Where the checkpoint is to be.
-        mark: A file that every checkpoint of this kind has, `ZERO_MARK` or `FSDP2_MARK`.
+    All ranks enter and leave together, and see the same folder. An earlier checkpoint, which has the file `mark`, stays
+    until then, and is moved to `<path>.former` for the moment between two renames.
 
     Raises:
         FileExistsError: If something other than such a checkpoint is at `path`.
-        CheckpointError: If it is at a URL, on one of several machines alone, or if the disk gets full meanwhile.
+        CheckpointError: If it is at a URL, on one of several machines alone, or could not be written.
     """
     if "://" in str(path):
         raise CheckpointError(
@@ -126,18 +114,17 @@ def replacing_folder(path: str | Path, mark: str) -> Iterator[Path]:
 
 @contextmanager
 def _cleaned_up(target: Path, partial: Path, is_first: bool = True) -> Iterator[None]:
-    """Leave nothing of what couldn't be written, and say that a disk is full."""
+    """Leave nothing of what couldn't be written."""
     try:
         yield
     except BaseException as error:
         if is_first:
             remove(partial)
-        if any(isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT) for one in error_chain(error)):
-            raise CheckpointError(
-                f"The disk got full while {str(target)!r} was written. What was there before is untouched. Free some "
-                "space (a new checkpoint is written beside the one that it replaces) and go on from it."
-            ) from error
-        raise
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            f"{str(target)!r} could not be written ({error}), as on a full disk. What was there before is untouched."
+        ) from error
 
 
 def remove(path: Path) -> None:
@@ -146,22 +133,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-class _Telling:
-    """A file for `torch.save`, which reports a full disk as something else: `error` is what writing failed with."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.flush = file, file.flush
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write, and keep the error."""
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
 
 
 def _files(folder: Path) -> list[Path]:
@@ -192,11 +163,7 @@ def _sync(folder: Path) -> None:
 
 
 def verify(path: str | Path, is_alone: bool = False) -> None:
-    """Check a checkpoint before it is read; all ranks of a run together, each a share of its files.
-
-    Args:
-        path: The checkpoint.
-        is_alone: Whether this rank asks for itself, and reads all of them.
+    """Check a checkpoint before it is read; all ranks of a run together, each a share of its files, or one alone.
 
     Raises:
         CheckpointError: On all ranks, if it is missing, damaged or something else: what is wrong with which file, and
@@ -265,17 +232,10 @@ def _problem(path: Path, rank: int, world_size: int) -> str | None:
 
 
 def _problem_of_file(path: Path) -> str | None:
-    size = path.stat().st_size
-    if not size:
+    if not path.stat().st_size:
         return "is empty: the run that wrote it ended too early."
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            return "is no checkpoint: `torch.save` did not write it."
-        file.seek(max(0, size - _TAIL))
-        tail = file.read()
-    end = tail[tail.rfind(b"PK\x05\x06") :]  # of the archive: a record and its comment
-    if len(end) != 22 + int.from_bytes(end[20:22], "little"):
-        return f"is cut off after {size} bytes, or has bytes beyond its end."
+    if not zipfile.is_zipfile(path):
+        return "is cut off, or no checkpoint: its end is not that of a file of `torch.save`."
     with zipfile.ZipFile(path) as archive:
         if "data.pkl" not in {name.partition("/")[2] for name in archive.namelist()}:
             return "is no checkpoint: it is a zip archive that `torch.save` did not write."

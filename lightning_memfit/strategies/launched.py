@@ -7,7 +7,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
-    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -35,45 +34,11 @@ LR_FINDER = (
 
 
 def refuse_callbacks(trainer: Trainer, strategy: str, *refused: tuple[tuple[type, ...], str]) -> None:
-    """Refuse callbacks that a strategy can't take.
-
-    Args:
-        trainer: The trainer, whose callbacks have `Tuner.lr_find`'s as well.
-        strategy: Name of the strategy.
-        refused: Classes and why, such as `AVERAGES`.
-
-    Raises:
-        MisconfigurationException: If it has one.
-    """
+    """Refuse callbacks that a strategy can't take."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kinds, words in refused:
             if isinstance(callback, kinds):
                 raise MisconfigurationException(f"`{type(callback).__name__}` {words.format(strategy)}")
-
-
-def refuse_remote_folders(trainer: Trainer, strategy: str) -> None:
-    """Refuse checkpoints at a URL where every rank writes files of its own into a folder.
-
-    Args:
-        trainer: The trainer, whose callbacks know their folders.
-        strategy: Name of the strategy.
-
-    Raises:
-        MisconfigurationException: If a callback is to write to one while it trains.
-    """
-    for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():  # type: ignore[attr-defined]
-        if isinstance(callback, ModelCheckpoint):
-            saves = callback.save_top_k or callback.save_last
-            folder = str(callback.dirpath or trainer.default_root_dir) if saves else ""
-        else:  # of this package
-            is_ours = any(kind.__module__.startswith("lightning_memfit.") for kind in type(callback).__mro__)
-            folder = str(getattr(callback, "dirpath", "")) if is_ours else ""
-        if "://" in folder:
-            raise MisconfigurationException(
-                f"`dirpath={folder}` of `{type(callback).__name__}`: under `strategy={strategy}` each rank writes a "
-                "file of its own into a checkpoint's folder, which is done on this machine only. Name a folder that is "
-                "mounted here."
-            )
 
 
 def may_accumulate(trainer: Trainer) -> bool:
@@ -96,10 +61,6 @@ def synchronize_batch_norms(trainer: Trainer, module: nn.Module) -> None:
 
     Lightning does so under DDP alone. It has to be done before a strategy takes hold of the module's layers, and stays.
     On the CPU, torch refuses the first step.
-
-    Args:
-        trainer: The trainer.
-        module: The module; layers are replaced, their parameters and buffers stay.
     """
     connector: Any = trainer._accelerator_connector
     layer_sync, is_fitting = connector._layer_sync, trainer.state.fn == TrainerFn.FITTING

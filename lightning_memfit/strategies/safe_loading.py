@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata
 from typing_extensions import override
 
 from lightning_memfit.extras import is_installed
@@ -28,23 +29,10 @@ _LIGHTNING = {"lightning.fabric.utilities.data": ("AttributeDict",)}
 """What `save_hyperparameters` leaves in a checkpoint."""
 
 _INDEX = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "collections": ("OrderedDict",),
-    "pathlib": ("PosixPath", "WindowsPath"),
+    *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
+    *("pathlib.PosixPath", "pathlib.WindowsPath", "torch.distributed.checkpoint.filesystem._StorageInfo"),
 }
-"""What the index of a distributed checkpoint of torch is made of, besides types of numbers."""
+"""What the index of a distributed checkpoint of torch has besides its own classes and types of numbers."""
 
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """By this variable `torch.load` refuses code even where its caller, such as DeepSpeed, asks for it."""
@@ -100,11 +88,8 @@ def _member(path: Any, kind: Any, name: Any) -> Any:
 
 def _found(message: str) -> str:
     """What torch refused, of its message of several paragraphs."""
-    for begin in ("GLOBAL ", "Unsupported class ", "Unsupported global: GLOBAL "):
-        if begin in message:
-            return message.split(begin, 1)[1].split()[0].strip("`'\",")
-    other = re.search(r"but got <class '(.+?)'>", message)
-    return message.splitlines()[0] if other is None else other[1]
+    named = re.search(r"(?:GLOBAL |Unsupported class |but got <class ')(\S+)", message)
+    return message.splitlines()[0] if named is None else named[1].strip("`'\",>")
 
 
 _ALLOW = (
@@ -133,7 +118,8 @@ class _Index(pickle.Unpickler):
         found = getattr(import_module(module), name, None) if module == "torch" and "." not in name else None
         if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
             return found
-        if name in _INDEX.get(module, ()):
+        own = getattr(metadata, name, None) if module == metadata.__name__ else None
+        if f"{module}.{name}" in _INDEX or getattr(own, "__module__", "") == metadata.__name__:
             return getattr(import_module(module), name)
         raise _refused(self.path, f"{module}.{name}", "No index of a checkpoint has such a thing.")
 

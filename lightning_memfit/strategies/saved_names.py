@@ -23,12 +23,6 @@ def plain_name(name: str) -> str:
 def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str], strict: bool = True) -> None:
     """Refuse a checkpoint whose weights have other names than the module's.
 
-    Args:
-        path: The checkpoint, for messages.
-        saved: Names in the checkpoint.
-        live: Names in the module's state dict.
-        strict: The module's `strict_loading`.
-
     Raises:
         ValueError: Naming the first of them.
     """
@@ -44,11 +38,6 @@ def check_names(path: str | Path, saved: Iterable[str], live: Iterable[str], str
 
 def check_stepped(path: str | Path, saved: Sequence[Iterable[str]], live: Sequence[Iterable[str]]) -> None:
     """Refuse to go on where the optimizers have other weights than those of the saved run.
-
-    Args:
-        path: The checkpoint, for messages.
-        saved: Names of the weights of each saved optimizer, or group.
-        live: The same of this run.
 
     Raises:
         ValueError: Naming the first of them.

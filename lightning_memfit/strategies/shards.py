@@ -102,13 +102,6 @@ def load_folder(
 ) -> dict[str, Any]:
     """Load a folder that FSDP2 wrote, on any number of ranks, into divided parameters and their optimizers.
 
-    Args:
-        folder: The checkpoint.
-        module: With parameters that are DTensors.
-        optimizers: Those to go on with; none to load weights alone.
-        strict: Refuse missing and unexpected weights.
-        weights_only: See `without_code`.
-
     Returns:
         What Lightning, callbacks and the module saved besides.
 
@@ -167,20 +160,7 @@ def _names_in(state_dict: Mapping[str, Any]) -> set[str]:
 
 
 def load_weights(path: str | Path, checkpoint: dict[str, Any], module: nn.Module, strict: bool) -> dict[str, Any]:
-    """Load the weights of another strategy's checkpoint into divided parameters.
-
-    Args:
-        path: The checkpoint, for messages.
-        checkpoint: What was read from it.
-        module: With parameters that are DTensors.
-        strict: Refuse missing and unexpected weights.
-
-    Returns:
-        Everything but weights and states.
-
-    Raises:
-        ValueError: If it has weights of other names.
-    """
+    """Load another strategy's weights into divided parameters, and give everything but these and states."""
     weights = {plain_name(name): value for name, value in checkpoint[WEIGHTS].items()}
     check_names(path, weights, get_model_state_dict(module), strict)
     set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, strict=False))

@@ -39,7 +39,6 @@ from lightning_memfit.strategies.launched import (
     EqualBatches,
     may_accumulate,
     refuse_callbacks,
-    refuse_remote_folders,
     synchronize_batch_norms,
 )
 from lightning_memfit.strategies.optimizers import FLAT, check_optimizer
@@ -284,7 +283,6 @@ class ZeroStrategy(DividesSequences, EqualBatches, DeepSpeedStrategy):
         assert self.lightning_module is not None
         refuse_callbacks(self.lightning_module.trainer, self.strategy_name, AVERAGES, LR_FINDER)
         synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module)
-        refuse_remote_folders(self.lightning_module.trainer, self.strategy_name)
         if optimizer is not None:
             check_optimizer(optimizer, self.strategy_name, FLAT)
             self._refuse_frozen_groups(optimizer)

@@ -7,7 +7,7 @@ Written for DeepSpeed 0.19.8; `test_upstream_names.py` and `test_zero_infinity.p
 import io
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from itertools import chain

@@ -5,18 +5,14 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 from typing_extensions import override
 
-from lightning_memfit import NonFiniteGuard, Preemption
 from lightning_memfit.strategies.data_parallel import DataParallelStrategy
 from lightning_memfit.strategies.fully_sharded import FullyShardedStrategy
 from lightning_memfit.strategies.integrity import CheckpointError
@@ -90,39 +86,6 @@ def test_a_run_goes_on_from_what_its_plugin_has_saved(tmp_path, kind):
     module, trainer = fitted(2, path, plugins())
     assert float(trainer.optimizers[0].state[module.layer.weight]["step"]) == 4
     assert torch.equal(module.layer.weight, whole.layer.weight)
-
-
-class OfOurs(Preemption):
-    """A user's own kind of it."""
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        ModelCheckpoint,
-        lambda url: Preemption(dirpath=url),
-        lambda url: OfOurs(dirpath=url),
-        lambda url: NonFiniteGuard(dirpath=url),
-    ],
-)
-def test_a_folder_of_shards_is_written_on_this_machine_only(kind):
-    strategy = FullyShardedStrategy(process_group_backend="gloo")
-    trainer = quiet_trainer(strategy=strategy, callbacks=[kind("memory://bucket")], enable_checkpointing=True)
-    module = Small()
-    before = module.layer.weight.clone()
-    with pytest.raises(MisconfigurationException, match=r"`dirpath=memory://bucket` .*memfit_fsdp2.*mounted"):
-        trainer.fit(module)
-    assert torch.equal(module.layer.weight, before)
-
-
-def test_who_saves_nothing_may_have_a_url(tmp_path):
-    class OfAnotherKind(pl.Callback):
-        dirpath = "memory://bucket"
-
-    callbacks = [ModelCheckpoint("memory://bucket", save_top_k=0), Preemption(dirpath=str(tmp_path)), OfAnotherKind()]
-    strategy = FullyShardedStrategy(process_group_backend="gloo")
-    module = Small()
-    quiet_trainer(strategy=strategy, callbacks=callbacks, max_steps=1, enable_checkpointing=True).fit(module)
 
 
 def test_no_folder_is_made_of_a_url(tmp_path, monkeypatch):

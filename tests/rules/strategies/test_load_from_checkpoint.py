@@ -28,8 +28,7 @@ def test_a_folder_is_loaded_and_checked(tmp_path):
     assert torch.equal(loaded.layer.weight, module.layer.weight)
     read = AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
     assert torch.equal(read["state_dict"]["layer.weight"], module.layer.weight)
-    with pytest.raises(CheckpointError, match=r"a\.ckpt'` is no checkpoint of one device.*`memfit export`"):
-        list(read["optimizer_states"])
+    assert "optimizer_states" not in read  # Lightning refuses to go on without them
     shard = next((tmp_path / "a.ckpt").glob("*.distcp"))
     written = bytearray(shard.read_bytes())
     written[len(written) // 2] ^= 1
