@@ -43,76 +43,39 @@ def finding(name: str, is_ok: bool, found: str, fix: str, level: Level = "proble
     return Finding(name, "ok", found) if is_ok else Finding(name, level, found, fix)
 
 
-_NO_GPU = "none needed for the CPU"
-_IN_CONTAINER = "in a container start it with `--gpus all`"
+_NO_GPU = "none needed for the CPU; for a card install the NVIDIA driver; in a container start it with `--gpus all`"
+_FOR_CUDA = "update the driver to one for this CUDA, check CUDA_VISIBLE_DEVICES, start a container with `--gpus all`"
+_CPU_BUILD = "reinstall torch: pip install torch --index-url https://download.pytorch.org/whl/cu128"
 
 
-def check_gpu(
-    driver: str | None, num_cards: int, nvml: str | None, build: str | None, available: bool
-) -> list[Finding]:
-    """Check driver, NVML and CUDA. A card without a driver is a problem, a machine without a card is not.
+def check_gpu(driver: str | None, nvml: str | None, build: str | None, available: bool) -> list[Finding]:
+    """Check driver, NVML and CUDA. A machine without a driver trains on the CPU.
 
     Args:
         driver: Version of the NVIDIA kernel driver.
-        num_cards: NVIDIA display controllers on the PCI bus.
         nvml: Error message of NVML's initialisation; None if it worked.
         build: CUDA version torch was built for; None for a CPU build.
         available: `torch.cuda.is_available()`.
     """
-    if driver is None:
-        install = f"install the NVIDIA driver (Ubuntu: `ubuntu-drivers install`), then reboot; {_IN_CONTAINER}"
-        no_driver = Finding("driver", "problem", f"{num_cards} NVIDIA card(s), no driver", install)
-        return [
-            no_driver if num_cards else Finding("driver", "note", "no NVIDIA card", _NO_GPU),
-            finding("NVML", nvml is None, (nvml and "no driver to talk to") or "answers", _NO_GPU, "note"),
-            finding("CUDA", available, f"torch built for {build or 'the CPU'}", _NO_GPU, "note"),
-        ]
-    level, fix = _mend_of_nvml(nvml or "")
+    has_driver, built_for = driver is not None, f"torch built for {f'CUDA {build}' if build else 'the CPU'}"
+    ask = "see what `nvidia-smi` says, which asks NVML, too; it tells how much memory each process uses"
     return [
-        Finding("driver", "ok", f"NVIDIA {driver}"),
-        finding("NVML", nvml is None, nvml or "answers", fix, level),
-        finding(
-            "CUDA",
-            available,
-            f"torch built for CUDA {build} under driver {driver}" if build else "a GPU is here, torch is a CPU build",
-            f"update the driver to one for this CUDA, check CUDA_VISIBLE_DEVICES, and {_IN_CONTAINER}"
-            if build
-            else "reinstall torch from the CUDA index: pip install torch --index-url "
-            "https://download.pytorch.org/whl/cu128",
-        ),
+        finding("driver", has_driver, f"NVIDIA {driver}" if has_driver else "no NVIDIA driver", _NO_GPU, "note"),
+        finding("NVML", nvml is None, nvml or "answers", ask if has_driver else _NO_GPU, "note"),
+        finding("CUDA", available, built_for, _FOR_CUDA if build else _CPU_BUILD)
+        if has_driver
+        else finding("CUDA", available, built_for, _NO_GPU, "note"),
     ]
 
 
-def _mend_of_nvml(error: str) -> tuple[Level, str]:
-    if "mismatch" in error.lower():
-        return "problem", "reboot, or reload the kernel module: library and driver differ"
-    if error.startswith("ModuleNotFoundError"):
-        return "problem", "pip install nvidia-ml-py"
-    if "LibraryNotFound" in error:  # CUDA works without it
-        return "note", (
-            "its library, libnvidia-ml.so, tells how much memory each process uses: in a container set "
-            "NVIDIA_DRIVER_CAPABILITIES=compute,utility, elsewhere install the driver's user-space tools"
-        )
-    return "problem", "see what `nvidia-smi` says, which asks NVML, too"
-
-
-def check_bitsandbytes(error: str | None, backend: str, cuda: bool) -> Finding:
-    """Check bitsandbytes: 8-bit optimizers need its native library for the device.
-
-    Args:
-        error: Why it can't be imported; None if it can.
-        backend: Name of the native library; empty if it runs without one.
-        cuda: Whether a CUDA device is usable.
-    """
-    if error is not None:
-        return Finding("bitsandbytes", "problem", error, "pip install 'bitsandbytes>=0.50,<0.51'")
-    is_ok = bool(backend) and (not cuda or "cuda" in backend)
-    fix = (
-        "reinstall it for this platform, or set BNB_CUDA_VERSION to a version it ships; `python -m bitsandbytes` says "
-        "which"
-    )
-    wanted = "CUDA" if cuda else "the CPU"
-    return finding("bitsandbytes", is_ok, backend if is_ok else f"no library for {wanted} ({backend or 'none'})", fix)
+def check_bitsandbytes() -> Finding:
+    """Check that bitsandbytes, which 8-bit optimizers need, can be imported."""
+    try:
+        import bitsandbytes
+    except Exception as error:  # any error is the finding
+        fix = "pip install 'bitsandbytes>=0.50,<0.51'; `python -m bitsandbytes` says what is missing"
+        return Finding("bitsandbytes", "problem", f"{type(error).__name__}: {error}", fix)
+    return Finding("bitsandbytes", "ok", bitsandbytes.__version__)
 
 
 def check_versions(installed: Mapping[str, str | None], requirements: list[str]) -> list[Finding]:
@@ -153,13 +116,7 @@ MIN_LOCKED_BYTES = 64 * MIB
 
 
 def check_memory(host: HostState, total_bytes: int, shared: tuple[int, int] | None) -> list[Finding]:
-    """Check the RAM that this process may use, its limit of locked memory and the shared memory of loader workers.
-
-    Args:
-        host: What is free.
-        total_bytes: RAM of the machine.
-        shared: Size and free bytes of /dev/shm; None if it doesn't exist.
-    """
+    """Check RAM, the limit of locked memory, and size and free bytes of /dev/shm, which loader workers need."""
     found = f"{format_bytes(host.available_bytes)} free of {format_bytes(total_bytes)}"
     if host.total_bytes < total_bytes:
         found += f", limited to {format_bytes(host.total_bytes)} by the control group"
@@ -192,12 +149,7 @@ def check_memory(host: HostState, total_bytes: int, shared: tuple[int, int] | No
 
 
 def check_direct_io(folder: str, error: str | None) -> Finding:
-    """Check whether files can be opened with O_DIRECT, which bypasses the page cache, as offloading to disk does.
-
-    Args:
-        folder: Where it was tried.
-        error: The system's error message; None if it worked.
-    """
+    """Check whether files can be opened with O_DIRECT, which bypasses the page cache, as offloading to disk does."""
     found = f"works in {folder}" if error is None else f"{error} in {folder}"
     fix = (
         "to offload name a folder on a local ext4 or xfs drive with --folder; network and overlay file systems lack it"
@@ -208,8 +160,6 @@ def check_direct_io(folder: str, error: str | None) -> Finding:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-_NVIDIA = "0x10de"
-_DISPLAY = "0x03"  # PCI class of display controllers
 _OWN_HEADERS = Path(sys.prefix) / "include"  # of conda environments
 
 
@@ -227,11 +177,10 @@ def examine(folder: str = ".") -> dict[str, list[Finding]]:
     """
     import torch
 
-    available = torch.cuda.is_available()
     return {
         "GPU": [
-            *check_gpu(driver_version(), num_nvidia_cards(), _nvml_error(), torch.version.cuda, available),
-            check_bitsandbytes(*_bitsandbytes(), available),
+            *check_gpu(driver_version(), _nvml_error(), torch.version.cuda, torch.cuda.is_available()),
+            check_bitsandbytes(),
         ],
         "building extensions": build_tools(),
         "memory": _memory(),
@@ -249,18 +198,6 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
     return next((word for word in words if word.replace(".", "").isdecimal() and "." in word), "of unknown version")
 
 
-def num_nvidia_cards(devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """NVIDIA display controllers on the PCI bus; 0 where the bus can't be read."""
-    count = 0
-    for folder in devices.glob("*"):
-        try:
-            vendor, kind = (folder / "vendor").read_text().strip(), (folder / "class").read_text().strip()
-        except OSError:
-            continue
-        count += vendor == _NVIDIA and kind.startswith(_DISPLAY)
-    return count
-
-
 def _nvml_error() -> str | None:
     try:
         import pynvml
@@ -269,16 +206,6 @@ def _nvml_error() -> str | None:
     except Exception as error:  # any error is the finding
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _bitsandbytes() -> tuple[str | None, str]:
-    try:
-        import bitsandbytes.cextension as extension
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", ""
-    library = getattr(extension, "lib", None)
-    native = getattr(library, "_lib", None)
-    return None, Path(native._name).name if native is not None else ""
 
 
 def build_tools() -> list[Finding]:
@@ -323,11 +250,11 @@ def _libraries() -> tuple[dict[str, str | None], list[str]]:
     from packaging.requirements import Requirement
 
     needed = requires("lightning-memfit") or []
-    found: dict[str, str | None] = {}
-    for requirement in needed:
-        name = Requirement(requirement).name
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found, needed
+    return {name: _version(name) for name in (Requirement(one).name for one in needed)}, needed
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -3,7 +3,6 @@
 On the CPU it uses a `SimulatedDevice`, which runs real operators on real tensors and enforces a limit on their bytes.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from lightning_memfit.memory import Category, format_bytes, parse_bytes
 from lightning_memfit.memory.attach import TrainerAttachment
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.ledger import StorageLedger
-from lightning_memfit.memory.wrapping import wrap_method
 
 
 class SimulatedDevice(StorageLedger):
@@ -116,8 +114,8 @@ class MemoryLimit(Callback):
 
     Raises:
         ValueError: If the limit is not a size, or larger than the CUDA device.
-        MisconfigurationException: If the limit is smaller than the module's own weights, the accelerator is neither
-            CUDA nor CPU, or the Trainer has two limits.
+        MisconfigurationException: If on the CPU the limit is smaller than the module's own weights, the accelerator is
+            neither CUDA nor CPU, or the Trainer has two limits.
     """
 
     def __init__(self, limit: int | str) -> None:
@@ -125,7 +123,6 @@ class MemoryLimit(Callback):
         self.ledger: SimulatedDevice | None = None
         self._attachment: TrainerAttachment | None = None
         self._restored_fraction: tuple[torch.device, float] | None = None
-        self._unwrap: Callable[[], None] | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -138,7 +135,6 @@ class MemoryLimit(Callback):
         kind = DeviceKind.of(device)
         if kind.has_caching_allocator:
             self._limit_cuda(device)
-            self._explain_oom_of_weights(trainer, pl_module)
         elif not kind.is_modelled:
             raise MisconfigurationException(f"`MemoryLimit` works on CUDA and on the CPU, not on `{device.type}`.")
 
@@ -147,9 +143,15 @@ class MemoryLimit(Callback):
         """Begin on the CPU, unless this is the validation of a fit, which has begun."""
         if not DeviceKind.of(trainer.strategy.root_device).is_host or self._attachment is not None:
             return
-        self._check_weights(pl_module)
         self.ledger = SimulatedDevice(self.limit_bytes)
-        self.ledger.track_module(pl_module)
+        try:
+            self.ledger.track_module(pl_module)
+        except torch.OutOfMemoryError as error:
+            raise MisconfigurationException(
+                f"`limit={format_bytes(self.limit_bytes)}` is smaller than the module's own parameters and buffers. "
+                "Raise it, store the weights in fewer bytes (`precision: bf16-true`, quantized weights), or shard or offload "
+                "them (FSDP2, DeepSpeed stage 3)."
+            ) from error
         self._attachment = TrainerAttachment(self.ledger, trainer.strategy)
         rank_zero_info(f"Memory limit: {format_bytes(self.limit_bytes)} on a simulated device (CPU).")
 
@@ -177,9 +179,6 @@ class MemoryLimit(Callback):
             self._attachment.detach()
             self._attachment.ledger.close()
             self._attachment = None
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
         if self._restored_fraction is not None:
             device, fraction = self._restored_fraction
             torch.cuda.set_per_process_memory_fraction(fraction, device)
@@ -198,32 +197,3 @@ class MemoryLimit(Callback):
         rank_zero_info(
             f"Memory limit: {format_bytes(self.limit_bytes)} of the {format_bytes(total_bytes)} of {device}."
         )
-
-    def _explain_oom_of_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        def explained(move: Callable[[], None]) -> None:
-            try:
-                move()
-            except torch.OutOfMemoryError as error:
-                raise self._too_small(module_bytes(pl_module)) from error
-
-        self._unwrap = wrap_method(trainer.strategy, "model_to_device", explained)
-
-    def _check_weights(self, pl_module: LightningModule) -> None:
-        weights_bytes = module_bytes(pl_module)
-        if weights_bytes > self.limit_bytes:
-            raise self._too_small(weights_bytes)
-
-    def _too_small(self, weights_bytes: int) -> MisconfigurationException:
-        return MisconfigurationException(
-            f"`limit={format_bytes(self.limit_bytes)}` is smaller than the module's own parameters and buffers, "
-            f"{format_bytes(weights_bytes)}. Raise the limit above that, store the weights in fewer bytes "
-            "(`precision: bf16-true`, quantized weights) or shard or offload them (FSDP2, DeepSpeed stage 3)."
-        )
-
-
-def module_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the parameters and buffers that this process holds; tied weights count once."""
-    ledger = StorageLedger()
-    for tensor in (*module.parameters(), *module.buffers()):
-        ledger.track(tensor, Category.PARAMETER)
-    return ledger.live_bytes

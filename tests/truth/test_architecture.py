@@ -46,7 +46,6 @@ ALLOWED = {
 # Where the text "cuda" may be written, and why; everybody else asks a `DeviceKind`.
 NAMES_CUDA = {
     "lightning_memfit/memory/kind.py": "the one module that knows what it means",
-    "lightning_memfit/device/health.py": "part of the file name of bitsandbytes' library",
 }
 
 

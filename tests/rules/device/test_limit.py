@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memfit.device import limit as limit_module
-from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice, module_bytes
+from lightning_memfit.device.limit import MemoryLimit, SimulatedDevice
 from lightning_memfit.memory import GIB, MIB, Category
 from lightning_memfit.memory.kind import DeviceKind
 from tests.helpers.modules import Layers
@@ -140,7 +140,7 @@ def test_restored_optimizer_states_count(tmp_path):
 
 
 def test_a_limit_below_the_weights_is_explained(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"`limit=1.00 KiB` is smaller .* 8.5\d KiB.*Raise the limit"):
+    with pytest.raises(MisconfigurationException, match=r"`limit=1.00 KiB` is smaller .*Raise it"):
         trainer(tmp_path, MemoryLimit("1KiB")).fit(Regression())
     assert no_mode_is_left()
 
@@ -148,12 +148,6 @@ def test_a_limit_below_the_weights_is_explained(tmp_path):
 def test_a_limit_must_be_a_size():
     with pytest.raises(ValueError, match="`limit='a lot'`"):
         MemoryLimit("a lot")
-
-
-def test_tied_weights_count_once():
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
-    module[1].weight = module[0].weight
-    assert module_bytes(module) == 256
 
 
 @pytest.fixture
@@ -188,26 +182,10 @@ def test_on_cuda_a_run_that_ends_before_the_weights_are_moved_leaves_nothing(tmp
     for _ in range(2):
         with pytest.raises(ValueError, match="a mistake of the user's"):
             run.fit(module)
-        assert "model_to_device" not in vars(run.strategy)
         assert cpu_as_cuda.fraction == 1
     module.is_mended = True
     run.fit(module)
     assert cpu_as_cuda.set_to == [0.05, 1.0] * 3
-    assert "model_to_device" not in vars(run.strategy)
-
-
-def test_on_cuda_weights_above_the_limit_are_explained_in_every_run(tmp_path, cpu_as_cuda, monkeypatch):
-    run = trainer(tmp_path, MemoryLimit("4GiB"))
-
-    def full(self):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(run.strategy), "model_to_device", full)
-        for _ in range(2):
-            with pytest.raises(MisconfigurationException, match="smaller than the module"):
-                run.fit(Regression())
-    run.fit(Regression())
 
 
 def test_on_cuda_an_allocator_that_knows_no_limit_gets_the_whole_card_back(tmp_path, cpu_as_cuda):
@@ -225,8 +203,6 @@ def test_cuda_is_limited_and_restored(tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
         run.fit(module)
     assert torch.cuda.get_per_process_memory_fraction() == before
-    with pytest.raises(MisconfigurationException, match="smaller than the module"):
-        trainer(tmp_path, MemoryLimit("64MiB"), accelerator="gpu", devices=1).fit(Regression(width=1 << 20))
     with pytest.raises(ValueError, match="is more than"):
         trainer(tmp_path, MemoryLimit("4TiB"), accelerator="gpu", devices=1).fit(Regression())
 
