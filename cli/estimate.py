@@ -165,10 +165,6 @@ def _next(report: EstimateReport, arguments: argparse.Namespace, overrides: list
     """Say how to go on: with a plan, where one can be made."""
     if arguments.config is None:
         return next_line("recipes", [], "start from one of them to plan and train")
-    if report.target.lower_bound:
-        return next_line(
-            "fit", [*overrides, "--trainer.max_steps=2"], "on the device itself: figures are a lower bound"
-        )
     device = arguments.device or (None if report.target.capacity_bytes is not None else "12GiB")
     named = [] if device is None else ["--device", device]
     return next_line("plan", [*overrides, *named, *of_batch(arguments)])
@@ -304,7 +300,7 @@ def _lines(report: EstimateReport) -> list[str]:
     if profile.num_blocks:
         traced = "all" if profile.traced_blocks == profile.num_blocks else f"{profile.traced_blocks} traced, alike"
         lines.append(f"Repeated blocks: {profile.num_blocks} x {profile.block_class} ({traced})")
-    if profile.attention_kernels and not report.target.lower_bound:
+    if profile.attention_kernels:
         lines.append(f"Attention kernel: {', '.join(profile.attention_kernels)}")
     if report.target.usable_bytes is not None:
         lines.append(_largest_micro_batch(report))
@@ -320,8 +316,6 @@ def _host_memory(report: EstimateReport) -> str:
 
 
 def _largest_micro_batch(report: EstimateReport) -> str:
-    if report.target.lower_bound:
-        return "Largest micro-batch that fits: unknown, as the figures are a lower bound"
     if report.largest_micro_batch is None:
         return f"Largest micro-batch that fits: unknown, as {report.profile.only_this_size}"
     return f"Largest micro-batch that fits: {report.largest_micro_batch or 'none, not even one sample'}"
@@ -331,13 +325,12 @@ def _verdict(report: EstimateReport) -> Text:
     target, needed = report.target, report.verdict.needed_bytes
     if target.capacity_bytes is None:
         return Text(f"Cannot tell: needs {format_bytes(needed)}", style="bold yellow")
-    at_least = "at least " if target.lower_bound else ""
     margin = f" and a margin of {format_bytes(target.margin_bytes)}" if target.margin_bytes else ""
     have = f"{target.name} has {format_bytes(target.capacity_bytes)} ({target.source})"
     words, colour = {True: ("Fits", "green"), False: ("Does not fit", "red"), None: ("Cannot tell", "yellow")}[
         report.verdict.fits
     ]
-    return Text(f"{words}: needs {at_least}{format_bytes(needed)}{margin}, {have}", style=f"bold {colour}")
+    return Text(f"{words}: needs {format_bytes(needed)}{margin}, {have}", style=f"bold {colour}")
 
 
 # --- models by name: a configuration, no weights, no Lightning --------------------------------------------------------

@@ -137,10 +137,6 @@ def plan_recipe(
 def workload_of(run: RecipeRun, target: Target, request: PlanRequest) -> Workload:
     """Return what a recipe trains on a target within the limits that the user gave."""
     check_trainable(run.module)
-    if target.lower_bound:
-        raise ValueError(
-            f"`--device`: no plan can be made. {target.lower_bound} `memfit estimate` shows the lower bound."
-        )
     host = request.host_bytes if request.host_bytes is not None else probe_host().available_bytes
     if request.host_bytes is not None and target.device_kind.is_host and not target.counts_tensors:
         target = replace(target, capacity_bytes=host, margin_bytes=safety_margin_bytes(host), source="--host-memory")

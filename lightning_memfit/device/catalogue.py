@@ -15,7 +15,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lightning_memfit.memory import GIB, format_bytes, parse_bytes
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
-_NOISE = {"nvidia", "geforce", "amd", "instinct", "tesla", "quadro", "gpu", "rtx", "gtx", "radeon", "generation"}
+_NOISE = {"nvidia", "geforce", "tesla", "quadro", "gpu", "rtx", "gtx", "generation"}
 _VARIANTS = {"ti", "super"}  # never assumed: a name without these words means the plain card
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b", re.IGNORECASE)
 
@@ -60,8 +60,6 @@ class DeviceSpec:
     host_link_bytes_per_s: float | None = None
     source: str = ""
     aliases: tuple[str, ...] = ()
-    platform: Literal["CUDA", "ROCm"] = "CUDA"
-    """What torch is built for there. It calls both devices "cuda", but kernels, libraries and context differ."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,7 +115,7 @@ def find_device(name: str) -> DeviceSpec:
     close = difflib.get_close_matches(name.lower(), _BY_LOWER_NAME, n=5, cutoff=0.3)
     raise ValueError(
         f"`device={name!r}` is unknown. Closest: {', '.join(_BY_LOWER_NAME[key] for key in close) or 'none'}. "
-        "A size works as well, for example 12GiB."
+        "A size works as well, for example 12GiB. AMD devices are not modelled."
     )
 
 
@@ -149,11 +147,10 @@ def _gpu(
     link: float,
     source: str,
     *aliases: str,
-    platform: Literal["CUDA", "ROCm"] = "CUDA",
 ) -> DeviceSpec:
     flops = {dtype: value * 1e12 for dtype, value in tflops.items()}
     memory_bytes = int(memory_gib * GIB)
-    return DeviceSpec(name, memory_bytes, bandwidth_gb_per_s * 1e9, flops, capability, link, source, aliases, platform)
+    return DeviceSpec(name, memory_bytes, bandwidth_gb_per_s * 1e9, flops, capability, link, source, aliases)
 
 
 def _ampere(fp32: float) -> dict[str, float]:
@@ -183,7 +180,6 @@ _H100 = _tensor(66.9, 989.4, fp8=True)
 _L40S = {"float32": 91.6, "tf32": 183, "float16": 362, "bfloat16": 362, "float8": 733, "int8": 733}
 _A100 = _tensor(19.5, 312)
 _B200 = {"float32": 75, "tf32": 1125, "float16": 2250, "bfloat16": 2250, "float8": 4500, "int8": 4500}
-_MI300X = {"float32": 163.4, "tf32": 653.7, "float16": 1307.4, "bfloat16": 1307.4, "float8": 2614.9, "int8": 2614.9}
 
 DEVICES: tuple[DeviceSpec, ...] = (
     # Pascal, Volta, Turing
@@ -249,13 +245,6 @@ DEVICES: tuple[DeviceSpec, ...] = (
     _gpu("RTX 5090", 31.34, 1792, _ada(104.8), (12, 0), _PCIE5, _BLACKWELL),
     _gpu("RTX PRO 6000 Blackwell", 94.50, 1792, _tensor(126, 503.8, fp8=True), (12, 0), _PCIE5,
          "NVIDIA RTX PRO Blackwell whitepaper; memory estimated", "RTX PRO 6000 Blackwell Workstation Edition"),
-    # AMD; the capability is what torch reports for gfx90a and gfx942
-    _gpu("MI250X", 63.98, 1638, {"float32": 47.9, "float16": 191.5, "bfloat16": 191.5, "int8": 191.5}, (9, 0), _PCIE4,
-         "AMD MI250X datasheet, one of its two dies: what torch sees as a device", "MI250X MI250",
-         platform="ROCm"),
-    _gpu("MI300X 192GB", 191.69, 5300, _MI300X, (9, 4), _PCIE5, "AMD MI300X datasheet", platform="ROCm"),
-    _gpu("MI325X 256GB", 255.69, 6000, _MI300X, (9, 4), _PCIE5, "AMD MI325X datasheet; memory estimated",
-         platform="ROCm"),
 )  # fmt: skip
 
 _NVLINK: dict[str, float] = {

@@ -149,8 +149,8 @@ class MemoryLimit(Callback):
         except torch.OutOfMemoryError as error:
             raise MisconfigurationException(
                 f"`limit={format_bytes(self.limit_bytes)}` is smaller than the module's own parameters and buffers. "
-                "Raise it, store the weights in fewer bytes (`precision: bf16-true`, quantized weights), or shard or offload "
-                "them (FSDP2, DeepSpeed stage 3)."
+                "Raise it, store the weights in fewer bytes (`precision: bf16-true`, quantized weights), or shard or "
+                "offload them (FSDP2, DeepSpeed stage 3)."
             ) from error
         self._attachment = TrainerAttachment(self.ledger, trainer.strategy)
         rank_zero_info(f"Memory limit: {format_bytes(self.limit_bytes)} on a simulated device (CPU).")

@@ -32,8 +32,6 @@ class Verdict:
     needed_bytes: int
     usable_bytes: int | None
     """Capacity less the safety margin; None where no device is known."""
-    lower_bound: bool = False
-    """Whether more is needed than `needed_bytes` (`Target.lower_bound`)."""
     host_needed_bytes: int = 0
     """Host memory that all ranks of a machine need beside their devices."""
     host_usable_bytes: int | None = None
@@ -46,9 +44,7 @@ class Verdict:
             return None
         if self.needed_bytes > self.usable_bytes:
             return False
-        if self.host_usable_bytes is not None and self.host_needed_bytes > self.host_usable_bytes:
-            return False
-        return None if self.lower_bound else True
+        return self.host_usable_bytes is None or self.host_needed_bytes <= self.host_usable_bytes
 
     @property
     def exit_code(self) -> int:
@@ -70,7 +66,6 @@ def judge(estimate: Estimate, target: Target, division: Division | None = None) 
     return Verdict(
         _needed(estimate, target, division),
         target.usable_bytes,
-        bool(target.lower_bound),
         off_device * on_machine,
         target.host_usable_bytes,
     )
@@ -146,7 +141,7 @@ class EstimateReport:
     target: Target
     verdict: Verdict
     largest_micro_batch: int | None
-    """None if it isn't known: without a device, with a profile of one size, or from figures that are a lower bound."""
+    """None if it isn't known: without a device or with a profile of one size."""
     notes: tuple[str, ...] = ()
     """What the figures leave out or rest on, one sentence each."""
     division: Division | None = None
@@ -175,7 +170,7 @@ class EstimateReport:
                 "block_class": profile.block_class,
                 "num_blocks": profile.num_blocks,
                 "traced_blocks": profile.traced_blocks,
-                "attention_kernels": {} if self.target.lower_bound else dict(profile.attention_kernels),
+                "attention_kernels": dict(profile.attention_kernels),
                 "flops": dict(profile.flops),
                 "only_this_size": profile.only_this_size,
                 "seconds": round(profile.seconds, 3),
@@ -209,12 +204,12 @@ def build_report(
     """
     estimate = _estimate(profile, division, micro_batch_size, target.runtime).beside(waiting_bytes)
     largest = None
-    if profile.knows_every_size and target.usable_bytes is not None and not target.lower_bound:
+    if profile.knows_every_size and target.usable_bytes is not None:
         shared = division.ranks_per_machine if division is not None and target.device_kind.is_host else 1
         usable = target.usable_bytes // (1 if target.counts_tensors else shared)
         largest = largest_micro_batch(profile, usable - waiting_bytes, target.runtime, division)
     verdict = judge(estimate, target, division)
-    return EstimateReport(profile, estimate, target, verdict, largest, (*notes, *_rests_on(profile, target)), division)
+    return EstimateReport(profile, estimate, target, verdict, largest, (*notes, *_rests_on(profile)), division)
 
 
 def _estimate(
@@ -227,9 +222,8 @@ def _estimate(
     return estimate_rank(profile, division, micro_batch_size, runtime)
 
 
-def _rests_on(profile: ModelProfile, target: Target) -> list[str]:
-    notes = [target.lower_bound] if target.lower_bound else []
-    notes += [*profile.cautions, *(f"Assumed: {assumption}." for assumption in profile.assumptions)]
+def _rests_on(profile: ModelProfile) -> list[str]:
+    notes = [*profile.cautions, *(f"Assumed: {assumption}." for assumption in profile.assumptions)]
     if profile.measured:
         notes.append("Measured on the CPU in real steps: CUDA kernels may allocate otherwise.")
     return notes

@@ -39,9 +39,6 @@ class Target:
     """Whether the capacity is a limit on the bytes of live tensors (`MemoryLimit`), so that nothing else counts."""
     host_usable_bytes: int | None = None
     """Host memory beside the device that all ranks of this machine may use; None for another machine's device."""
-    lower_bound: str = ""
-    """Why a run needs more on this device than its figures say; empty where nothing is left out. A run whose figures
-    are too large doesn't fit; whether any other fits isn't known."""
 
     @property
     def device_kind(self) -> DeviceKind:
@@ -62,17 +59,7 @@ class Target:
             "margin_bytes": self.margin_bytes,
             "capability": list(self.capability) if self.device_kind.has_compute_capability else None,
             "source": self.source,
-            "lower_bound": self.lower_bound,
         }
-
-
-def on_rocm(name: str) -> str:
-    """Why figures for an AMD device are a lower bound."""
-    return (
-        f"{name} is an AMD device, and figures are made for CUDA: the tensors of a step are counted as CUDA's kernels "
-        "allocate them. The context of ROCm, the workspaces of its libraries and what its attention kernels keep are "
-        "unknown and not in the figures, so that nobody can say here that a run fits."
-    )
 
 
 def named_target(name: str) -> Target:
@@ -84,17 +71,14 @@ def named_target(name: str) -> Target:
     if name.strip().lower() == CPU:
         return host_target()
     spec = find_device(name)
-    rocm = spec.platform == "ROCm"
     return Target(
         name=spec.name,
         kind=CUDA,
         capacity_bytes=spec.memory_bytes,
         margin_bytes=safety_margin_bytes(spec.memory_bytes),
-        # ROCm's version of an architecture is no compute capability: (9, 0) would choose cuDNN's kernels, as on Hopper.
-        capability=DEFAULT_CAPABILITY if rocm else spec.compute_capability or DEFAULT_CAPABILITY,
-        runtime=None if rocm else runtime_memory(spec.compute_capability),
+        capability=spec.compute_capability or DEFAULT_CAPABILITY,
+        runtime=runtime_memory(spec.compute_capability),
         source=f"catalogue, {format_bytes(spec.memory_bytes)} in all" if spec.aliases or spec.flops else spec.source,
-        lower_bound=on_rocm(spec.name) if rocm else "",
     )
 
 
@@ -164,7 +148,7 @@ def device_target(index: int, limits: Iterable[int] = (), is_running: bool = Fal
 
     Raises:
         RuntimeError: If there is no CUDA device.
-        ValueError: If the index is out of range.
+        ValueError: If the index is out of range, or it is an AMD device.
     """
     import torch
 
@@ -173,10 +157,11 @@ def device_target(index: int, limits: Iterable[int] = (), is_running: bool = Fal
 
     state = probe_device(index)
     host = probe_host().available_bytes
-    rocm = torch.version.hip is not None
-    runtime = None if rocm else runtime_memory(state.compute_capability)
+    if torch.version.hip is not None:
+        raise ValueError(f"{state.name} is an AMD device, whose context, libraries and kernels are not modelled.")
+    runtime = runtime_memory(state.compute_capability)
     # The context that the probe made here is counted as that of the run, and a limit doesn't count it.
-    context = runtime.context_bytes if runtime is not None else 0
+    context = runtime.context_bytes
     total = min([state.total_bytes, *(limit + context for limit in limits)])
     available = state.free_bytes + state.reserved_bytes if is_running else state.available_bytes
     source = f"{'available to this run' if is_running else 'free now'} of {format_bytes(state.total_bytes)}"
@@ -185,11 +170,10 @@ def device_target(index: int, limits: Iterable[int] = (), is_running: bool = Fal
         kind=CUDA,
         capacity_bytes=min(total, available + context),
         margin_bytes=safety_margin_bytes(total),
-        capability=DEFAULT_CAPABILITY if rocm else state.compute_capability,
+        capability=state.compute_capability,
         runtime=runtime,
         source=source if total > available + context or total == state.total_bytes else "`limit` of MemoryLimit",
         host_usable_bytes=max(0, host - safety_margin_bytes(host)),
-        lower_bound=on_rocm(state.name) if rocm else "",
     )
 
 

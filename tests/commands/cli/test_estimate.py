@@ -167,23 +167,6 @@ def test_named_model(capsys):
     assert report["largest_micro_batch_size"] > 2
 
 
-@pytest.mark.nightly_cases("MI250X")
-@pytest.mark.parametrize(("device", "code", "words"), [("MI250X", 2, "Cannot tell"), ("MI300X", 2, "Cannot tell")])
-def test_an_amd_device_gets_a_lower_bound_and_no_claim(capsys, device, code, words):
-    named = ["--model", "gpt2", "--sequence-length", "64", "--device", device, "--precision", "bf16-mixed"]
-    assert main(["estimate", *named]) == code
-    output = capsys.readouterr().out
-    assert f"{words}: needs at least" in output
-    assert "is an AMD device" in output
-    for claim in ("CUDA context", "cudnn", "Attention kernel", "Fits"):
-        assert claim not in output
-    _, report = estimate(capsys, *named)
-    assert report["verdict"]["fits"] is None
-    assert report["largest_micro_batch_size"] is None
-    assert report["profile"]["attention_kernels"] == {}
-    assert "runtime_context" not in report["peak"]["breakdown"]["device"]
-    assert main(["estimate", *named, "--micro-batch-size", "100000"]) == 1  # more than all of it, even so
-    assert "Does not fit: needs at least" in capsys.readouterr().out
 
 
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")

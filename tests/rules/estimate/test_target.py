@@ -164,13 +164,12 @@ def test_live_device_offers_what_is_free():
     assert target.capacity_bytes >= free - GIB
 
 
-def test_an_amd_device_here_has_no_cuda_context_either(monkeypatch):
+def test_an_amd_device_is_refused(monkeypatch):
     state = probe.DeviceState(0, "AMD Instinct MI300X", (9, 4), 100 * GIB, 90 * GIB, 0, 0)
     monkeypatch.setattr(module, "_driver_sees_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(probe, "probe_device", lambda index: state)
-    target = live_target()
-    assert (target.runtime, target.capability, target.capacity_bytes) == (None, DEFAULT_CAPABILITY, 90 * GIB)
-    assert "MI300X is an AMD device" in target.lower_bound
+    with pytest.raises(ValueError, match="MI300X is an AMD device"):
+        live_target()

@@ -58,5 +58,5 @@ def test_nothing_is_overwritten(tmp_path):
     with pytest.raises(ValueError, match="exists already"):
         write_timeline(report, path)
     assert path.read_text() == before
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="No such file"):
         write_timeline(report, tmp_path / "none" / "a.html")
