@@ -49,14 +49,7 @@ _CPU_BUILD = "reinstall torch: pip install torch --index-url https://download.py
 
 
 def check_gpu(driver: str | None, nvml: str | None, build: str | None, available: bool) -> list[Finding]:
-    """Check driver, NVML and CUDA. A machine without a driver trains on the CPU.
-
-    Args:
-        driver: Version of the NVIDIA kernel driver.
-        nvml: Error message of NVML's initialisation; None if it worked.
-        build: CUDA version torch was built for; None for a CPU build.
-        available: `torch.cuda.is_available()`.
-    """
+    """Check driver, NVML and CUDA. A machine without a driver trains on the CPU."""
     has_driver, built_for = driver is not None, f"torch built for {f'CUDA {build}' if build else 'the CPU'}"
     ask = "see what `nvidia-smi` says, which asks NVML, too; it tells how much memory each process uses"
     return [
@@ -79,12 +72,7 @@ def check_bitsandbytes() -> Finding:
 
 
 def check_versions(installed: Mapping[str, str | None], requirements: list[str]) -> list[Finding]:
-    """Check that the version of every required distribution is in the range that this package was tested with.
-
-    Args:
-        installed: Version by distribution; None if it is missing.
-        requirements: Requirements as in package metadata; those of extras are left out.
-    """
+    """Check that the version of every required distribution is in the range that this package was tested with."""
     from packaging.requirements import Requirement
 
     findings = []
@@ -166,8 +154,7 @@ _OWN_HEADERS = Path(sys.prefix) / "include"  # of conda environments
 def examine(folder: str = ".") -> dict[str, list[Finding]]:
     """Read this machine and check everything that could hinder training or offloading.
 
-    Args:
-        folder: Where checkpoints and offloaded states would be stored; a file of 256 MiB is written and removed.
+    A file of 256 MiB is written to the folder, where checkpoints and offloaded states would be, and removed.
 
     Returns:
         Findings by subject.

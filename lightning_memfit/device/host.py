@@ -25,12 +25,7 @@ class HostState:
 
 
 def probe_host(cgroup_root: Path = _CGROUP, proc_cgroup: Path | None = None) -> HostState:
-    """Read RAM and the limit of locked memory. Touches no CUDA.
-
-    Args:
-        cgroup_root: Mount point of the cgroup file systems.
-        proc_cgroup: File that names this process's cgroups, `/proc/self/cgroup`.
-    """
+    """Read RAM and the limit of locked memory. Touches no CUDA."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
     for limit, used in _cgroup_limits(cgroup_root, proc_cgroup or Path("/proc/self/cgroup")):

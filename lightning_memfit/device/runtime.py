@@ -42,9 +42,6 @@ def runtime_memory(compute_capability: tuple[int, int] | None) -> RuntimeMemory:
 
     cuDNN's convolution workspaces are left out: they depend on the chosen algorithm and are freed after each call.
 
-    Args:
-        compute_capability: Capability of the device. None (for a bare size) takes the larger figures.
-
     Raises:
         ValueError: If the environment variable `CUBLAS_WORKSPACE_CONFIG` or `CUBLASLT_WORKSPACE_SIZE` is malformed.
     """

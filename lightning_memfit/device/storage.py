@@ -30,10 +30,6 @@ def measure_storage(folder: str | Path, size_bytes: int = 256 * MIB) -> StorageS
 
     Without O_DIRECT the file is synchronised after writing and dropped from the cache before reading.
 
-    Args:
-        folder: Folder to test; must exist and be writable.
-        size_bytes: Size of the file, in whole chunks of 8 MiB.
-
     Raises:
         ValueError: If the folder can't be written to.
     """

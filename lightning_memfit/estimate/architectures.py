@@ -88,11 +88,7 @@ _ALIASES = {name.rpartition("/")[2]: architecture for name, architecture in _ON_
 
 
 def known_configuration(name: str) -> dict[str, Any] | None:
-    """Return what the `config.json` of a well-known model says, by its name on the hub; None if it isn't in the table.
-
-    Args:
-        name: For example `openai-community/gpt2-xl`.
-    """
+    """What the `config.json` of a well-known model says, by its name on the hub; None if it isn't in the table."""
     architecture = _ON_HUB.get(name.lower())
     if architecture is None:
         return None

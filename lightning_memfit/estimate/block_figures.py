@@ -162,11 +162,6 @@ def _in_passes(events: EventList) -> np.ndarray:
 def _passes(events: EventList, num_blocks: int, all_run: bool) -> list[tuple[np.ndarray, np.ndarray]]:
     """Find where blocks begin, in every forward pass and the backward pass after it.
 
-    Args:
-        events: A traced step.
-        num_blocks: Number of blocks, or links of them.
-        all_run: Whether every one must allocate in every pass.
-
     Returns:
         For each pass two arrays of length `num_blocks + 1`. Block `i` runs forward from the first array's entry `i` to
         its entry `i + 1`, and backward from the second's entry `i + 1` to its entry `i`.

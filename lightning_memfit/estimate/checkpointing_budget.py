@@ -140,12 +140,6 @@ class BudgetPlanner:
 
         If the trace needs more than predicted, planning is repeated with a budget reduced by the difference.
 
-        Args:
-            budget_bytes: Memory that the step may need.
-            overhead_bytes: Memory that it needs in addition to its tensors.
-            measure: Returns the bytes that a traced step needs, overhead included; by default the peak of its live
-                bytes, plus the overhead.
-
         Returns:
             The plan, with the verified peak, and the trace.
 
@@ -267,12 +261,7 @@ _UNKNOWN = "A100 80GB"
 
 
 def device_rate(name: str, dtype: torch.dtype) -> ComputeRate:
-    """Rates of a CUDA device.
-
-    Args:
-        name: The driver's name of the device, for example `NVIDIA H200`.
-        dtype: Dtype in which matrix products are computed.
-    """
+    """Rates of a CUDA device."""
     try:
         spec = find_device(name)
     except ValueError:

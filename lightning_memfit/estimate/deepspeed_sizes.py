@@ -218,9 +218,6 @@ def choose_sub_group_size(groups: Sequence[Sequence[int]]) -> int:
 
     Pinned memory and the step's scratch memory are multiples of the largest sub-group, and no setting makes that
     smaller than the largest parameter; fewer, larger sub-groups mean longer reads.
-
-    Args:
-        groups: Elements of this rank's partitions, by optimizer parameter group and in its order.
     """
     allowed = max(max(numel for group in groups for numel in group), _WORTH_READING)
     sizes = {allowed - numel + 1 for group in groups for numel in group if numel <= allowed} | {allowed}

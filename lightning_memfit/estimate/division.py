@@ -142,12 +142,6 @@ class Division:
 def division_of(strategy: Strategy, name: str, ranks: int, ranks_per_machine: int) -> Division | None:
     """How a Lightning strategy divides a run; None if one device holds everything.
 
-    Args:
-        strategy: A strategy, which needs neither devices nor a process group yet.
-        name: What to call it in messages.
-        ranks: Devices of the run.
-        ranks_per_machine: Those on each machine.
-
     Raises:
         NotDividedError: If that isn't known.
     """
@@ -241,13 +235,6 @@ def estimate_rank(
 ) -> Estimate:
     """Predict the peak of a rank's training step.
 
-    Args:
-        profile: The step on one device, traced in `Division.traced_precision`; of one rank if the division is traced.
-        division: What the strategy divides; None for one device that holds everything.
-        micro_batch_size: Samples per micro-batch; the profiled size by default.
-        runtime: Memory outside the trace on a CUDA device; None for the CPU.
-        num_largest: How many of the largest tensors at the peak to list.
-
     Raises:
         ValueError: If the profile doesn't know that micro-batch size.
         NotDividedError: If the profile shows no second optimizer step, from which on memory is the same in each, or
@@ -322,11 +309,6 @@ def _largest(profile: ModelProfile, count: int) -> tuple[LargeTensor, ...]:
 
 def traced_run(profile: ModelProfile, division: Division, activation_bytes: int = 0) -> DeepSpeedRun:
     """A traced run as DeepSpeed makes it.
-
-    Args:
-        profile: Traced in `Division.traced_precision`.
-        division: What is divided.
-        activation_bytes: Peak of a micro-batch's activations and temporary tensors.
 
     Raises:
         NotDividedError: If the optimizer's states can't be divided.

@@ -109,12 +109,6 @@ def estimate_step(
 ) -> Estimate:
     """Predict the peak of a profiled training step.
 
-    Args:
-        profile: From `profile_module` or `measure_step`.
-        micro_batch_size: Samples per micro-batch; the profiled size by default.
-        runtime: Memory outside the trace on a CUDA device; None for the CPU.
-        num_largest: How many of the largest tensors at the peak to list.
-
     Raises:
         ValueError: If the profile doesn't know that micro-batch size.
     """
@@ -162,12 +156,6 @@ def predict_peak_bytes(
     """Bytes of live tensors and workspaces at the peak alone, for searches that ask for thousands of micro-batch sizes.
 
     It bounds what must be allocated, without what the allocator's blocks have to spare.
-
-    Args:
-        profile: Profile of the step.
-        micro_batch_size: Samples.
-        runtime: Memory outside of a trace.
-        rounding_bytes: Multiple to which sizes are rounded up; by default the device's.
     """
     events = profile.events_at(micro_batch_size)
     live = events.live_bytes(rounding_bytes or profile.device_kind.rounding_bytes)

@@ -92,13 +92,6 @@ def profile_named(
 
     Its batch is real, so that of a very large micro-batch a smaller one is traced; the profile then knows every size.
 
-    Args:
-        run: What is trained, and how.
-        cache: Where profiles are kept between runs; none by default.
-        shorten: Trace five repeated blocks and unroll where they are proved alike.
-        callbacks: Makes the callbacks of `run.techniques`; called only where a trace is needed.
-        ranks: Profile one rank of a run on several devices, under the run's own strategy.
-
     Raises:
         ValueError: If the model is unknown, or can't take that sequence length; or if the micro-batch is very large,
             and nothing follows for it from smaller ones.

@@ -84,10 +84,6 @@ def _as_lightning_module(model: Any, optimizer: str) -> Any:
 def build_model(architecture: Architecture, attention: str | None) -> Any:
     """The model in training mode, without memory.
 
-    Args:
-        architecture: The model.
-        attention: As transformers' `attn_implementation` takes it.
-
     Raises:
         ValueError: If transformers doesn't know the model, or has no such attention for it.
     """

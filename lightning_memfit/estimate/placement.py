@@ -96,11 +96,6 @@ def ddp_rank(profile: ModelProfile, ranks: int, copies_gradients: bool) -> tuple
 
     It is what a trace of one device shows, with gradients in buckets or beside them.
 
-    Args:
-        profile: The step on one device.
-        ranks: Ranks that share the model.
-        copies_gradients: Whether gradients are not views of DDP's buckets.
-
     Raises:
         ValueError: If the trace shows no second step like the first.
     """

@@ -88,12 +88,6 @@ def largest_micro_batch(
 
     Allocated memory, cheap to predict, bounds the search; the reserved memory of the result was simulated and fits.
 
-    Args:
-        profile: A profile that knows every size.
-        usable_bytes: Memory that a step may need in all, context included.
-        runtime: Memory outside the trace on a CUDA device.
-        division: What is divided among ranks, if anything.
-
     Raises:
         ValueError: If the profile knows one size only.
     """
@@ -189,14 +183,6 @@ def build_report(
     waiting_bytes: int = 0,
 ) -> EstimateReport:
     """Estimate a profiled step on a target.
-
-    Args:
-        profile: The step.
-        target: Device that it will run on.
-        micro_batch_size: Samples per micro-batch; the profiled size by default.
-        notes: Further notes for the report.
-        division: How the run's strategy divides it; None for one device that holds everything.
-        waiting_bytes: Bytes on the device of samples that wait for their micro-batch.
 
     Raises:
         ValueError: If that micro-batch size isn't known.

@@ -36,9 +36,6 @@ LASTING = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTI
 def released_gradients_of(levels: Integers) -> ReleasedGradients:
     """Read off a backward pass of steps alone how much each gradient takes if it is stepped and freed at once.
 
-    Args:
-        levels: Live bytes after every event; the first is what is alive between two gradients.
-
     Returns:
         Levels by size of the gradient, which is the first allocation above that level; empty if the pass ends higher
         than it began, because gradients are kept.
@@ -101,13 +98,7 @@ def released_levels(events: EventList, rounding: int, released: ReleasedGradient
 
 
 def _complete_before_next(events: EventList, made: Integers, nexts: Integers) -> npt.NDArray[np.bool_]:
-    """Which gradients are complete before the next one is made, though no other operator allocates in between.
-
-    Args:
-        events: All events.
-        made: Those that make gradients.
-        nexts: How many others allocate before each.
-    """
+    """Which gradients are complete before the next one is made, though no other operator allocates in between."""
     modules = [
         events.site_names[site].partition(" | ")[0].rpartition(".")[0]
         for site in events.sites[events.storages[made]].tolist()
@@ -170,14 +161,7 @@ class SteadyState:
         )
 
     def extended(self, larger: SteadyState, blocks: int, larger_blocks: int, num_blocks: int) -> SteadyState:
-        """Extrapolate to more repeated blocks from two traced numbers of blocks, each block adding the same.
-
-        Args:
-            larger: Read off a trace with more blocks.
-            blocks: Number of blocks in the trace of this one.
-            larger_blocks: Number of blocks in the trace of `larger`.
-            num_blocks: Number of blocks to extrapolate to.
-        """
+        """Extrapolate to more repeated blocks from two traced numbers of blocks, each block adding the same."""
         values = {}
         for name in (field.name for field in fields(self) if field.name != "released_gradients"):
             own, other = getattr(self, name), getattr(larger, name)

@@ -88,11 +88,7 @@ def unnamed_target() -> Target:
 
 
 def host_target(limit_bytes: int | None = None) -> Target:
-    """The CPU of this machine.
-
-    Args:
-        limit_bytes: Limit of live tensor bytes that the run keeps (`MemoryLimit`), instead of the available RAM.
-    """
+    """The CPU of this machine, with the available RAM or a limit on live tensors (`MemoryLimit`)."""
     if limit_bytes is not None:
         name, source = "this CPU under the recipe's MemoryLimit", "`limit` of MemoryLimit"
         return Target(name, CPU, limit_bytes, source=source, counts_tensors=True)

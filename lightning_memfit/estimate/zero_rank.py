@@ -32,10 +32,6 @@ def zero_rank(profile: ModelProfile, run: DeepSpeedRun) -> tuple[dict[str, int],
 
     Host memory is counted at its own largest moment, and only if something is offloaded.
 
-    Args:
-        profile: The step on one device.
-        run: As DeepSpeed makes it (`division.traced_run`).
-
     Raises:
         ValueError: If the trace shows no second step like the first.
     """

@@ -16,10 +16,6 @@ def consolidated(folder: str | Path, weights_only: bool | None = None) -> dict[s
     ZeRO's weights come from the optimizer's fp32 master weights. This needs host memory for all of them; optimizer
     states are left out. Saved with `torch.save`, the result is a file for any strategy and for `load_full_weights`.
 
-    Args:
-        folder: The folder that `Trainer.save_checkpoint` wrote.
-        weights_only: False makes whatever is in it, and runs what is hidden there.
-
     Returns:
         `state_dict` and everything else that Lightning and the module saved.
 

@@ -28,16 +28,6 @@ def require_host_memory(
 
     This covers only torch's Adam and AdamW, whose states are known.
 
-    Args:
-        model: Built, but not yet wrapped by DeepSpeed; what it holds now is part of what it needs.
-        optimizer: The optimizer that will step.
-        zero: The `zero_optimization` section, with all sizes.
-        precision: One of Lightning's.
-        world_size: Number of ranks that divide the states.
-        ranks: Number of those ranks on this machine.
-        on_cpu: Whether the CPU is the device.
-        accumulates: Whether a step takes more than one micro-batch.
-
     Raises:
         RuntimeError: If there is too little; it gives what is needed, what is free, and the fix.
     """

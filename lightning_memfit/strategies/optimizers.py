@@ -20,11 +20,6 @@ FLAT = {
 def check_optimizer(optimizer: Optimizer, strategy: str, refused: dict[str, str]) -> None:
     """Refuse an optimizer that would train other weights than on one device. Subclasses count as what they derive from.
 
-    Args:
-        optimizer: The module's own.
-        strategy: Name of the strategy.
-        refused: `DIVIDED` or `FLAT`.
-
     Raises:
         MisconfigurationException: If it is known to do so.
     """

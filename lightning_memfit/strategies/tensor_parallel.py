@@ -64,11 +64,7 @@ class _Layer(ParallelStyle):
 
 
 class Columns(_Layer):
-    """A `Conv1D` of which each rank computes some of the outputs.
-
-    Args:
-        parts: Number of equal parts that follow each other in the outputs (`q|k|v`). A rank gets its share of each.
-    """
+    """A `Conv1D` of which each rank computes some of the outputs."""
 
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
@@ -181,10 +177,6 @@ _LAYERS: dict[str, ParallelStyle] = {
 
 def divide_blocks(module: nn.Module, mesh: DeviceMesh) -> str:
     """Divide every block of a module, and at rest everything outside the blocks, among the ranks of a mesh.
-
-    Args:
-        module: Whole and identical on all ranks; the parameters of rank 0 are used.
-        mesh: One-dimensional mesh of the ranks that compute together.
 
     Returns:
         A description of what was divided.

@@ -73,9 +73,6 @@ _IN_HOOKS = (
 def prefer_fused(optimizer: Optimizer) -> bool:
     """Make a plain Adam or AdamW of torch step with its fused kernel, which is several times faster on the CPU.
 
-    Args:
-        optimizer: Changed in place, before its first step. Others, and those with `foreach` chosen, are left alone.
-
     Returns:
         Whether it was changed.
     """

@@ -111,9 +111,6 @@ _OPTIONS = (
 def check_names_of_options(raw: Mapping[str, Any]) -> None:
     """Refuse misspelt options, which DeepSpeed would not read, and those that follow from the Trainer.
 
-    Args:
-        raw: Options as in DeepSpeed's JSON.
-
     Raises:
         ValueError: Naming the first such option, and the name that was probably meant.
     """

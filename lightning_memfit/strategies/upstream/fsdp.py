@@ -38,9 +38,6 @@ class GatheredWeights:
 
     Values and `requires_grad` are taken over, each rank's part from its own copy. Writes past torch's version counters
     (`weight.data.clamp_()`) are seen in the weights that stay gathered for the whole of a step, those of no block.
-
-    Args:
-        module: The module that FSDP2 shards as a whole.
     """
 
     def __init__(self, module: FSDPModule) -> None:
@@ -86,9 +83,6 @@ class GatheredWeights:
 
         In a step, what was written into parts before counts for this child: torch's version counters don't show
         `weight.data.copy_(...)`.
-
-        Args:
-            waits: Whether the child gathers parts of its own.
         """
         if torch.compiler.is_compiling():
             return

@@ -28,9 +28,6 @@ def partitioned_builds(config: dict[str, Any]) -> Iterator[None]:
     this context the former gathers what it initializes, in the order of a plain build and thus with the same random
     numbers, and the latter knows of the partitioning.
 
-    Args:
-        config: DeepSpeed configuration of stage 3.
-
     Raises:
         ModuleNotFoundError: If accelerate, which transformers needs for this, is not installed.
     """

@@ -55,10 +55,6 @@ def announce_backward(root: Any, loss: Tensor) -> None:
 
     It reduces gradients at the end of a pass that has come through what a module's forward returned, and through that
     of the whole `training_step` none does: without repeated blocks, gradients would reach no optimizer.
-
-    Args:
-        root: The module that is sharded as a whole.
-        loss: Where the pass begins.
     """
     root._get_fsdp_state()._register_pre_backward_hook(loss)
 
