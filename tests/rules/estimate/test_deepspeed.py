@@ -13,16 +13,13 @@ from benchmarks.offload_host_memory.buffers import KINDS, RESULTS, SIZE
 from benchmarks.offload_host_memory.cases import config_of
 from benchmarks.offload_host_memory.predict import parameters_of
 from lightning_memfit.estimate.deepspeed import (
-    ASYNC_IO_BYTES,
     LIBRARIES_BYTES,
-    PERSISTENT_NUMEL,
-    DeepSpeedMemory,
     DeepSpeedRun,
     deepspeed_memory,
 )
 from lightning_memfit.estimate.deepspeed_sizes import AioSettings, InfinitySizes, infinity_sizes
 from lightning_memfit.estimate.division import Division
-from lightning_memfit.memory import GIB, MIB, Category, MemoryBreakdown, Tier
+from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
 from lightning_memfit.memory.conversion import parameter_table
 from lightning_memfit.memory.parameters import ParameterInfo
 
@@ -32,15 +29,6 @@ N = 16 * MIB
 
 def run_of(**changes: object) -> DeepSpeedRun:
     return DeepSpeedRun(LAYERS, **{"bucket_size": MIB, "on_cpu": True} | changes)
-
-
-def on_disk(world_size: int = 1, optimizer: bool = True, parameters: bool = True, **changes: object) -> DeepSpeedRun:
-    sizes = infinity_sizes([[p.numel for p in LAYERS]], world_size)
-    places = {
-        "offload_optimizer": "nvme" if optimizer else "none",
-        "offload_parameters": "nvme" if parameters else "none",
-    }
-    return run_of(world_size=world_size, sizes=sizes, **places, **changes)
 
 
 def kept(run: DeepSpeedRun) -> int:
@@ -61,90 +49,6 @@ def kept(run: DeepSpeedRun) -> int:
 def test_bytes_that_stay(changes: dict, bytes_per_parameter: int) -> None:
     buckets = changes.get("itemsize", 2) * MIB * (changes["stage"] == 3)
     assert kept(run_of(**changes)) == N * bytes_per_parameter + buckets
-
-
-def test_ranks_divide_states_but_below_stage_3_not_weights() -> None:
-    assert kept(run_of(stage=2, world_size=4)) == 2 * N + 12 * N // 4
-    assert kept(run_of(stage=3, world_size=4)) == 16 * N // 4 + 2 * MIB
-
-
-def test_offloading_from_a_gpu_takes_host_memory_and_frees_the_devices() -> None:
-    run = run_of(stage=3, on_cpu=False, offload_optimizer="cpu", offload_parameters="cpu", pin_memory=True)
-    moment = deepspeed_memory(run).kept
-    assert moment.total(Tier.DEVICE) == 2 * MIB
-    assert moment.get(Category.PARAMETER, Tier.PINNED_HOST) == 4 * N  # what is in use, and what `zero.Init` locked
-    pageable = deepspeed_memory(replace(run, pin_memory=False)).kept
-    assert pageable.by_category(Tier.PINNED_HOST) == {Category.PARAMETER: 2 * N}  # whatever `pin_memory` says
-    assert moment.get(Category.GRADIENT, Tier.PINNED_HOST) == 6 * N
-    assert moment.get(Category.OPTIMIZER_STATE, Tier.HOST) == 12 * N
-
-
-def test_first_step_from_disk_makes_the_states_of_a_sub_group_in_memory() -> None:
-    run = on_disk()
-    moments = deepspeed_memory(run).moments
-    assert run.sizes is not None
-    more = moments["update"].total(Tier.HOST) - moments["kept"].total(Tier.HOST)
-    assert more == 2 * run.sizes.largest_sub_group * 4
-    assert moments["kept"].total(Tier.PINNED_HOST) == run.sizes.optimizer_buffer_bytes + run.sizes.param_buffer_bytes
-
-
-def test_a_gradient_that_fills_no_aligned_piece_stays_whole_until_its_step() -> None:
-    odd = (*LAYERS, ParameterInfo("odd", MIB + 8, 2, shape=(MIB + 8,)))
-    sizes = infinity_sizes([[p.numel for p in odd]])
-    plain, with_odd = on_disk(), DeepSpeedRun(odd, sizes=sizes, offload_optimizer="nvme", offload_parameters="nvme")
-    held = [held_until_step(run) for run in (plain, with_odd)]
-    assert held[1] - held[0] == 4 * (MIB + 8)
-
-
-def held_until_step(run: DeepSpeedRun) -> int:
-    """Bytes of gradients in memory before the step and not after it, on the device, which makes them."""
-    moments = deepspeed_memory(run).moments
-    return moments["update"].get(Category.GRADIENT) - moments["kept"].get(Category.GRADIENT)
-
-
-SMALL = (ParameterInfo("bias", 2048, 2, shape=(2048,)), ParameterInfo("ln", 1024, 2, shape=(1024,)))
-
-
-def with_small(world_size: int = 1, **changes: object) -> DeepSpeedRun:
-    parameters = (*LAYERS, *SMALL)
-    sizes = infinity_sizes([[p.numel for p in parameters]], world_size)
-    places = {"offload_optimizer": "nvme", "offload_parameters": "nvme"}
-    return DeepSpeedRun(parameters, world_size=world_size, sizes=sizes, **(places | changes))
-
-
-def test_gradients_too_small_for_disk_are_copies_from_backward_to_step() -> None:
-    for run in (with_small(), with_small(on_cpu=True), with_small(itemsize=4)):
-        assert held_until_step(run) == 4 * 3072
-    in_fp32 = with_small(on_cpu=True, itemsize=4)  # views of the buffer for all gradients
-    assert held_until_step(in_fp32) == 0
-    assert deepspeed_memory(in_fp32).kept.get(Category.GRADIENT, Tier.HOST) == 4 * in_fp32.share
-
-
-def test_small_weights_stay_whole_on_every_rank_beside_those_on_disk() -> None:
-    kept = [deepspeed_memory(with_small(ranks)).kept.get(Category.PARAMETER) for ranks in (1, 2)]
-    assert kept == [2 * 3072, 2 * (3072 // 2 + 3072)]
-
-
-def test_parameters_alone_on_disk_leave_the_optimizer_on_the_device() -> None:
-    moments = deepspeed_memory(on_disk(optimizer=False, on_cpu=False)).moments
-    assert moments["kept"].get(Category.OPTIMIZER_STATE) == 12 * N
-    assert moments["kept"].total(Tier.HOST) == LIBRARIES_BYTES + ASYNC_IO_BYTES
-
-
-def test_activations_come_on_top_of_passes_on_the_device() -> None:
-    plain, more = (run_of(stage=3, on_cpu=False, activation_bytes=size) for size in (0, 99 * MIB))
-    assert deepspeed_memory(more).moments["passes"].total() - deepspeed_memory(plain).moments[
-        "passes"
-    ].total() == pytest.approx(99 * MIB, abs=3 * MIB)
-    assert deepspeed_memory(more).host_peak_bytes == deepspeed_memory(plain).host_peak_bytes
-
-
-def test_fp64_norm_of_an_offloaded_gradient() -> None:
-    """Where gradients step on the host, their norm is taken first, at eight bytes an element."""
-    large = (ParameterInfo("wte", 8 * MIB, 2, shape=(8 * MIB,)), *LAYERS)
-    run = DeepSpeedRun(large, stage=3, offload_optimizer="cpu", offload_parameters="cpu", on_cpu=True)
-    moments = deepspeed_memory(run).moments
-    assert moments["passes"].total() - moments["kept"].total() == 8 * 8 * MIB
 
 
 def test_refused() -> None:
@@ -231,20 +135,6 @@ def test_what_is_too_small_stays_in_memory() -> None:
     assert states_of(table, larger_blocks).total(Tier.DISK) == 0
 
 
-def test_either_alone() -> None:
-    parameters = gpt2_xl()
-    sizes = sizes_of(parameters)
-    optimizer = states_of(parameters, sizes, offload_parameters=False)
-    weights = states_of(parameters, sizes, offload_optimizer=False)
-    assert optimizer.get(Category.PARAMETER, Tier.DISK) == 0
-    assert optimizer.get(Category.PARAMETER, Tier.DEVICE) > 3e9
-    assert weights.by_category(Tier.DISK).keys() == {Category.PARAMETER}
-    assert weights.get(Category.OPTIMIZER_STATE, Tier.DEVICE) > 18e9  # nobody asked to take it off the device
-    assert weights.get(Category.GRADIENT, Tier.HOST) == 0
-    assert optimizer.total(Tier.PINNED_HOST) == sizes.optimizer_buffer_bytes
-    assert weights.total(Tier.PINNED_HOST) == sizes.param_buffer_bytes
-
-
 def test_frozen_weights_have_no_states_and_of_tied_ones_only_a_file_stays() -> None:
     table = (
         ParameterInfo("frozen", 2**20, 2, trainable=False, shape=(2**20,)),
@@ -255,29 +145,6 @@ def test_frozen_weights_have_no_states_and_of_tied_ones_only_a_file_stays() -> N
     assert states.get(Category.PARAMETER, Tier.DISK) == 3 * 2 * 2**20
     assert states.get(Category.OPTIMIZER_STATE, Tier.DISK) == 3 * 4 * 2**20
     assert states.get(Category.GRADIENT, Tier.DISK) == 4 * 2**20
-
-
-# --- the largest moment -----------------------------------------------------------------------------------------------
-
-PINNED = MemoryBreakdown.on(Tier.PINNED_HOST, {Category.COMMUNICATION: 3 * GIB})
-MOMENTS = {
-    "passes": PINNED + MemoryBreakdown.device({Category.TEMPORARY: 5 * GIB}),
-    "update": PINNED + MemoryBreakdown.on(Tier.HOST, {Category.GRADIENT: GIB}),
-}
-
-
-def test_the_cpus_device_memory_is_host_memory() -> None:
-    on_cpu, on_gpu = (DeepSpeedMemory(MOMENTS, PINNED, on_cpu) for on_cpu in (True, False))
-    assert on_cpu.host_peak == ("passes", MOMENTS["passes"])
-    assert on_cpu.host_peak_bytes == 8 * GIB
-    assert on_gpu.host_peak[0] == "update"
-    assert on_gpu.host_peak_bytes == 4 * GIB
-    assert on_gpu.device_peak_bytes == 5 * GIB
-
-
-def test_a_built_model_is_not_built_again() -> None:
-    memory = DeepSpeedMemory({"build": PINNED, **MOMENTS}, PINNED)
-    assert memory.once_built().moments == MOMENTS
 
 
 # --- against DeepSpeed's own buffers ----------------------------------------------------------------------------------
@@ -321,14 +188,6 @@ def test_gradients_before_the_step_are_those_measured(row: dict[str, Any]) -> No
     assert most == (sum(run.trained) if row["kind"] == "zero_1" else run.owned) * run.itemsize
 
 
-def test_torch_locks_powers_of_two() -> None:
-    """`CachingHostAllocator` rounds every block up; DeepSpeed's own buffers for disk are exact."""
-    table = (ParameterInfo("w", 3 * MIB, 2, shape=(3, MIB)),)
-    run = DeepSpeedRun(table, 3, offload_optimizer="cpu", offload_parameters="cpu", bucket_size=MIB)
-    pinned = deepspeed_memory(run).kept.by_category(Tier.PINNED_HOST)
-    assert pinned == {Category.PARAMETER: 6 * MIB, Category.FRAGMENTATION: 2 * MIB}
-
-
 # --- copies while a bucket is reduced ---------------------------------------------------------------------------------
 
 
@@ -351,45 +210,3 @@ def test_stage_3_copies_a_bucket_and_so_does_gloo() -> None:
     run = replace(run_across(300, 2), stage=3)
     assert [one.copied(0, 1200) for one in (run, replace(run, on_cpu=True))] == [1200, 2400]
     assert replace(run, on_cpu=True, world_size=1).copied(0, 1200) == 0
-
-
-def test_parameters_that_stay_whole_are_never_gathered() -> None:
-    small = tuple(ParameterInfo(f"{at}", PERSISTENT_NUMEL, 4, shape=(PERSISTENT_NUMEL,)) for at in range(3))
-    large = ParameterInfo("large", PERSISTENT_NUMEL + 1, 4, shape=(PERSISTENT_NUMEL + 1,))
-    assert gathered(DeepSpeedRun(small, 3, 2, 4)) == 0
-    assert gathered(DeepSpeedRun((*small, large), 3, 2, 4)) == 4 * large.numel
-
-
-def gathered(run: DeepSpeedRun) -> int:
-    memory = deepspeed_memory(run)
-    return memory.around_passes.get(Category.COMMUNICATION) - memory.kept.get(Category.COMMUNICATION)
-
-
-def test_offloaded_gradients_of_several_micro_batches_are_those_of_whole_parameters() -> None:
-    """Stage 1 keeps them on the device, where it accumulates them."""
-    parts = tuple(ParameterInfo(f"{at}", 100, 4, shape=(100,)) for at in range(3))
-    runs = [
-        DeepSpeedRun(parts, stage, 2, 4, offload_optimizer="cpu", accumulates=accumulates)
-        for stage in (1, 2)
-        for accumulates in (False, True)
-    ]
-    gradients = [deepspeed_memory(run).kept.get(Category.GRADIENT, Tier.HOST) for run in runs]
-    assert gradients == [600, 600, 600, 600 + 800]
-    on_device = [deepspeed_memory(run).around_passes.get(Category.GRADIENT, Tier.DEVICE) for run in runs[:2]]
-    assert on_device == [0, 1200]
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_stage_3_looks_for_overflows_of_fp16_in_all_gradients_at_once(offload: str) -> None:
-    plain, checked = (
-        deepspeed_memory(run_of(stage=3, world_size=2, offload_optimizer=offload, is_fp16=is_fp16, scratch_bytes=0))
-        for is_fp16 in (False, True)
-    )
-    tier = Tier.DEVICE if offload == "none" else Tier.HOST
-    share = 3 * run_of(stage=3, world_size=2).share
-    more = [memory.moments["update"].total(tier) - memory.kept.total(tier) for memory in (plain, checked)]
-    assert more[1] == (more[0] + share if offload == "cpu" else max(more[0], share))
-    assert more[1] >= share
-    below = (run_of(stage=2, offload_optimizer=offload, is_fp16=is_fp16) for is_fp16 in (False, True))
-    first, second = (deepspeed_memory(run).moments["update"] for run in below)
-    assert first == second

@@ -43,14 +43,6 @@ def test_gpt2_xl_pins_a_tenth_of_what_the_defaults_pin() -> None:
     assert sizes.optimizer_buffer_bytes + sizes.param_buffer_bytes == pytest.approx(2.25e9, rel=0.01)
 
 
-def test_partitions_of_eight_ranks_are_an_eighth() -> None:
-    _, groups = gpt2_xl()
-    one, eight = infinity_sizes(groups), infinity_sizes(groups, world_size=8)
-    assert eight.param_buffer_size == pytest.approx(one.param_buffer_size / 8, abs=1)
-    assert eight.largest_sub_group <= 1 << 25  # files of 128 MiB are long enough: not one per parameter
-    assert len(eight.sub_groups) < 12
-
-
 @pytest.mark.parametrize("world_size", [1, 3, 8, 64])
 def test_sub_groups_never_exceed_the_largest_parameter_or_the_useful_size(world_size: int) -> None:
     _, groups = gpt2_xl()
@@ -61,13 +53,6 @@ def test_sub_groups_never_exceed_the_largest_parameter_or_the_useful_size(world_
     # the next larger choice would not do, unless everything is one sub-group already
     bigger = max(sum(sub) for group in partitions for sub in sub_groups(group, 2 * size))
     assert bigger > largest or len(sub_groups(partitions[0], size)) == 1
-
-
-def test_sub_groups_are_upstreams() -> None:
-    assert sub_groups([5, 5, 5, 5], 10) == [[5, 5], [5, 5]]
-    assert sub_groups([5, 5, 5, 5], 11) == [[5, 5, 5], [5]]
-    assert sub_groups([5, 30, 5], 10) == [[5, 30], [5]]
-    assert sub_groups([5, 5], 10) == [[5, 5]]
 
 
 def test_sub_groups_agree_with_deepspeed() -> None:
@@ -84,26 +69,6 @@ def test_sub_groups_agree_with_deepspeed() -> None:
         assert [[p.numel for p in sub] for sub in theirs] == sub_groups(group, size)
 
 
-def test_small_tensors_are_no_reason_for_buffers() -> None:
-    sizes = infinity_sizes([[1000, 2000]], itemsize=2)
-    assert sizes.param_buffer_size == 0
-    assert infinity_sizes([[MIB // 2]], itemsize=2).param_buffer_size == MIB // 2
-    assert infinity_sizes([[MIB // 2]], itemsize=2, aio=AioSettings(block_size=8 * MIB)).param_buffer_size == 0
-
-
-def test_alignment_follows_the_threads() -> None:
-    assert AioSettings().aligned(1, 2) == 512
-    assert AioSettings(intra_op_parallelism=4).aligned(1025, 4) == 2048
-
-
-def test_pipelining_needs_buffers_for_each_sub_group_in_flight() -> None:
-    counts = [
-        infinity_sizes([[MIB]], num_states=num_states, pipeline=pipeline).optimizer_buffer_count
-        for num_states, pipeline in ((2, False), (2, True), (1, False))
-    ]
-    assert counts == [4, 12, 3]
-
-
 def test_config_is_what_deepspeed_reads() -> None:
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
@@ -117,19 +82,6 @@ def test_config_is_what_deepspeed_reads() -> None:
     aio = get_aio_config(config)
     assert (aio["block_size"], aio["queue_depth"], aio["intra_op_parallelism"]) == (128 << 10, 32, 2)
     assert "offload_param" not in infinity_sizes([[MIB]]).config("/x", parameters=False)["zero_optimization"]
-
-
-def test_no_parameters() -> None:
-    with pytest.raises(ValueError, match="no parameter"):
-        infinity_sizes([[], []])
-
-
-def test_buffer_for_writing_weights_has_room_for_whole_ones() -> None:
-    """`reserve_partitioned_swap_space` is given `ds_numel`; a rank of four writes a quarter of them."""
-    one, four = (infinity_sizes([[2**24] * 4], world_size=world_size) for world_size in (1, 4))
-    pools = [sizes.param_buffer_count * sizes.param_buffer_size for sizes in (one, four)]
-    assert one.param_buffer_bytes == 2 * (pools[0] + one.largest_sub_group)
-    assert four.param_buffer_bytes == 2 * (pools[1] + 4 * four.largest_sub_group)
 
 
 # --- states in memory ---
@@ -152,11 +104,6 @@ def test_sizes_stay_within_bounds():
     assert huge["sub_group_size"] == 100_000_000
     tiny = zero_sizes({"stage": 3}, [10] * 10, world_size=1)
     assert min(tiny[name] for name in ("reduce_bucket_size", "sub_group_size", "stage3_max_live_parameters")) == 2**20
-
-
-def test_what_was_named_stays():
-    assert zero_sizes({"stage": 3, "sub_group_size": 5}, XL_SIZES, 1)["sub_group_size"] == 5
-    assert "sub_group_size" not in zero_sizes({"stage": 2}, XL_SIZES, 1)
 
 
 def test_buckets_are_even_as_deepspeed_aligns_them() -> None:

@@ -47,11 +47,6 @@ def divided(stage: int, ranks: int = 2, **sizes: int) -> Division:
     return Division(f"zero_{stage}", stage, ranks, ranks, deepspeed=True, sizes=sizes)
 
 
-@pytest.mark.parametrize("calls_itself", [False, True])
-def test_a_profile_knows_whether_the_step_calls_its_module(calls_itself: bool) -> None:
-    assert profile_of(calls_itself).calls_itself is calls_itself
-
-
 def test_a_step_that_calls_its_module_gathers_one_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's record of the order begins anew with each call, so that it never has a whole one."""
     for module in (deepspeed, zero_rank):  # or all weights of a small model stay gathered
