@@ -13,26 +13,17 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit import WholeSteps
-from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
-from lightning_memfit.strategies import FullyShardedStrategy
 from tests.helpers import ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded_steps import (
-    SECONDS,
-    Moments,
     Tagger,
-    TellOfLayers,
     be_killed,
     break_down,
-    close,
     fail,
-    never,
     run_out_of_memory,
     train,
-    whole,
 )
-from tests.helpers.strategy_runs import TokenData, build_module
 from tests.helpers.trainers import quiet_trainer
 
 EARLY, LATE = 2, 20
@@ -55,20 +46,15 @@ class EndsInTheThirdStep(BoringModel):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.nightly_cases("forward-20", "backward-10", "validation-4")
-@pytest.mark.nightly_cases("backward-2-options4", "forward-2-options2", "training step-1-options0")
+@pytest.mark.nightly_cases("backward-10", "forward-20", "validation-4", "training step-1")
 @pytest.mark.parametrize(
     ("where", "number", "options"),
     [
         ("training step", 1, {}),
-        ("training step", 5, {}),
-        ("forward", EARLY, {}),
         ("forward", LATE, {}),
         ("backward", EARLY, {}),
         ("backward", 10, {}),
-        ("before step", 1, {}),
         ("step", 2, {}),
-        ("validation step", 1, VALIDATED),
         ("validation", 4, VALIDATED),
     ],
 )
@@ -104,15 +90,6 @@ def test_a_rank_that_ends_is_named_without_micro_batches(name: str, action: Any,
     assert ended[0].seconds < 30
 
 
-@pytest.mark.nightly_cases("break_down")
-@pytest.mark.parametrize("action", [break_down, be_killed])
-def test_three_ranks_end_when_one_does(action: Any, tmp_path: Path) -> None:
-    ended = run_ranks(lambda: fail("backward", 10, action, rank=2), 3, tmp_path, seconds=60)
-    for one in ended[:2]:
-        assert "Rank 2 failed" in one.error
-        assert one.seconds < 40
-
-
 NO_UNITS = {"lightning_memfit.fitting.recovery.lockstep.sharded_units": lambda module: []}
 """As with torch 2.11, which can't forget a pass that was broken off."""
 
@@ -126,85 +103,6 @@ def test_where_ranks_can_not_stop_together_all_end(action: Any, message: str, tm
     assert "Rank 1 failed" in first.error
     assert message in first.error
     assert max(first.seconds, second.seconds) < 30
-
-
-class Steep(Tagger):
-    """Has a weight of one element, which lies on the first rank alone, and whose gradient isn't finite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steep = torch.nn.Parameter(torch.zeros(1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) + self.steep.abs().sqrt().sum()
-
-
-def take_a_steep_step() -> int:
-    calls = []
-    module = Steep()
-    step = module.training_step
-    module.training_step = lambda *args: (calls.append(1), step(*args))[1]  # type: ignore[method-assign]
-    train(module, MemoryLimit(1 << 30), MicroBatching(micro_batch_size=2), max_steps=1)
-    return len(calls)
-
-
-@pytest.mark.nightly
-def test_no_rank_waits_for_one_whose_gradients_alone_are_not_finite(
-    tmp_path: Path,
-) -> None:
-    """Comparing samples together with samples apart, the others went on to samples that it left out."""
-    first, second = run_ranks(take_a_steep_step, 2, tmp_path, seconds=30, patches=NO_UNITS)
-    assert [first.code, second.code] == [0, 0], first.output[-3000:] + second.output[-3000:]
-    assert first.result == second.result > 4
-
-
-# --- tensor parallelism ---------------------------------------------------------------------------------------------
-
-
-def train_together(moments: Moments, size: int = 2) -> Any:
-    pl.seed_everything(0, verbose=False)
-    module = build_module()
-    strategy = FullyShardedStrategy(process_group_backend="gloo", timeout=SECONDS, tensor_parallel_size=2)
-    options = {"strategy": strategy, "devices": ranks.num_ranks, "use_distributed_sampler": False}
-    trainer = quiet_trainer(
-        TellOfLayers(moments), MicroBatching(micro_batch_size=size), max_steps=4, limit_val_batches=0, **options
-    )
-    trainer.fit(module, TokenData())
-    return {name: whole(p) for name, p in module.named_parameters()}, {}
-
-
-def disturb_together() -> list[tuple[int, float]]:
-    """Run out of memory in the first step with two samples; all that follows is in micro-batches of one."""
-    undisturbed = train_together(never(), size=1)
-    found = []
-    for where, number in (("forward", 5), ("backward", 1), ("backward", 7)):
-        moments = Moments(1, where, (number,), run_out_of_memory)
-        found.append((moments, close(train_together(moments), undisturbed)))
-    return [(moments.failures, difference) for moments, difference in found]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_tensor_parallelism_recovers_while_a_size_is_new(world_size: int, tmp_path: Path) -> None:
-    ended = run_ranks(disturb_together, world_size, tmp_path, seconds=180)
-    for process in ended:
-        assert process.code == 0, process.output[-5000:]
-        assert max(difference for _, difference in process.result) == 0.0
-    assert [failures for failures, _ in ended[1].result] == [1, 1, 1]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("action", "message"), [(run_out_of_memory, "a step that had fitted before"), (break_down, "no such column")]
-)
-def test_tensor_parallelism_ends_all_ranks_later(action: Any, message: str, tmp_path: Path) -> None:
-    moments = Moments(1, "forward", (50,), action)
-    ended = run_ranks(lambda: train_together(moments), 4, tmp_path, seconds=90)
-    assert message in ended[1].error
-    for rank in (0, 2, 3):
-        assert "Rank 1 failed" in ended[rank].error
-        assert message in ended[rank].error
-        assert ended[rank].seconds < 60
 
 
 # --- loaders that deliver different numbers of batches --------------------------------------------------------------
@@ -278,14 +176,6 @@ def test_ranks_with_unequal_numbers_of_batches_end_in_words(
         assert process.code == 1
         assert re.search(message, process.error), process.error
         assert process.seconds < 30
-
-
-def test_they_go_on_with_equal_numbers(tmp_path: Path) -> None:
-    module = Unevenly(Stream, (4, 2), (1, 3))
-    limits = {"limit_train_batches": 2, "limit_val_batches": 1}
-    for process in run_ranks(lambda: run_unevenly(module, max_epochs=2, **limits), 2, tmp_path, seconds=60):
-        assert process.code == 0, process.output[-5000:]
-        assert process.result == 4
 
 
 class Counted(BoringModel):

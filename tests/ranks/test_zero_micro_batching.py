@@ -3,7 +3,6 @@
 Weights are those of the fp32 master copies, whole. Stages differ from DDP in the order of additions only.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_memfit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.memory import MIB
 from tests.helpers import ranks
 from tests.helpers.aio import needs_aio
 from tests.helpers.ranks import run_ranks
-from tests.helpers.sharded_steps import Moments, Tagger, break_down, never, run_out_of_memory
+from tests.helpers.sharded_steps import Moments, Tagger, never, run_out_of_memory
 from tests.helpers.strategy_runs import CLIP, ZERO, Tokens, build_module
 from tests.helpers.trainers import quiet_trainer
 
@@ -78,40 +76,6 @@ def test_a_cut_batch_gives_what_the_whole_gives(world_size: int, tmp_path: Path)
         assert max(ended.result.values()) < 2e-6, ended.result
 
 
-def find(name: str) -> dict[str, Any]:
-    """Give training less memory than whole batches take, and find the size; then train with it by hand."""
-    strategy = STAGES[name] | {"bucket_size": 1000}
-
-    def peak(size: int) -> int:
-        limit = MemoryLimit("1GiB")
-        train(strategy, limit, MicroBatching(micro_batch_size=size), module=big(), max_steps=3)
-        assert limit.ledger is not None
-        return limit.ledger.peak_bytes
-
-    def big() -> Tagger:
-        return Tagger(batch_size=128, num_samples=3 * 128 * ranks.num_ranks)
-
-    one, whole = peak(8), peak(128)
-    limit, finding = MemoryLimit((one + whole) // 2), MicroBatching()
-    weights = train(strategy, limit, finding, module=big())
-    size = finding.micro_batch_size_in_use
-    by_hand = train(strategy, MicroBatching(micro_batch_size=size), module=big())
-    found = finding.found
-    assert found is not None
-    return {"size": size, "steps": found.num_steps, "failed": found.num_failed, "off": difference(weights, by_hand)}
-
-
-@pytest.mark.nightly_cases("stage_2", "stage_3")
-@pytest.mark.parametrize("name", ["stage_2", "stage_3"])
-def test_a_size_is_found_in_training_without_a_failure(name: str, tmp_path: Path) -> None:
-    for ended in run_ranks(find, 2, tmp_path, name, seconds=240):
-        assert ended.code == 0, ended.output[-5000:]
-        assert 8 < ended.result["size"] < 128
-        assert ended.result["steps"] <= 4
-        assert ended.result["failed"] == 0
-        assert ended.result["off"] < 2e-6
-
-
 def start_on_disk(drive: Path) -> None:
     strategy = {"nvme_path": str(drive), "disk_reserve": "16MiB", "config": {"aio": {"block_size": MIB}}}
     train(strategy, MicroBatching(micro_batch_size=3))
@@ -151,24 +115,6 @@ def test_a_shortage_ends_all_ranks_and_the_run_goes_on(name: str, tmp_path: Path
     for ended in resumed:
         assert ended.code == 0, ended.output[-5000:]
         assert difference(ended.result, whole[0].result) < 2e-6
-
-
-def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
-    moments = Moments(1, "backward", (20,), break_down)
-    first, second = run_ranks(lambda: go_on("stage_3", tmp_path / "c", moments, 4), 2, tmp_path, seconds=90)
-    assert second.error == "ValueError: no such column"
-    assert "Rank 1 failed" in first.error
-    assert max(first.seconds, second.seconds) < 60
-
-
-def unequal() -> None:
-    size = 4 if os.environ["RANK"] == "1" else 8
-    train(STAGES["stage_3"], MicroBatching(micro_batch_size=4), module=Tagger(batch_size=size))
-
-
-def test_ranks_with_unequal_batches_are_refused(tmp_path: Path) -> None:
-    for ended in run_ranks(unequal, 2, tmp_path, seconds=90):
-        assert "make 2, 1 micro-batches" in ended.error
 
 
 def refused() -> list[str]:

@@ -82,48 +82,6 @@ def test_every_stage_runs_out_of_memory_and_recovers(tmp_path, stage):
     assert limit.ledger.num_ooms == 0
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_before_optimizer_step", "on_train_batch_end"])
-def test_an_exception_in_any_hook_leaves_the_mode(tmp_path, hook):
-    class Failing(Callback):
-        pass
-
-    def fail(*args, **kwargs):
-        raise KeyError("stop")
-
-    setattr(Failing, hook, fail)
-    with pytest.raises(KeyError):
-        trainer(tmp_path, MemoryLimit("1MiB"), Failing()).fit(Regression())
-    assert no_mode_is_left()
-
-
-def test_the_loaders_own_tensors_do_not_count(tmp_path):
-    module = Regression()
-    dataset = torch.utils.data.TensorDataset(torch.randn(64, 4096, 32))  # 32 MiB of host memory
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None)
-    limit = MemoryLimit("8MiB")
-    trainer(tmp_path, limit, limit_train_batches=2, limit_val_batches=0).fit(module, loader)
-    assert limit.ledger.peak_by_category[Category.INPUT] == 4096 * 32 * 4
-
-
-def test_accumulation_and_manual_optimization_are_followed(tmp_path):
-    class Manual(Regression):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    for module, options in ((Regression(), {"accumulate_grad_batches": 2}), (Manual(), {})):
-        limit = MemoryLimit("1MiB")
-        trainer(tmp_path, limit, limit_val_batches=0, **options).fit(module)
-        assert limit.ledger.peak_by_category[Category.GRADIENT] == limit.ledger.peak_by_category[Category.PARAMETER]
-        assert limit.ledger.live_by_category[Category.OPTIMIZER_STATE] > 0
-
-
 def test_restored_optimizer_states_count(tmp_path):
     module = Regression()
     first = trainer(tmp_path)
@@ -223,15 +181,6 @@ def test_the_limit_holds_to_the_byte():
     assert (device.num_ooms, device.peak_bytes, device.live_bytes) == (1, 4 * KIB, 0)
 
 
-def test_sizes_count_as_the_allocator_rounds_them():
-    with SimulatedDevice(1024) as device:
-        kept = [torch.empty(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)]
-        assert device.live_bytes == 1024
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(1, dtype=torch.uint8)
-        assert len(kept) == 2
-
-
 def test_the_error_reads_like_cudas():
     from lightning.pytorch.utilities.memory import is_oom_error
 
@@ -263,32 +212,6 @@ def test_the_refused_output_is_released_while_the_error_is_alive():
         assert device.live_bytes == 2 * used
         del a, b, caught  # its traceback holds the arguments
     assert device.live_bytes == device.num_ooms - 1 == 0
-
-
-def test_several_outputs_are_refused_together():
-    source = [torch.zeros(256) for _ in range(4)]
-    with SimulatedDevice(7 * KIB) as device:
-        for tensor in source[:1]:
-            device.track(tensor, Category.PARAMETER)
-        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 8.00 KiB"):
-            torch._foreach_add([source[0]] * 8, 1)
-        assert device.live_bytes == 1024
-
-
-def test_views_and_in_place_operators_cost_nothing():
-    with SimulatedDevice(1024) as device:
-        tensor = torch.zeros(256)
-        tensor.add_(1)
-        tensor.view(16, 16).t()[0].mul_(2)
-        assert (device.live_bytes, device.num_ooms) == (1024, 0)
-
-
-def test_a_tracked_tensor_may_not_fit():
-    device = SimulatedDevice(1024)
-    with pytest.raises(torch.OutOfMemoryError):
-        device.track(torch.zeros(1000), Category.INPUT)
-    gc.collect()
-    assert (device.live_bytes, device.peak_bytes) == (0, 0)
 
 
 def test_training_recovers_from_an_error_with_exact_figures():

@@ -1,6 +1,4 @@
 import inspect
-from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,12 +36,6 @@ def test_folder_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         ZeroInfinityStrategy()
     monkeypatch.setenv("MEMFIT_NVME_PATH", "/mnt/drive")
     assert ZeroInfinityStrategy().nvme_path == "/mnt/drive"
-
-
-def test_making_one_touches_no_drive() -> None:
-    strategy = ZeroInfinityStrategy("/does/not/exist")
-    assert strategy.folder is None
-    assert strategy.remote_device == "nvme"
 
 
 def test_upstream_still_hands_out_swap_buffers() -> None:
@@ -110,18 +102,3 @@ def test_optimizers_that_can_not_be_swapped() -> None:
     with pytest.raises(Exception, match=r"Mine can't keep its states on disk.*`offload_optimizer: false`"):
         strategy._check_optimizer(Mine([weight]))
     ZeroInfinityStrategy("/somewhere", offload_optimizer=False)._check_optimizer(Mine([weight]))
-
-
-def test_monitors_are_told_what_lies_on_the_drive(tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
-    from lightning_memfit.nvme.folder import RunFolder
-
-    swapped_bytes = ZeroInfinityStrategy.swapped_bytes.fget
-    assert swapped_bytes is not None
-    assert swapped_bytes(SimpleNamespace(folder=None)) == 0
-    with closing(RunFolder.create(tmp_path, "run1")) as folder:
-        swapped = folder.path / "zero_stage_3" / "bfloat16params" / "rank0" / "7_param.tensor.swp"
-        swapped.parent.mkdir(parents=True)
-        swapped.write_bytes(bytes(8192))
-        assert swapped_bytes(SimpleNamespace(folder=folder)) >= 8192
