@@ -314,7 +314,6 @@ CASES = (
     Case("T5", "zero infinity", 2, 1, _CHECKPOINTED, width=512),
     Case("Llama", "zero infinity", 3, 0, precision="bf16-mixed", width=512),
     Case("ViT", "zero infinity", 3, 1, accumulate=2, width=768),
-    Case("T5", "zero infinity optimizer", 3, 2, options={"pipeline": True}, width=512),
     Case("Llama", "zero infinity", 2, 0, options={"params_in_host": 2_000_000}, width=512),
     Case("ViT", "zero infinity parameters", 2, 0, width=768),
     Case("MLP", "zero 1", 2, 1),

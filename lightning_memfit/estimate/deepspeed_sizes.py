@@ -98,7 +98,7 @@ class InfinitySizes:
     sub_groups: tuple[int, ...]
     """Elements of every sub-group that results."""
     optimizer_buffer_count: int
-    """Master weights, gradient and each state, once per sub-group that is in flight."""
+    """Master weights, gradient and each state."""
     param_buffer_count: int
     """Parameters of the running module, as many for the next or a tied one, and one in reserve."""
     param_buffer_size: int
@@ -154,7 +154,6 @@ def infinity_sizes(
     itemsize: int = 2,
     aio: AioSettings | None = None,
     num_states: int = 2,
-    pipeline: bool = False,
     params_per_module: int = 1,
     max_in_cpu: int = 0,
 ) -> InfinitySizes:
@@ -166,7 +165,6 @@ def infinity_sizes(
         itemsize: Bytes per element of the weights.
         aio: Settings of asynchronous I/O; DeepSpeed's defaults if not given.
         num_states: State tensors of the optimizer, 2 for Adam.
-        pipeline: Whether the next sub-group is read and the previous one written while one is stepped.
         params_per_module: Large parameters that one module owns itself.
         max_in_cpu: Elements of parameters to keep in host memory instead.
 
@@ -185,7 +183,7 @@ def infinity_sizes(
         itemsize,
         size,
         tuple(sum(sub) for group in partitions for sub in sub_groups(group, size)),
-        optimizer_buffer_count=(2 + num_states) * (3 if pipeline else 1),
+        optimizer_buffer_count=2 + num_states,
         param_buffer_count=2 * params_per_module + 3,
         param_buffer_size=max(swapped, default=0),
         max_in_cpu=max_in_cpu,

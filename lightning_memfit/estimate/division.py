@@ -70,8 +70,6 @@ class Division:
     pin_memory: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the `zero_optimization` section that the user has set; our strategies choose the others."""
-    pipeline: bool = False
-    """With states on disk: whether reading and writing overlap with the step."""
     params_in_host: int = 0
     """With parameters on disk: elements that stay in host memory."""
     copies_gradients: bool = False
@@ -118,7 +116,6 @@ class Division:
                 [[p.numel for p in distinct if p.trainable]],
                 self.ranks,
                 itemsize,
-                pipeline=self.pipeline,
                 params_per_module=most_per_module(parameters, large),
                 max_in_cpu=self.params_in_host,
             )
@@ -218,7 +215,6 @@ def _of_deepspeed(strategy: Any, name: str, ranks: int, ranks_per_machine: int) 
         offload_parameters=targets[1],
         pin_memory=any(bool(section.get("pin_memory")) for section in sections) and not to_disk,
         sizes={key: int(size) for key, size in sizes.items() if isinstance(size, (int, float))},
-        pipeline=bool(getattr(strategy, "pipeline", False)),
         params_in_host=int(getattr(strategy, "params_in_host", 0)),
     )
 

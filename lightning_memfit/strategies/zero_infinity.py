@@ -30,7 +30,6 @@ from lightning_memfit.nvme.watermark import check_reserve
 from lightning_memfit.strategies.model_shape import parameters_once_built
 from lightning_memfit.strategies.upstream.deepspeed import (
     copy_parameters_from_swap_buffers,
-    free_states_once_swapped,
     gather_states_from_disk,
     swap_in_own_dtype,
 )
@@ -58,7 +57,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
             recipe can move from machine to machine.
         offload_optimizer: Put optimizer states and gradients on disk.
         offload_parameters: Put parameters on disk.
-        pipeline: Read the next and write the last sub-group while one is stepped; this takes three times the buffers.
         params_in_host: Elements of parameters that stay in host memory, for fewer reads.
         disk_reserve: Space that must stay free on the drive.
         **options: Further arguments of `ZeroStrategy`.
@@ -78,7 +76,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
         nvme_path: str | None = None,
         offload_optimizer: bool = True,
         offload_parameters: bool = True,
-        pipeline: bool = False,
         params_in_host: int = 0,
         disk_reserve: int | str = "1GiB",
         **options: Any,
@@ -94,7 +91,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
             raise ValueError("`stage` must be 3: below it DeepSpeed keeps in memory what should go to disk.")
         super().__init__(3, offload_optimizer, offload_parameters, **options)
         self.nvme_path = nvme_path
-        self.pipeline = pipeline
         self.params_in_host = params_in_host
         self.reserve_bytes = parse_bytes(disk_reserve, "disk_reserve")
         self.folder: RunFolder | None = None
@@ -110,8 +106,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
         if self._on_cpu:
             copy_parameters_from_swap_buffers()
             swap_in_own_dtype()
-        if self.pipeline:
-            free_states_once_swapped()
 
     # --- before anything is loaded ----------------------------------------------------------------------------------
 
@@ -187,7 +181,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
             self.world_size,
             itemsize,
             self._aio,
-            pipeline=self.pipeline,
             params_per_module=most_per_module(parameters, large),
             max_in_cpu=self.params_in_host,
         )
@@ -200,8 +193,6 @@ class ZeroInfinityStrategy(ZeroStrategy):
         for name in ("offload_optimizer", "offload_param"):
             if name in sections:
                 zero[name] = {"pin_memory": zero[name]["pin_memory"], **sections.pop(name)}
-        if self.pipeline and self._offloads[0]:
-            zero["offload_optimizer"] |= {"pipeline_read": True, "pipeline_write": True}
         config = self.config | {"zero_optimization": zero | sections, "aio": made["aio"]}
         self.config = with_raw_options(config, self._raw, {})
 

@@ -285,26 +285,6 @@ def swap_in_own_dtype() -> None:
     Init._set_dtype = set_dtype
 
 
-@cache
-def free_states_once_swapped() -> None:
-    """Free the states that an optimizer makes in its first step as soon as `pipeline` has them in swap buffers.
-
-    `PartitionedOptimizerSwapper` releases them after each sub-group. `PipelinedOptimizerSwapper` doesn't, so that the
-    states of all sub-groups stay in memory until the second step reads them from disk.
-    """
-    from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
-
-    plain = PipelinedOptimizerSwapper._swap_out_optimizer_state
-
-    def swap_out(self: Any, aio_handle: Any, parameter: Any, swap_in_op: Any) -> Any:
-        operation = plain(self, aio_handle, parameter, swap_in_op)
-        for state in swap_in_op.param_info.get_unpinned_state_tensors():
-            state.data = torch.Tensor()  # as `SwapTensorContext.release_memory` does
-        return operation
-
-    PipelinedOptimizerSwapper._swap_out_optimizer_state = swap_out
-
-
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 _OWN_KEYS = {

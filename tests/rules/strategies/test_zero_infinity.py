@@ -1,6 +1,4 @@
 import inspect
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -10,7 +8,6 @@ import torch
 
 from lightning_memfit.strategies.upstream.deepspeed import (
     copy_parameters_from_swap_buffers,
-    free_states_once_swapped,
     swap_in_own_dtype,
 )
 from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
@@ -64,31 +61,6 @@ def test_weights_are_swapped_in_the_dtype_of_a_module_made_before(dtype: torch.d
     made = Init.__new__(Init)
     made._set_dtype(None, dtype)
     assert made.dtype == dtype
-
-
-def test_a_pipeline_frees_states_that_swap_buffers_hold() -> None:
-    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerStateSwapInfo
-    from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import OptimizerSwapOp, PipelinedOptimizerSwapper
-
-    free_states_once_swapped()
-    freeing = PipelinedOptimizerSwapper._swap_out_optimizer_state
-    free_states_once_swapped()
-    assert PipelinedOptimizerSwapper._swap_out_optimizer_state is freeing
-    weight: Any = torch.zeros(8)
-    state: Any = torch.ones(8)
-    weight.ds_id, state.ds_id = "0", "exp_avg-0"
-    place = weight.data_ptr()
-    handle = SimpleNamespace(is_pinned=lambda tensor: tensor.data_ptr() == place, async_pwrite=lambda *_: 0)
-    info = OptimizerStateSwapInfo(weight, 8, "folder", handle)
-    info.add_state_tensors([state])
-    swapper: Any = PipelinedOptimizerSwapper.__new__(PipelinedOptimizerSwapper)
-    swapper.numel_alignment = 1
-    swapper.swap_buffer_manager = SimpleNamespace(allocate=lambda **_: [torch.zeros(8)])
-    reading = OptimizerSwapOp(handle, True, info, [], [weight], 1)
-    written = swapper._swap_out_optimizer_state(handle, weight, reading)
-    assert state.numel() == 0
-    assert written.state_buffers[0] is weight
-    assert torch.equal(written.state_buffers[1], torch.ones(8))
 
 
 def test_optimizers_that_can_not_be_swapped() -> None:
