@@ -183,10 +183,6 @@ class DeepSpeedRun:
 
         Stages 1 and 2 copy a bucket that has parts of two ranks, and reduce any other in place (`allreduce_bucket`).
         Stage 3 has a flat copy (`reduce_scatter_coalesced`), and gloo works on another.
-
-        Args:
-            before: Bytes of gradients reduced before it, from the last parameter on.
-            after: The same with this bucket.
         """
         if self.stage == 3:
             return (after - before) * (self.world_size > 1) * (1 + self.on_cpu)

@@ -35,11 +35,6 @@ def zero_sizes(zero: dict[str, Any], numels: Sequence[int], world_size: int) -> 
     - A stage-3 rank updates its parameters in sixteen sub-groups. Each makes fp32 copies of its gradients: with
       Lightning's 1e12 (one group) these are as large as a second model.
     - Stage 3 keeps at most a quarter of the model gathered; DeepSpeed's 1e9 would keep all of most models.
-
-    Args:
-        zero: The section.
-        numels: Elements of each of the model's parameters, whole, tied ones once.
-        world_size: Number of ranks the parameters are divided among.
     """
     total, largest = sum(numels), max(numels, default=0)
     bucket = max(_SMALLEST, min(largest + largest % 2, _LARGEST_BUCKET))
@@ -130,11 +125,6 @@ class InfinitySizes:
 
         Swapped parameters are neither prefetched nor kept for reuse: DeepSpeed 0.19.8 would queue one twice, or run
         out of buffers, and stop.
-
-        Args:
-            nvme_path: The run's folder.
-            optimizer: Whether optimizer states go to disk.
-            parameters: Whether parameters do.
         """
         zero: dict[str, Any] = {"stage": 3, "sub_group_size": self.sub_group_size}
         drive = {"device": "nvme", "nvme_path": nvme_path}
@@ -158,15 +148,6 @@ def infinity_sizes(
     max_in_cpu: int = 0,
 ) -> InfinitySizes:
     """Choose sizes for a model: as little pinned memory as its largest parameter allows.
-
-    Args:
-        groups: Elements of the trained parameters, whole, by optimizer parameter group and in its order.
-        world_size: Ranks that share every parameter.
-        itemsize: Bytes per element of the weights.
-        aio: Settings of asynchronous I/O; DeepSpeed's defaults if not given.
-        num_states: State tensors of the optimizer, 2 for Adam.
-        params_per_module: Large parameters that one module owns itself.
-        max_in_cpu: Elements of parameters to keep in host memory instead.
 
     Raises:
         ValueError: If there is no parameter.

@@ -99,15 +99,7 @@ class Division:
     def run_of(
         self, parameters: Sequence[ParameterInfo], itemsize: int, calls_itself: bool = True, **options: Any
     ) -> DeepSpeedRun:
-        """A run under DeepSpeed, with the buffer sizes that our strategies set where the user sets none.
-
-        Args:
-            parameters: All parameters at their full size.
-            itemsize: Bytes per element of the weights and gradients.
-            calls_itself: Whether `training_step` calls the module (`ModelProfile.calls_itself`): DeepSpeed then never
-                sees a whole pass in one order, and gathers nothing ahead. From disk it never does.
-            **options: Other fields of `DeepSpeedRun`.
-        """
+        """A run under DeepSpeed, with the buffer sizes that our strategies set where the user sets none."""
         distinct, sizes = [p for p in parameters if not p.shared_with], None
         zero = zero_sizes({**self.sizes, "stage": self.stage}, [p.numel for p in distinct], self.ranks)
         if "nvme" in (self.offload_optimizer, self.offload_parameters):
@@ -119,6 +111,7 @@ class Division:
                 params_per_module=most_per_module(parameters, large),
                 max_in_cpu=self.params_in_host,
             )
+        # A step that calls its module shows DeepSpeed no whole pass in one order: nothing is gathered ahead.
         ahead = self.stage == 3 and not calls_itself and self.offload_parameters != "nvme"
         return DeepSpeedRun(
             parameters,

@@ -71,14 +71,6 @@ def torch_placement(
     and moves it there. Before the forward pass of the second step the buckets are made anew, one by one, in the order
     in which gradients arrived (`Reducer::rebuild_buckets`). FSDP2 gathers the running block and the next one, whose
     whole gradients are on every rank too.
-
-    Args:
-        whole: Read off a trace of the optimizer's steps.
-        stage: 0 replicates (DDP), 3 divides everything (FSDP2).
-        ranks: Ranks that share the model.
-        parameters: Parameters as they are stored.
-        cuda: Whether device memory is separate from host memory.
-        copies_gradients: With DDP, whether gradients are not views of its buckets.
     """
     nccl = NCCL_BYTES if cuda and ranks > 1 else 0
     if stage == 0:

@@ -62,11 +62,6 @@ def released_levels(events: EventList, rounding: int, released: ReleasedGradient
     product that follows a single gradient is the other half of the same operator: the gradient of its input. Where
     gradients follow each other, those of a module are complete if something is freed before those of another module.
 
-    Args:
-        events: Events of steps that keep their gradients.
-        rounding: Rounding of the allocator, in bytes.
-        released: Bytes of each gradient with the optimizer that steps it.
-
     Returns:
         Live bytes without any gradient, and with those gradients that are on their way.
     """

@@ -6,7 +6,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
-    LearningRateFinder,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -25,12 +24,6 @@ STOCHASTIC_AVERAGES = (StochasticWeightAveraging,), _AVERAGES
 """It copies the module in the midst of training, when its parameters are parts."""
 AVERAGES = (WeightAveraging, StochasticWeightAveraging), _AVERAGES
 """They copy the module's parameters one by one, where DeepSpeed saves and steps master weights of its own."""
-LR_FINDER = (
-    (LearningRateFinder,),
-    # Its schedules take torch's optimizers only, and it saves and restores the run by what Lightning knows of it.
-    "(`Tuner.lr_find`) can't search under `strategy={}`, where DeepSpeed's optimizer stands in the place of torch's. "
-    "Search under `memfit_fsdp2` or on one device, and set the learning rate that it finds.",
-)
 
 
 def refuse_callbacks(trainer: Trainer, strategy: str, *refused: tuple[tuple[type, ...], str]) -> None:

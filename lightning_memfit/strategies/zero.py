@@ -35,7 +35,6 @@ from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.integrity import ZERO_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     AVERAGES,
-    LR_FINDER,
     EqualBatches,
     may_accumulate,
     refuse_callbacks,
@@ -278,7 +277,7 @@ class ZeroStrategy(DividesSequences, EqualBatches, DeepSpeedStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
         assert self.lightning_module is not None
-        refuse_callbacks(self.lightning_module.trainer, self.strategy_name, AVERAGES, LR_FINDER)
+        refuse_callbacks(self.lightning_module.trainer, self.strategy_name, AVERAGES)
         synchronize_batch_norms(self.lightning_module.trainer, self.lightning_module)
         if optimizer is not None:
             check_optimizer(optimizer, self.strategy_name, FLAT)

@@ -44,9 +44,6 @@ class ZeroOptions:
     def config(self, raw: Mapping[str, Any]) -> Config:
         """Return DeepSpeed's configuration; sizes that the user did not give are left open until the model is known.
 
-        Args:
-            raw: Options as in DeepSpeed's JSON, applied on top of what the arguments make.
-
         Raises:
             ValueError: If `raw` contradicts an argument.
         """

@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import distributed
-from torch.utils.data import DataLoader
 
 from tests.helpers.strategy_runs import BATCH, TokenData, Tokens, build_module, build_trainer
 from tests.helpers.strategy_scenarios import HALF, train
@@ -46,41 +45,6 @@ def pieces(case: dict[str, Any]) -> dict[str, Any]:
     return {"sizes": sizes, "states": kept, "all": _gathered(kept)}
 
 
-class Seen(pl.Callback):
-    """The first numbers of the batches of this rank."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[int]] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(batch["input_ids"][:, :6].flatten().tolist())
-
-
-class Shuffled(pl.LightningDataModule):
-    """Left to Lightning's sampler."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Tokens(), batch_size=BATCH, shuffle=True)
-
-
-def lightnings_sampler(case: dict[str, Any]) -> dict[str, Any]:
-    pl.seed_everything(0, verbose=False)
-    seen = Seen()
-    build_trainer(case, seen, use_distributed_sampler=True).fit(build_module(), Shuffled())
-    return {"seen": _gathered(seen.seen)}
-
-
-def packaged_data(case: dict[str, Any]) -> dict[str, Any]:
-    """The package's own data modules deal to data-parallel ranks, and count these alone as the global batch."""
-    from lightning_memfit.data import StandardLibraryText
-
-    pl.seed_everything(0, verbose=False)
-    seen = Seen()
-    data = StandardLibraryText(tokenizer="bytes", sequence_length=32, batch_size=2, max_files=3, global_batch_size=4)
-    build_trainer(case, seen).fit(build_module(**case["module"]), data)
-    return {"seen": _gathered(seen.seen)}
-
-
 def logits(case: dict[str, Any]) -> dict[str, Any]:
     """Train, save, and write the logits that the divided model computes."""
     trainer, module, _ = train(case, HALF)
@@ -92,41 +56,3 @@ def logits(case: dict[str, Any]) -> dict[str, Any]:
         torch.save(found, Path(case["folder"]) / "logits.pt")
     distributed.barrier()
     return {}
-
-
-class KeptForBackward(pl.Callback):
-    """What the first forward pass keeps for backward. It is held, so that no address is used twice.
-
-    Parameters are left out; those that FSDP2 had gathered are empty afterwards.
-    """
-
-    def __init__(self) -> None:
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._hooks: Any = None
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        owned = {p.to_local().untyped_storage().data_ptr() for p in module.parameters()}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in owned and not isinstance(tensor, torch.nn.Parameter):
-                self.storages[storage.data_ptr()] = storage
-            return tensor
-
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
-        self._hooks.__exit__(None, None, None)
-
-
-def kept(case: dict[str, Any]) -> dict[str, Any]:
-    """The bytes for a model of two layers and of three."""
-    found = []
-    for layers in (2, 3):
-        pl.seed_everything(0, verbose=False)
-        counter = KeptForBackward()
-        module = build_module(config={**case["module"]["config"], "n_layer": layers})
-        build_trainer(case, counter, max_steps=1).fit(module, TokenData())
-        found.append(sum(storage.nbytes() for storage in counter.storages.values()))
-    return {"bytes": found}

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -278,7 +277,6 @@ REFUSED: dict[str, tuple[Callable[[], Steps], str, tuple[str, ...]]] = {
     "unfreezes": (Unfreezes, "`net.0.weight` was frozen when training began", ("stage_1", "offload", "stage_3")),
     "frozen group": (lambda: FrozenGroup(plain, by_hand=False), "optimizer's group 1 are frozen", ("stage_2",)),
     "clips by value": (lambda: Steps(clipped_by_value), "'value'", ("stage_3",)),
-    "lr_find": (lambda: Steps(plain, by_hand=False), "can't search under `strategy=memfit_zero", ("stage_2",)),
 }
 
 
@@ -289,10 +287,9 @@ def cut() -> MicroBatching:
 def refusals() -> dict[str, str]:
     found = {}
     for name, (make, words, stages) in REFUSED.items():
-        callbacks = [LearningRateFinder()] if name == "lr_find" else []
         for stage in stages:
             with pytest.raises(MisconfigurationException) as error:
-                fit(make(), STAGES[stage], *callbacks)
+                fit(make(), STAGES[stage])
             found[f"{name}, {stage}"] = "" if words in str(error.value) else str(error.value)
     return found
 

@@ -12,22 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
-from torch import nn
-from torch.utils.data import DataLoader
 
 from cli.main import main
 from lightning_memfit import AtomicCheckpointIO
-from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
 from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.integrity import MANIFEST, ZERO_MARK, CheckpointError, replacing_folder, verify
 from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError, load_index, without_code
 from tests.helpers.small_drive import small_drive
-from tests.helpers.trainers import quiet_trainer
 
 
 def contents(value: float = 1.0, **extra: Any) -> dict[str, Any]:
@@ -37,18 +30,6 @@ def contents(value: float = 1.0, **extra: Any) -> dict[str, Any]:
 def saved(path: Path, value: float = 1.0, **extra: Any) -> Path:
     AtomicCheckpointIO().save_checkpoint(contents(value, **extra), path)
     return path
-
-
-def test_a_file_is_read_back_and_by_torch_as_well(tmp_path: Path) -> None:
-    path = saved(tmp_path / "runs" / "last.ckpt")
-    assert [one.name for one in path.parent.iterdir()] == ["last.ckpt"]
-    for loaded in (
-        AtomicCheckpointIO().load_checkpoint(path),
-        torch.load(path, weights_only=True),
-        torch.load(path, weights_only=True, mmap=True),
-    ):
-        assert loaded["epoch"] == 3
-        assert torch.equal(loaded["state_dict"]["weight"], torch.ones(300, 40))
 
 
 def test_what_is_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
@@ -159,51 +140,6 @@ def test_a_folder_on_a_full_disk_leaves_the_former_one(tmp_path: Path) -> None:
         assert [one.name for one in drive.iterdir() if one.name != "lost+found"] == ["last.ckpt"]
 
 
-class Small(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1 << 10, 1 << 10)  # 4 MiB, and 8 of moments
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = self.net(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-    def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(torch.ones(64, 1 << 10), 2)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("options", [{"save_top_k": 1, "monitor": "loss"}, {"save_last": True, "save_top_k": 1}])
-def test_one_kept_checkpoint_survives_a_disk_that_fills_up(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Another program fills the drive, so that the next save fails: training goes on from the one before."""
-    with small_drive(tmp_path, 64) as drive:
-        folder = drive / "run"
-
-        class Fills(pl.Callback):
-            def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-                if trainer.global_step == 4:
-                    with (drive / "other").open("wb") as file, pytest.raises(OSError, match="No space"):
-                        while True:
-                            file.write(os.urandom(1 << 20))
-                            file.flush()
-
-        keep = ModelCheckpoint(folder, every_n_train_steps=2, **options)
-        made = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": True, "max_steps": 10}
-        with pytest.raises(CheckpointError, match="could not be written"):
-            quiet_trainer(Fills(), keep, **made).fit(Small())
-        (drive / "other").unlink()
-        found = sorted(folder.iterdir())
-        assert found
-        for one in found:
-            verify(one)
-        resumed = quiet_trainer(**(made | {"enable_checkpointing": False}))
-        resumed.fit(Small(), ckpt_path=found[0])
-        assert resumed.global_step == 10
-
-
 # --- kills ----------------------------------------------------------------------------------------------------------
 
 
@@ -263,20 +199,6 @@ def test_code_hidden_in_a_file_never_runs(tmp_path: Path, capsys: pytest.Capture
         assert not marker.exists()
     AtomicCheckpointIO().load_checkpoint(path, weights_only=False)  # asked for by name
     assert marker.exists()
-
-
-@pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["plain", "async"])
-def test_code_hidden_in_a_file_never_runs_whoever_writes(tmp_path: Path, plugins: list[Any]) -> None:
-    marker, path = tmp_path / "ran", tmp_path / "last.ckpt"
-    saved(path, hidden=Payload(marker))
-    trainer = quiet_trainer(plugins=plugins)
-    use_atomic_checkpoints(trainer.strategy)
-    with pytest.raises(UnsafeCheckpointError):
-        trainer.strategy.load_checkpoint(path)
-    assert not marker.exists()
-    trainer.strategy.checkpoint_io.save_checkpoint({"state_dict": {}}, path)
-    trainer.strategy.checkpoint_io.teardown()
-    verify(path)
 
 
 @pytest.mark.parametrize("scheme", ["file", "http"])

@@ -9,11 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_memfit import AtomicCheckpointIO
 from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy
 from tests.helpers.trainers import quiet_trainer
-
-SPARSE = torch.eye(3).to_sparse()
 
 
 @pytest.fixture(autouse=True)
@@ -23,17 +20,6 @@ def as_before():
         yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def test_a_file_keeps_what_is_no_dense_tensor(tmp_path):
-    weights = {"w": torch.ones(2, 2), "b": SPARSE, "_extra_state": {"scale": 2, "history": torch.ones(3)}}
-    AtomicCheckpointIO().save_checkpoint({"state_dict": weights, "optimizer_states": []}, tmp_path / "a.ckpt")
-    read = AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
-    assert read["optimizer_states"] == []
-    assert torch.equal(read["state_dict"]["w"], weights["w"])
-    assert torch.equal(read["state_dict"]["b"].to_dense(), torch.eye(3))
-    assert read["state_dict"]["_extra_state"]["scale"] == 2
-    assert read["state_dict"]["_extra_state"]["history"].tolist() == [1, 1, 1]
 
 
 class _Tempered(LightningModule):
@@ -74,39 +60,6 @@ def test_ddp_resumes_a_module_with_a_tensor_beside_it_and_a_dict_in_its_state(tm
     module, trainer = fitted(2, tmp_path / "a.ckpt")
     assert module.seen == 4
     assert trainer.optimizers[0].state[module.alpha[0]]["step"] == 4
-
-
-class _Counting(torch.optim.SGD):
-    """Keeps a number beside its groups and states."""
-
-    def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, lr=lr)
-        self.count = 0
-
-    def step(self, closure=None):
-        self.count += 1
-        return super().step(closure)
-
-    def state_dict(self):
-        return {**super().state_dict(), "count": self.count}
-
-    def load_state_dict(self, state_dict):
-        self.count = state_dict["count"]
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
-
-
-@pytest.mark.parametrize("strategy", [None, DataParallelStrategy])
-def test_what_an_optimizer_keeps_beside_its_states_comes_back(tmp_path, strategy):
-    def fitted(epochs, path=None):
-        module = _Tempered()
-        module.configure_optimizers = lambda: _Counting(module.layer.parameters())
-        made = strategy(process_group_backend="gloo") if strategy else "auto"
-        trainer = quiet_trainer(strategy=made, plugins=[AtomicCheckpointIO()], max_epochs=epochs)
-        trainer.fit(module, ckpt_path=path)
-        return trainer
-
-    fitted(1).save_checkpoint(tmp_path / "a.ckpt")
-    assert fitted(2, tmp_path / "a.ckpt").optimizers[0].count == 4
 
 
 class _WithEmptyGroup(_Tempered):

@@ -30,7 +30,6 @@ from lightning_memfit.estimate.division import (
     estimate_rank,
     traced_run,
 )
-from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.estimate.report import build_report, judge, largest_micro_batch
 from lightning_memfit.estimate.target import Target, host_target
 from lightning_memfit.memory import GIB, MIB, Category, Tier
@@ -228,30 +227,6 @@ def test_plans_are_for_weights_gathered_as_they_are_stored() -> None:
         division_in_plans(FullyShardedStrategy(gather_dtype="bfloat16"), "fsdp2", 2, 2)
 
 
-@pytest.mark.nightly
-def test_eight_bit_states_stay_so_and_others_are_wide() -> None:
-    profile = stage_profile("bf16-true")
-    assert traced_run(profile, division("zero_2")).state_bytes == pytest.approx(8, rel=1e-3)  # bf16 in the trace
-    whole = stage_profile("32-true")
-    assert traced_run(whole, division("zero_2")).state_bytes == pytest.approx(8, rel=1e-3)
-
-
-class Factored(torch.optim.SGD):
-    """Keeps a list of states per parameter, as SOAP does: of its shape, or one of its rows squared."""
-
-    def __init__(self, parameters: Any, of_rows: bool) -> None:
-        super().__init__(parameters, 0.1)
-        self.of_rows = of_rows
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            shape = [parameter.size(0)] * 2 if self.of_rows else parameter.shape
-            if not self.state[parameter]:
-                self.state[parameter]["GG"] = [parameter.new_zeros(shape), parameter.new_zeros(shape)]
-        return loss
-
-
 class OneMatrix(pl.LightningModule):
     def __init__(self, make: Any, rows: int = 256, columns: int = 96) -> None:
         super().__init__()
@@ -263,19 +238,6 @@ class OneMatrix(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.make(self.parameters())
-
-
-@pytest.mark.parametrize("of_rows", [False, True])
-def test_states_in_lists_are_divided_where_they_can_be(of_rows: bool) -> None:
-    module = OneMatrix(partial(Factored, of_rows=of_rows))
-    profile = profile_module(module, torch.zeros(4, 96), StepOptions("bf16-true"), any_micro_batch=False)
-    values = 256 * 256 if of_rows else 256 * 96
-    assert estimate_step(profile).breakdown.get(Category.OPTIMIZER_STATE) == 2 * 2 * values
-    if of_rows:
-        with pytest.raises(NotDividedError, match="no fixed number of values per element"):
-            traced_run(profile, division("zero_2"))
-    else:
-        assert traced_run(profile, division("zero_2")).state_bytes == 8  # fp32 under DeepSpeed
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
