@@ -73,7 +73,7 @@ def _larger(search: Search, outcome: Outcome, least: Rejected) -> Iterator[str]:
         yield from _larger_limit(search, least)
         return
     capacity = target.capacity_bytes or 0
-    larger = [spec for spec in DEVICES if spec.memory_bytes > capacity and spec.platform == "CUDA"]
+    larger = [spec for spec in DEVICES if spec.memory_bytes > capacity]
     too_large = by_need(outcome.rejected)
     for spec in sorted(larger, key=lambda spec: (spec.memory_bytes, spec.name)):
         usable = spec.memory_bytes - safety_margin_bytes(spec.memory_bytes)

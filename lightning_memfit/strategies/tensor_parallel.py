@@ -122,7 +122,8 @@ class Rows(_Layer):
             parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
             announce()
             whole: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
-            return whole + layer.bias.to_local().to(whole.dtype)  # type: ignore[operator, union-attr]
+            bias: Tensor = layer.bias.to_local()  # type: ignore[operator, union-attr]
+            return whole + bias.to(whole.dtype)
 
         module.register_forward_hook(summed)
         return module
