@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import yaml
 import cli.fit  # noqa: F401  before processes are forked
 from cli.main import main
 from tests.fuzz import RECIPE
+from tests.helpers.ranks import run_ranks
 
 
 class Payload:
@@ -40,6 +42,80 @@ def write_recipe(**trainer) -> None:
 
 def fit(*options: str) -> int:
     return main(["fit", "--config", "recipe.yaml", "--trainer.max_steps", "3", *options])
+
+
+STRATEGIES = {
+    "one device": {},
+    "fsdp2": {"class_path": "FullyShardedStrategy", "init_args": {"process_group_backend": "gloo"}},
+    "zero_3": {"class_path": "ZeroStrategy", "init_args": {"stage": 3}},
+}
+CARRIERS = {
+    "one device": ["*.ckpt"],
+    "fsdp2": ["*.ckpt/meta.pt", "*.ckpt/.metadata", "*.ckpt/*.distcp"],
+    "zero_3": ["*.ckpt/*/*model_states.pt", "*.ckpt/*/*optim_states.pt"],
+}
+
+
+def hide_in(file: Path, marker: Path) -> None:
+    """Put the payload into a file of a checkpoint, whose digest is then left out, as an attacker would."""
+    if file.name == ".metadata":
+        index = pickle.loads(file.read_bytes())
+        index.planner_data = {**index.planner_data, "hidden": Payload(marker)}
+        file.write_bytes(pickle.dumps(index))
+    elif file.suffix == ".distcp":
+        file.write_bytes(_instead_of_values(file, marker))
+    else:
+        torch.save(torch.load(file, weights_only=False) | {"hidden": Payload(marker)}, file)
+    (file.parent / "memfit_manifest.json").unlink(missing_ok=True)
+    (file.parent.parent / "memfit_manifest.json").unlink(missing_ok=True)
+
+
+def _instead_of_values(file: Path, marker: Path) -> bytes:
+    """A shard whose entries that are no tensors are the payload, each as long as before."""
+    index = pickle.loads((file.parent / ".metadata").read_bytes())
+    data = bytearray(file.read_bytes())
+    for place, entry in index.storage_data.items():
+        if entry.relative_path == file.name and type(index.state_dict_metadata[place.fqn]).__name__.startswith("Bytes"):
+            hidden = pickle.dumps(Payload(marker))
+            assert len(hidden) <= entry.length
+            data[entry.offset : entry.offset + entry.length] = hidden.ljust(entry.length, b".")
+    assert bytes(data) != file.read_bytes()
+    return bytes(data)
+
+
+def resumes(strategy: str, folder: Path) -> list[tuple[str, int]]:
+    """Train, hide a payload in each file of the checkpoint in turn, and give it to every command and strategy."""
+    marker, found = folder / "ran", []
+    chosen = STRATEGIES[strategy]
+    options = ["--trainer.strategy", json.dumps(chosen)] if chosen else []
+    assert main(["fit", "--config", "recipe.yaml", *options]) == 0
+    (saved,) = folder.rglob("checkpoints/*.ckpt")
+    for number, pattern in enumerate(CARRIERS[strategy]):
+        path = folder / f"carrier-{number}" / saved.name
+        path.parent.mkdir()
+        os.system(f"cp -r '{saved}' '{path}'")
+        file = sorted(path.parent.glob(pattern))[0]
+        hide_in(file, marker)
+        found += [(f"fit {pattern}", fit("--ckpt_path", str(path), *more)) for more in ([], options)]
+        found.append((f"export {pattern}", main(["export", "--ckpt_path", str(path), "--folder", "out"])))
+        assert not marker.exists(), (pattern, found)
+        if file.suffix in (".pt", ".ckpt"):
+            torch.load(file, weights_only=False)
+            assert marker.exists()  # it is alive
+            marker.unlink()
+    return found
+
+
+@pytest.mark.nightly_cases("fsdp2", "zero_3")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoints_of_each_strategy(strategy, folder):
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    (ended,) = run_ranks(resumes, 1, folder / "process", strategy, folder, seconds=240)
+    assert ended.result, ended.output[-4000:]
+    unread = ("export *.ckpt/*.distcp", "generate *.ckpt/*.distcp")  # states of the optimizer
+    assert {code for name, code in ended.result if name not in unread} == {2}, ended.result
+    assert "Traceback (most recent call last)" not in ended.output, ended.output[-4000:]
 
 
 TAG = "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.PosixPath ['{marker}']]"

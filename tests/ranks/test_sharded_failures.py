@@ -90,6 +90,15 @@ def test_a_rank_that_ends_is_named_without_micro_batches(name: str, action: Any,
     assert ended[0].seconds < 30
 
 
+@pytest.mark.nightly_cases("break_down")
+@pytest.mark.parametrize("action", [break_down, be_killed])
+def test_three_ranks_end_when_one_does(action: Any, tmp_path: Path) -> None:
+    ended = run_ranks(lambda: fail("backward", 10, action, rank=2), 3, tmp_path, seconds=60)
+    for one in ended[:2]:
+        assert "Rank 2 failed" in one.error
+        assert one.seconds < 40
+
+
 NO_UNITS = {"lightning_memfit.fitting.recovery.lockstep.sharded_units": lambda module: []}
 """As with torch 2.11, which can't forget a pass that was broken off."""
 

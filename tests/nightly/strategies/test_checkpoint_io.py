@@ -8,12 +8,17 @@ import random
 import signal
 import threading
 import time
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
 
 from cli.main import main
 from lightning_memfit import AtomicCheckpointIO
@@ -21,6 +26,7 @@ from lightning_memfit.strategies.checkpoints import consolidated
 from lightning_memfit.strategies.integrity import MANIFEST, ZERO_MARK, CheckpointError, replacing_folder, verify
 from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError, load_index, without_code
 from tests.helpers.small_drive import small_drive
+from tests.helpers.trainers import quiet_trainer
 
 
 def contents(value: float = 1.0, **extra: Any) -> dict[str, Any]:
@@ -111,6 +117,18 @@ def test_a_file_that_was_cut_is_damaged(tmp_path: Path, kept: int) -> None:
         AtomicCheckpointIO().load_checkpoint(path)
 
 
+def zip_of_something_else(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("word/document.xml", "Dear diary")
+
+
+def test_another_archive_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    zip_of_something_else(path)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt'` is no checkpoint: it is a zip archive that `torch.save` did"):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
 # --- full disks -----------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +156,51 @@ def test_a_folder_on_a_full_disk_leaves_the_former_one(tmp_path: Path) -> None:
             write(path, 40 << 20)
         verify(path)
         assert [one.name for one in drive.iterdir() if one.name != "lost+found"] == ["last.ckpt"]
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1 << 10, 1 << 10)  # 4 MiB, and 8 of moments
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(torch.ones(64, 1 << 10), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"save_top_k": 1, "monitor": "loss"}, {"save_last": True, "save_top_k": 1}])
+def test_one_kept_checkpoint_survives_a_disk_that_fills_up(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Another program fills the drive, so that the next save fails: training goes on from the one before."""
+    with small_drive(tmp_path, 64) as drive:
+        folder = drive / "run"
+
+        class Fills(pl.Callback):
+            def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+                if trainer.global_step == 4:
+                    with (drive / "other").open("wb") as file, pytest.raises(OSError, match="No space"):
+                        while True:
+                            file.write(os.urandom(1 << 20))
+                            file.flush()
+
+        keep = ModelCheckpoint(folder, every_n_train_steps=2, **options)
+        made = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": True, "max_steps": 10}
+        with pytest.raises(CheckpointError, match="could not be written"):
+            quiet_trainer(Fills(), keep, **made).fit(Small())
+        (drive / "other").unlink()
+        found = sorted(folder.iterdir())
+        assert found
+        for one in found:
+            verify(one)
+        resumed = quiet_trainer(**(made | {"enable_checkpointing": False}))
+        resumed.fit(Small(), ckpt_path=found[0])
+        assert resumed.global_step == 10
 
 
 # --- kills ----------------------------------------------------------------------------------------------------------
