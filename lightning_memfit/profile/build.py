@@ -103,7 +103,13 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
         ranks = None if workload.ranks is None else workload.ranks.settings()
         settings = (
             *(workload.options, request.emulation, workload.callbacks, workload.make_optimizer, any_micro_batch),
-            *(request.shorten, workload.limits, workload.length, ranks, describe_processor(request.emulation.device)),
+            *(
+                request.shorten,
+                workload.limits,
+                workload.epoch_batches,
+                ranks,
+                describe_processor(request.emulation.device),
+            ),
         )
         for checked in dict.fromkeys((check, True)):  # a checked one answers who doesn't ask for that, too
             own = profile_key(module, batch, *settings, checked)
@@ -121,7 +127,7 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
     first = trace_step(request)
     sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events, work=grouped(first.work))
     profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)
-    profile = profile.after(workload.length.batches or 0)
+    profile = profile.after(workload.epoch_batches)
     if cache is not None and key is not None:
         cache.save(key, profile)
     return profile
@@ -317,7 +323,7 @@ def measure_step(
     with somewhere(workload.name, module, batch, *callbacks, with_values=True) as elsewhere:
         way_out = ", or measure a smaller configuration."
         task = partial(isolated, workload, partial(_measured, workload), "measured", way_out, with_values=True)
-        found = elsewhere.run(task).after(workload.length.batches or 0)
+        found = elsewhere.run(task).after(workload.epoch_batches)
     if not is_alone_under_ddp(module):
         return found
     remark = "the buckets of DDP, as large as the gradients, are not in the figures: a step is measured without them"

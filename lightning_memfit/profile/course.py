@@ -1,10 +1,9 @@
-"""How long a traced or measured run goes on: until its steps are known, and never beyond its limits.
+"""How long a traced or measured run goes on: two windows, and eight more at most where these differ.
 
-A run is cut into windows. A window ends with the batch after which every optimizer has stepped since the last one: one
-batch for most modules, several for manual accumulation or a critic that steps more often. Two windows that allocate
-alike and keep nothing end the run. If they differ, or memory grows, more of them follow: a memory bank that fills,
-states that are made later. What still grows when the run has to end is a `Growth`. What a step does at a later batch,
-in another epoch or below a learning rate isn't looked for: `StepOptions.batch_idx` asks for one.
+A window ends with the batch after which every optimizer has stepped since the last one: one batch for most modules,
+several for manual accumulation or a critic that steps more often. Two windows that allocate alike and keep nothing end
+the run. Memory that still grows when it ends is a `Growth`. What a step does at a later batch, in another epoch or
+below a learning rate isn't looked for: `StepOptions.batch_idx` asks for one.
 """
 
 import random
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 
 from lightning_memfit.memory import Category
-from lightning_memfit.profile.events import EventList, leave_out
 from lightning_memfit.profile.record import Growth
 from lightning_memfit.profile.recorder import EventRecorder, Mark
 
@@ -35,7 +33,7 @@ class TraceLimits:
 
     seconds: float = 120.0
     """Time of one run, less what it waited for a core that other programs used (Linux). After a third of it no more
-    batches are run than those that show every optimizer's second step."""
+    windows are run than two."""
     batches: int = 1000
     """Batches from the loader."""
 
@@ -49,59 +47,18 @@ class LimitReached(BaseException):
     """A run came to one of its limits; not an `Exception`, so that no handler of the module's goes on with it."""
 
 
-@dataclass(frozen=True)
-class RunLength:
-    """How long the real run is, as far as that is known before it."""
-
-    batches: int | None = None
-    """Batches of an epoch."""
-    epochs: int | None = None
-
-    @classmethod
-    def of(cls, module: Any) -> "RunLength":
-        """What the Trainer that a module belongs to says."""
-        trainer = getattr(module, "_trainer", None)
-        if trainer is None:
-            return cls()
-        batches = _count(getattr(trainer, "num_training_batches", None))
-        limit = getattr(trainer, "limit_train_batches", None)
-        if batches is None and isinstance(limit, int):
-            batches = _count(limit)
-        return cls(batches, _count(getattr(trainer, "max_epochs", None)))
-
-
-def _count(value: Any) -> int | None:
-    """A number that Lightning gives as such; None for one that stands for no limit."""
-    return int(value) if isinstance(value, (int, float)) and 0 < value < float("inf") else None
-
-
-def _generators() -> tuple[object, object]:
-    of_numpy: Any = np.random.get_state()  # noqa: NPY002  (the global generator, which user code may draw from)
-    return random.getstate(), (of_numpy[1].tobytes(), of_numpy[2:])
-
+_MOST_WINDOWS = 10
 
 _TOLERANCE = 0.005
 """Share of what a window allocates in which two windows that are alike may differ."""
 
 _NEGLIGIBLE_BYTES = 4096
-"""A difference between windows that is no more than counters and logged values. Growth of no more than that counts only
-if it goes on."""
-
-_SMALL_GROWTH = 8
-"""Windows after which memory that grows little, and not by the same, is no longer waited for."""
-
-_MOST_GROWTH = 64
-"""Batches after which memory that still grows is taken to go on growing."""
-
-_DRAWING_WINDOWS = 8
-"""Windows of a step that draws: they differ, and say no more than whether memory grows."""
-
-_ALIKE_AGAIN = 3
-"""Pairs of windows that must be alike where more than the first differed."""
-
-_KEPT_WINDOWS = 4
+"""What a batch may keep in counters and logged values. Growth of no more than that counts only if it goes on."""
 
 _LASTING = (Category.GRADIENT, Category.OPTIMIZER_STATE)
+
+_Made = Counter[tuple[int, int]]
+"""Number of storages by category and size."""
 
 
 @dataclass(frozen=True)
@@ -109,29 +66,22 @@ class _Window:
     """What happened from one step of every optimizer to the next."""
 
     batches: int
-    made: Counter[tuple[int, int]]
-    """Storages by category and size, without gradients and optimizer states."""
-    kept_bytes: int
-    """What is alive at its end, without gradients."""
+    made: _Made
+    """Without gradients and optimizer states."""
+    end: Mark
 
     def is_like(self, other: "_Window") -> bool:
         """Whether another window allocated the same, but for scalars and little else."""
-        if self.made == other.made:
-            return True
-        differing = sum(
-            size * count for (_, size), count in ((self.made - other.made) + (other.made - self.made)).items()
-        )
-        return differing <= _TOLERANCE * sum(size * count for (_, size), count in self.made.items())
+        differing = (self.made - other.made) + (other.made - self.made)
+        return _bytes_in(differing) <= _TOLERANCE * _bytes_in(self.made)
+
+
+def _bytes_in(made: _Made) -> int:
+    return sum(size * count for (_, size), count in made.items())
 
 
 class Course:
     """Decides after every batch whether a run goes on.
-
-    Args:
-        recorder: Records the run.
-        limits: Where it ends at the latest.
-        window_batches: Batches of an optimizer step in automatic optimization.
-        length: Length of the real run.
 
     Attributes:
         batches: Batches that have ended.
@@ -141,12 +91,9 @@ class Course:
         callback_bytes: What the user's callbacks made.
     """
 
-    def __init__(
-        self, recorder: EventRecorder, limits: TraceLimits, window_batches: int = 1, length: RunLength | None = None
-    ) -> None:
+    def __init__(self, recorder: EventRecorder, limits: TraceLimits, window_batches: int = 1) -> None:
         self.recorder = recorder
         self.limits = limits
-        self.length = length or RunLength()
         self.batches = 0
         self.growth: Growth | None = None
         self.remarks: list[str] = []
@@ -154,18 +101,12 @@ class Course:
         self.callback_bytes = 0
         self._began = time.process_time()
         self._window_batches = window_batches
-        self._by_batches = True
         self._optimizers: list[Any] = []
-        self._steps: dict[int, int] = {}
-        self._steps_before: dict[int, int] = {}
+        self._steps: Counter[int] = Counter()
+        self._steps_before: Counter[int] = Counter()
         self._windows: list[_Window] = []
-        self._alike = 0
-        self._marks: list[Mark] = []  # the run's beginning, then the end of every window
-        self._window_first_batch, self._window_start = 0, recorder.mark()
-        self._in_batch = False
+        self._first_batch, self._start = 0, recorder.mark()  # of the window
         self._generators: Any = None
-
-    # --- following the run ------------------------------------------------------------------------------------------
 
     def follow(self, optimizers: list[Any], manual: bool) -> None:
         """Count the steps of optimizers, which are thrown away after the run.
@@ -174,21 +115,20 @@ class Course:
             optimizers: Those of the run. Without any, a window is one batch.
             manual: Whether the module steps them itself, so that windows are told by their steps.
         """
-        self._by_batches = not manual
-        self._optimizers = list(optimizers)
-        self._steps = {id(optimizer): 0 for optimizer in optimizers}
-        self._steps_before = dict(self._steps)
+        if manual:
+            self._window_batches = 1
+        self._optimizers = optimizers
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_post_hook(lambda stepped, *_: self.stepped(stepped))
 
     def stepped(self, optimizer: Any) -> None:
         """Count a step of an optimizer."""
-        self._steps[id(optimizer)] = self.steps_of(optimizer) + 1
+        self._steps[id(optimizer)] += 1
 
     def steps_of(self, optimizer: Any) -> int:
         """Steps of an optimizer so far."""
-        return self._steps.get(id(optimizer), 0)
+        return self._steps[id(optimizer)]
 
     @contextmanager
     def in_callback(self) -> Iterator[None]:
@@ -197,8 +137,7 @@ class Course:
         try:
             yield
         finally:
-            made = self.recorder.made_between(before, self.recorder.mark(), ())
-            self.callback_bytes += sum(count * size for (_, size), count in made.items())
+            self.callback_bytes += _bytes_in(self.recorder.made_between(before, self.recorder.mark(), ()))
 
     def begin_batch(self) -> None:
         """Note where a batch begins.
@@ -209,124 +148,49 @@ class Course:
         if self.batches >= self.limits.batches:
             counts = [f"{type(optimizer).__name__} {self.steps_of(optimizer)}" for optimizer in self._optimizers]
             raise LimitReached(f"{self.batches:,} batches (steps: {', '.join(counts)})")
-        if not self._marks:
-            self._marks.append(self.recorder.mark())
-        if self.batches == self._window_first_batch:
-            self._window_start = self.recorder.mark()  # the first batch, unlike others, was fetched before the run
+        if self.batches == self._first_batch:
+            self._start = self.recorder.mark()  # the first batch, unlike others, was fetched before the run
         self._generators = _generators()
-        self._in_batch = True
 
     def end_batch(self) -> bool:
         """Note where a batch ended, if one had begun; True if the run may end."""
-        if not self._in_batch:  # an epoch begins
+        if self._generators is None:  # an epoch begins
             return False
-        self._in_batch = False
-        self.batches += 1
         self.draws = self.draws or _generators() != self._generators
-        return self._closes_window() and self._is_known()
-
-    def _closes_window(self) -> bool:
-        batches = self.batches - self._window_first_batch
-        if self._by_batches and batches % self._window_batches:
+        self._generators = None
+        self.batches += 1
+        batches = self.batches - self._first_batch
+        stepped = (self.steps_of(optimizer) > self._steps_before[id(optimizer)] for optimizer in self._optimizers)
+        if batches % self._window_batches or not all(stepped):
             return False
-        if any(self._steps[key] == self._steps_before.get(key, 0) for key in self._awaited()):
-            return False
-        now = self.recorder.mark()
-        made = self.recorder.made_between(self._window_start, now, _LASTING)
-        self._windows.append(_Window(batches, made, now.kept_bytes))
-        self._marks.append(now)
-        self._window_first_batch, self._steps_before = self.batches, dict(self._steps)
-        return True
-
-    def _awaited(self) -> list[int]:
-        """Optimizers whose steps end a window: all, until another one has stepped so often that some never may."""
-        most = max(self._steps.values(), default=0)
-        is_enough = most >= _MOST_GROWTH or (most > 1 and self._is_late)
-        return [key for key, count in self._steps.items() if count or not is_enough]
-
-    # --- are the steps known? ---------------------------------------------------------------------------------------
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether there is no time for more batches than needed."""
-        return time.process_time() - self._began > self.limits.seconds / 3
+        end = self.recorder.mark()
+        self._windows.append(_Window(batches, self.recorder.made_between(self._start, end, _LASTING), end))
+        self._first_batch, self._steps_before = self.batches, self._steps.copy()
+        return len(self._windows) > 1 and self._is_known()
 
     def _is_known(self) -> bool:
-        """Whether the last windows show what all later ones do, or there is no time for more."""
-        if len(self._windows) < 2:
+        """Whether the last windows show what all later ones do, or the run has to end."""
+        *_, before, last = self._windows
+        *grown_before, grown = (b.end.kept_bytes - a.end.kept_bytes for a, b in pairwise(self._windows))
+        is_alike, is_little = last.is_like(before), abs(grown) <= _NEGLIGIBLE_BYTES * last.batches
+        goes_on = grown > 0 and grown_before[-1:] == [grown]
+        is_late = time.process_time() - self._began > self.limits.seconds / 3
+        is_steady = is_alike and is_little and (grown <= 0 or goes_on)
+        if not is_steady and not is_late and len(self._windows) < _MOST_WINDOWS:
             return False
-        before, last = self._windows[-2:]
-        keeps = abs(last.kept_bytes - before.kept_bytes) > _NEGLIGIBLE_BYTES * last.batches
-        self._alike = self._alike + 1 if last.is_like(before) and not keeps else 0
-        # Where only the first window differs, it made what the later ones use.
-        if self._alike >= (1 if len(self._windows) <= 3 else _ALIKE_AGAIN):
-            return self._knows_small_growth()
-        if self.draws and len(self._windows) >= _DRAWING_WINDOWS and self._growth_per_batch() <= _NEGLIGIBLE_BYTES:
-            return True
-        if self.batches < min(_MOST_GROWTH, self.length.batches or _MOST_GROWTH) and not self._is_late:
-            return False
-        self._note_growth()
-        return True
-
-    def _knows_small_growth(self) -> bool:
-        """Whether windows that are alike but for counters end without growth, or with one that goes on."""
-        grown = [later.kept_bytes - earlier.kept_bytes for earlier, later in pairwise(self._windows[-3:])]
-        if grown[-1] <= 0 or self._is_late or len(self._windows) >= _SMALL_GROWTH:
-            return True
-        if len(grown) == 1 or grown[0] != grown[1]:
-            return False
-        self._set_growth(-(-grown[-1] // self._windows[-1].batches), self._marks[-2])
-        return True
-
-    def _growth_per_batch(self) -> int:
-        """How fast memory grew in the second half of the windows."""
-        first = len(self._windows) // 2 if len(self._windows) > 2 else 0
-        batches = sum(window.batches for window in self._windows[first + 1 :])
-        return (self._windows[-1].kept_bytes - self._windows[first].kept_bytes) // batches
-
-    def _note_growth(self) -> None:
-        per_batch = self._growth_per_batch()
-        if per_batch > _NEGLIGIBLE_BYTES:
-            self._set_growth(per_batch, self._marks[len(self._windows) // 2])
-        elif not self.draws:
+        if grown > 0 and (goes_on or not is_little):
+            site = self.recorder.kept_site(before.end, _LASTING)
+            self.growth = Growth(-(-grown // last.batches), self.batches, site)
+        elif not is_steady and not self.draws:
             self.remarks.append(
                 f"what a step allocates differs from batch to batch: the figures are the largest of {self.batches} "
                 "batches, others may need more"
             )
-
-    def _set_growth(self, per_batch: int, since: Mark) -> None:
-        self.growth = Growth(per_batch, self.batches, self.recorder.kept_site(since, _LASTING))
-
-    # --- the result -------------------------------------------------------------------------------------------------
-
-    def conclude(self) -> None:
-        """Say which optimizers never stepped; raise if none did.
-
-        Raises:
-            LimitReached: If no optimizer stepped.
-        """
         if self.draws:
             self.remarks.append("the step draws random numbers, by which it may need more in other batches")
-        idle = [type(optimizer).__name__ for optimizer in self._optimizers if not self.steps_of(optimizer)]
-        if not idle:
-            return
-        if len(idle) == len(self._optimizers):
-            raise LimitReached(f"{self.batches:,} batches in which no optimizer stepped")
-        self.remarks.append(
-            f"{', '.join(idle)} had not stepped after {self.batches} batches: its states are not in the figures"
-        )
+        return True
 
-    def essential(self, events: EventList) -> EventList:
-        """The events without windows that say nothing more.
 
-        What is left has the first window, in which states are made and an allocator's segments with them, the one with
-        the peak, and the last two.
-        """
-        starts = [mark.num_events for mark in self._marks]
-        if len(starts) <= _KEPT_WINDOWS + 1:
-            return events
-        live = events.live_bytes()
-        peaks = [int(live[start:stop].max(initial=0)) for start, stop in pairwise(starts)]
-        last = len(self._windows)
-        kept = {0, peaks.index(max(peaks)), last - 2, last - 1}
-        return leave_out(events, [span for place, span in enumerate(pairwise(starts)) if place not in kept])
+def _generators() -> tuple[object, object]:
+    of_numpy: Any = np.random.get_state()  # noqa: NPY002  (the global generator, which user code may draw from)
+    return random.getstate(), (of_numpy[1].tobytes(), of_numpy[2:])

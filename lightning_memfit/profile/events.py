@@ -136,38 +136,14 @@ def canonical(trace: EventList) -> EventList:
     return replace(trace, events=trace.events[order], event_blocks=trace.event_blocks[order])
 
 
-def leave_out(trace: EventList, spans: Sequence[tuple[int, int]]) -> EventList:
-    """The trace without what comes and goes within some spans of events, and without the phases that begin there.
-
-    What is alive at a span's end stays, so that every other moment is as it was.
-
-    Args:
-        trace: A trace.
-        spans: First event and the one after the last, ascending and without overlap.
-    """
-    span_of = np.full(len(trace), -1)
-    for number, (first, stop) in enumerate(spans):
-        span_of[first:stop] = number
-    storages, allocates = trace.storages, trace.events > 0
-    made_in, freed_in = np.full(len(trace.sizes), -2), np.full(len(trace.sizes), -3)
-    made_in[storages[allocates]] = span_of[allocates]
-    freed_in[storages[~allocates]] = span_of[~allocates]
-    phases = tuple((at, name) for at, name in trace.phases if at == len(trace) or span_of[at] < 0)
-    return _without(replace(trace, phases=phases), (made_in == freed_in) & (made_in >= 0))
-
-
 def without_setup(trace: EventList) -> EventList:
     """The trace without what comes and goes before its first phase, and without empty storages that are made there."""
-    trace = leave_out(trace, [(0, _end_of_setup(trace))])
-    first = _end_of_setup(trace)
-    made = trace.storages[:first][trace.events[:first] > 0]
-    empty = np.zeros(len(trace.sizes), dtype=bool)
-    empty[made] = trace.sizes[made] == 0
-    return _without(trace, empty)
-
-
-def _end_of_setup(trace: EventList) -> int:
-    return trace.phases[0][0] if trace.phases else len(trace)
+    first = trace.phases[0][0] if trace.phases else len(trace)
+    storages, allocates = trace.storages[:first], trace.events[:first] > 0
+    is_gone = np.zeros(len(trace.sizes), dtype=bool)
+    is_gone[storages[~allocates]] = True  # whatever is freed here was made here
+    is_gone[storages[allocates]] |= trace.sizes[storages[allocates]] == 0
+    return _without(trace, is_gone)
 
 
 def _without(trace: EventList, is_gone: npt.NDArray[np.bool_]) -> EventList:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.profile.callbacks import START_HOOKS, do_nothing, guard_hooks, is_own
-from lightning_memfit.profile.course import Course, RunLength, TraceLimits
+from lightning_memfit.profile.course import Course, TraceLimits
 from lightning_memfit.profile.culprit import is_of_this_package
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.process import RefusedError
@@ -97,9 +97,15 @@ class Workload:
         return type(self.module).__name__
 
     @property
-    def length(self) -> RunLength:
-        """Length of the real run, as far as it is known."""
-        return RunLength.of(self.module)
+    def epoch_batches(self) -> int:
+        """Batches of an epoch of the Trainer that the module belongs to; 0 where that isn't known."""
+        trainer = getattr(self.module, "_trainer", None)
+        for name in ("num_training_batches", "limit_train_batches"):
+            value = getattr(trainer, name, None)
+            is_count = isinstance(value, int) or (name == "num_training_batches" and isinstance(value, float))
+            if is_count and 0 < value < float("inf"):
+                return int(value)
+        return 0
 
 
 def run_step(recorder: EventRecorder, workload: Workload) -> Course:
@@ -113,7 +119,7 @@ def run_step(recorder: EventRecorder, workload: Workload) -> Course:
         LimitReached: If a limit was reached before every optimizer's second step.
     """
     options = workload.options
-    course = Course(recorder, workload.limits, options.traced_micro_batches, workload.length)
+    course = Course(recorder, workload.limits, options.traced_micro_batches)
     for tensor in tensors_in(workload.batch):
         recorder.track(tensor, Category.INPUT, "batch")
     torch.nn.Module.zero_grad(workload.module)  # of a run before; a loop here would keep a weight that is replaced
@@ -126,7 +132,6 @@ def run_step(recorder: EventRecorder, workload: Workload) -> Course:
                 recorder.track_module(workload.module)
                 with recorder, recorder.following_resizes(), counted_random_states(recorder):
                     _run_loop(course, workload.module, workload.batch, workload.make_optimizer, options)
-            course.conclude()
     finally:
         recorder.close()
     return course
@@ -243,7 +248,7 @@ def _run_lightning(course: Course, workload: Workload) -> None:
             **given,
             precision=None if plugins else options.precision,
             plugins=[*of_rank, *plugins],
-            max_epochs=course.length.epochs or _MANY_EPOCHS,
+            max_epochs=_MANY_EPOCHS,
             max_steps=_MANY_EPOCHS * course.limits.batches,
             accumulate_grad_batches=options.traced_micro_batches,
             gradient_clip_val=options.gradient_clip_val,

@@ -453,7 +453,7 @@ def recorded(
     """
     flops, per_block = recorder.flops()
     return Trace(
-        events=course.essential(recorder.result()),
+        events=recorder.result(),
         parameters=parameters,
         calls_itself=recorder.calls_itself,
         optimizer=" + ".join(recorder.optimizers),

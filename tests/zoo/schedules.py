@@ -74,7 +74,7 @@ class ThreeOptimizers(Manual):
 
 
 class Bank(Classifier):
-    """Fills over 20 steps."""
+    """Fills over six steps."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ class Bank(Classifier):
 
     def training_step(self, batch, batch_idx):
         hidden = self.net(batch["x"])
-        self.bank = [*self.bank, hidden.detach()][-20:]
+        self.bank = [*self.bank, hidden.detach()][-6:]
         return F.cross_entropy(self.head(hidden), batch["y"])
 
 
@@ -104,37 +104,6 @@ class Deep(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
-
-
-class Grows(Deep):
-    def runs(self, number):
-        return number < 2 + self.global_step // 5
-
-
-class Jumps(Deep):
-    def runs(self, number):
-        return number < 2 or self.trainer.global_step >= 30
-
-
-class Ramps(Deep):
-    def runs(self, number):
-        return number < 2 + 4 * min(1.0, self.global_step / 25)
-
-
-class Sometimes(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        if (batch_idx + 1) % 16 == 0:
-            loss = loss + self.net(batch["x"].repeat(4, 1)).mean()
-        return loss
-
-
-class InItsHook(Classifier):
-    """Takes a copy of its weights after the twelfth batch."""
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if batch_idx == 11:
-            self.copies = [p.detach().clone() for p in self.parameters()]
 
 
 class Quasi(Classifier):
@@ -176,12 +145,6 @@ class KeepsAFewLosses(KeepsLosses):
         return loss
 
 
-class JoinsOutputs(KeepsOutputs):
-    def on_train_epoch_end(self):
-        torch.cat(self.outputs)
-        self.outputs.clear()
-
-
 class NeverSteps(Manual):
     def training_step(self, batch, batch_idx):
         self.manual_backward(self.loss(batch))
@@ -211,15 +174,6 @@ class SkipsItsEpochs(Classifier):
 
 class OneIsIdle(TwoOptimizers):
     every, at = 10_000_000, 1
-
-
-class ReadsASchedule(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.weights = [1.0] * 50
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * self.weights[int(self.global_step / 1)]
 
 
 class StepsInItsBackward(Manual):
@@ -252,24 +206,3 @@ class StepsByHand(Manual):
 
     def configure_optimizers(self):
         return None
-
-
-PEAKS = {
-    EveryFourth: 8,
-    TwoOptimizers: 4,
-    CriticFirst: 10,
-    GeneratorFirst: 11,
-    ThreeOptimizers: 4,
-    Bank: 24,
-    Grows: 40,
-    Jumps: 33,
-    Ramps: 30,
-    Sometimes: 20,
-    InItsHook: 15,
-    Quasi: 12,
-    StepsInItsBackward: 3,
-    StepsByHand: 3,
-}
-"""Modules, and after how many batches their peak has come."""
-REFUSED = (NeverSteps, Swallows, SkipsItsEpochs, OneIsIdle, LoopsOnAFloat)
-"""Modules whose steps don't end, or change without an end."""

@@ -9,7 +9,6 @@ from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory.cache_files import write_file
 from lightning_memfit.profile.build import measure_step, profile_module
 from lightning_memfit.profile.course import TraceLimits
-from lightning_memfit.profile.events import leave_out
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError
 from tests.helpers.trainers import quiet_trainer
@@ -34,7 +33,7 @@ from tests.zoo.schedules import (
     TwoOptimizers,
 )
 
-from .modules import Classifier, batch, trace_cpu, true_peak
+from .modules import Classifier, batch, true_peak
 
 
 def profiled(module, **options):
@@ -54,7 +53,7 @@ def figure(profile):
         (CriticFirst, 10),
         (GeneratorFirst, 11),
         (ThreeOptimizers, 4),
-        (Bank, 24),
+        (Bank, 9),
     ],
 )
 def test_steps_that_differ_get_the_peak_of_the_whole_run(module, batches):
@@ -177,17 +176,6 @@ def test_a_loop_on_an_unknown_number_is_refused_at_its_line():
 def test_an_optimizer_that_never_steps_is_named():
     with pytest.raises(TraceError, match=r"40 batches \(steps: Adam 1, Adam 40\)"):
         profiled(OneIsIdle(), limits=TraceLimits(batches=40))
-
-
-def test_leaving_out_spans_keeps_every_other_moment():
-    events = trace_cpu(Classifier(), batch()).events
-    first, last = events.phases[0][0], events.phases[3][0]  # the first step
-    shorter = leave_out(events, [(first, last)])
-    assert len(shorter) < len(events) - 50
-    assert shorter.phases[0] == (shorter.phases[0][0], "forward")
-    start = shorter.phases[0][0]
-    assert shorter.live_bytes()[start:].tolist() == events.live_bytes()[last:].tolist()
-    assert shorter.breakdown_at(len(shorter) - 1) == events.breakdown_at(len(events) - 1)
 
 
 @pytest.mark.parametrize("module", [StepsInItsBackward, StepsByHand])
