@@ -2,15 +2,13 @@
 
 No formula holds for all: what a kernel takes depends on the processor, on oneDNN's choice and on torch's version. An
 operator that a trace meets is run on made-up tensors outside all modes, and what the allocator reports is remembered
-in the process.
-
-Most operators take nothing but their results. That is learned from two small calls, to which those of most shapes come
-down; only the others are run at the sizes of the trace, or, if that would take long, on few samples.
+in the process. An operator that would take long is run on few samples.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -32,29 +30,17 @@ from lightning_memfit.profile.quiet import collector_paused
 
 aten = torch.ops.aten
 
-_MOST_FLOPS = 2e9
-"""An operator with more is run on fewer samples: this is about a tenth of a second on one core."""
-
-_MOST_BYTES = 256 << 20
-"""An operator whose operands take more is run on fewer samples."""
+_MOST_FLOPS, _MOST_BYTES = 2e9, 256 << 20
+"""An operator with more, or with larger operands, is run on fewer samples: this is about a tenth of a second."""
 
 _AT_ONCE_FLOPS, _AT_ONCE_BYTES = 2e7, 1 << 20
-"""An operator with fewer is run as it is: small sizes would tell no sooner."""
+"""An operator with fewer is run in any case."""
 
 _FEW, _MORE = 2, 3
 """Samples on which large operators are run; one sample often takes another kernel than two."""
 
 _SOME, _MANY = 32, 64
 """Rows on which large operators without a formula of their own are run where there are more than that."""
-
-_SMALL_ELEMENTS = 1 << 14
-"""Elements of the larger of two small operands: above the sizes from which kernels copy in tiles or sort by radix."""
-
-_TELLING_ELEMENTS = 256
-"""Elements of an operand whose conversion, to a byte each, is more than scratch memory of scalars."""
-
-_MOST_SIZES = 8
-"""Different sizes of operands that a small call can have."""
 
 _SCALAR_BYTES = 64
 """Scratch memory of scalars, such as a number that is converted to the type of a tensor."""
@@ -100,9 +86,8 @@ class KernelMemory:
         self.unknown: dict[str, None] = {}
         self.profiled = False
         """Whether operators were left out as a profiler ran."""
-        self._settings = repr((describe_processor("cpu"), _switches()))
-        self._calls: dict[Any, Kernel | None] = {}
-        """By operator and arguments."""
+        mkldnn, deterministic = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
+        self._settings = repr((describe_processor("cpu"), mkldnn, precisions_on_host(), deterministic))
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
         """What an operator takes; None if nothing but its results, scalars left out.
@@ -115,16 +100,17 @@ class KernelMemory:
         """
         if not _runs_kernel(func):
             return None
-        try:
-            key = (func, _is_fake(result), torch.is_grad_enabled(), _key(args), _key(kwargs.items()))
-            found: Kernel | None = self._calls.get(key, _MISSING)
-        except (TypeError, RuntimeError):  # not hashable, or a layout without strides
-            found = _UNKNOWN
-        if found is _MISSING:
-            if profiler_runs():  # there can only be one, and it is the user's
-                self.profiled = True
-                return None
-            found = self._calls[key] = self._learn(func, args, kwargs, result)
+        found: Kernel | None = _UNKNOWN
+        if func.namespace == "aten":
+            with contextlib.suppress(TypeError, RuntimeError):  # not hashable, or a layout without strides
+                parts = _key(args), _key(kwargs.items())
+                key = (self._settings, func.name(), _is_fake(result), torch.is_grad_enabled(), *parts)
+                if key not in _known and profiler_runs():  # there can only be one, and it is the user's
+                    self.profiled = True
+                    return None
+                if key not in _known:
+                    _known[key] = _learned(func, args, kwargs, result)
+                found = _known[key]
         if found is None or found.is_known:
             return found
         self.unknown[f"{func.namespace}::{func._opname}"] = None
@@ -140,37 +126,27 @@ class KernelMemory:
         more = f" and {len(named) - _NUM_NAMED} more operators" if len(named) > _NUM_NAMED else ""
         return [f"scratch memory of {', '.join(named[:_NUM_NAMED])}{more} is not known"]
 
-    def _learn(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
-        if not _may_run(func, args, kwargs):
-            return _UNKNOWN
-        call = _Call.of(func, args, kwargs, result)
-        flops = _flops(func, args, kwargs, result)
-        size_bytes = call.num_bytes + sum(tensor.nbytes for tensor in _strided(result))
-        is_small = flops <= _AT_ONCE_FLOPS and size_bytes <= _AT_ONCE_BYTES
-        if not is_small and self._is_free(call, result):
-            return None
-        if flops <= _MOST_FLOPS and size_bytes <= _MOST_BYTES:
-            return self._remembered(call, result, functools.partial(_run, call))
-        return self._remembered(call, result, functools.partial(_of_few_samples, call, flops, size_bytes))
 
-    def _is_free(self, call: "_Call", result: Any) -> bool:
-        """Whether an operator on tensors of such types and layouts takes nothing, by two small sizes."""
-        if call.func in _BATCHED or not call.small_ones_tell() or call.has_sizes():
-            return False
-        small = [call.small(elements) for elements in (1, _SMALL_ELEMENTS)]
-        return all(
-            one is not None and self._remembered(one, result, functools.partial(_run, one)) is None for one in small
-        )
+_known: dict[tuple[Any, ...], Kernel | None] = {}
+"""What calls take, by what decides which kernels run. What traces learn is brought home."""
 
-    def _remembered(self, call: "_Call", result: Any, run: Callable[[], Kernel | None]) -> Kernel | None:
-        """What a call takes, run if that isn't known yet."""
-        key = f"{self._settings} {call}"
-        if key not in _known:
-            _known[key] = _beyond_result(run(), result)
-        return _known[key]
+bring_home(lambda: _known, _known.update)
 
 
-_MISSING: Any = object()
+def _learned(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
+    """What an operator takes, found by running it, or some samples of it."""
+    if not _may_run(args, kwargs):
+        return _UNKNOWN
+    call = _Call(func, tree_map(_operand, tuple(args)), tree_map(_operand, dict(kwargs)))
+    flops = _flops(func, args, kwargs, result)
+    size_bytes = call.num_bytes + sum(tensor.nbytes for tensor in _strided(result))
+    is_small = flops <= _AT_ONCE_FLOPS and size_bytes <= _AT_ONCE_BYTES
+    if not is_small and call.writes_only_its_result():
+        return None
+    if flops <= _MOST_FLOPS and size_bytes <= _MOST_BYTES:
+        return _beyond_result(_run(call), result)
+    return _beyond_result(_of_few_samples(call, flops, size_bytes), result)
+
 
 _UNKNOWN = Kernel(is_known=False)
 
@@ -201,15 +177,6 @@ def _is_fake(result: Any) -> bool:
     return isinstance(next(tensors_among((result,)), None), FakeTensor)
 
 
-def _is_uniform(values: Any) -> bool:
-    """Whether no operand has to be converted to the type of another, which takes memory of the operand's size."""
-    dtypes = {value.dtype for value in values if isinstance(value, _Operand)}
-    if len(dtypes) > 1:
-        return False
-    numbers = {type(value) for value in values} & {float, complex}
-    return not numbers or (complex not in numbers and all(dtype.is_floating_point for dtype in dtypes))
-
-
 def _key(values: Any) -> tuple[Any, ...]:
     """What decides which kernel is taken, hashable. Numbers with a fraction change from step to step, and don't."""
     parts: list[Any] = []
@@ -220,7 +187,7 @@ def _key(values: Any) -> tuple[Any, ...]:
             parts.append(_key(value))
         elif type(value) is float:
             parts.append(("float", _rounded(value)))
-        else:
+        elif not isinstance(value, torch.Generator):
             parts.append(value)
     return tuple(parts)
 
@@ -233,33 +200,11 @@ def _rounded(value: float) -> float:
 _PLAIN = (FakeTensor, torch.Tensor, torch.nn.Parameter)
 
 
-def _may_run(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether running an operator can have no effect: torch's own operators on plain tensors of the CPU.
-
-    Others may write files, send something, or count their calls.
-    """
-    if not isinstance(func, OpOverload) or func.namespace != "aten":
-        return False
+def _may_run(args: Any, kwargs: Any) -> bool:
+    """Whether torch's own operators can have no effect on such operands: plain tensors of the CPU."""
     return all(
         type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu"
         for tensor in tensors_among((*args, *kwargs.values()))
-    )
-
-
-# --- what is remembered -----------------------------------------------------------------------------------------------
-
-_known: dict[str, Kernel | None] = {}
-"""What calls take, by the call in words with what decides which kernels run. What traces learn is brought home."""
-
-bring_home(lambda: _known, _known.update)
-
-
-def _switches() -> tuple[object, ...]:
-    """Settings of torch that decide which kernels run, beside the processor and its variables."""
-    return (
-        torch.backends.mkldnn.enabled,
-        precisions_on_host(),
-        torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -282,11 +227,7 @@ class _Operand:
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     def resized(self, sizes: dict[int, int]) -> "_Operand":
-        """An operand of the same layout with other sizes.
-
-        Args:
-            sizes: New sizes by old ones; others stay.
-        """
+        """An operand of the same layout with other sizes, by the old ones."""
         shape = tuple(sizes.get(size, size) for size in self.shape)
         strides = list(self.strides)
         dense = dense_before = 1
@@ -329,16 +270,6 @@ class _Call:
     func: Any
     args: Any
     kwargs: Any
-    grad: bool
-    """Whether gradients are enabled: recurrent layers then keep what backward needs."""
-    in_trace: bool
-    """Whether what a run shows is compared with fake results, which may be of other types and layouts."""
-
-    @classmethod
-    def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> "_Call":
-        """The call that returned a result."""
-        described = tree_map(_operand, tuple(args)), tree_map(_operand, dict(kwargs))
-        return cls(func, *described, torch.is_grad_enabled(), _is_fake(result))
 
     @property
     def leaves(self) -> list[Any]:
@@ -355,51 +286,16 @@ class _Call:
         """Bytes of the operands."""
         return sum(operand.span * operand.dtype.itemsize for operand in self.operands)
 
-    def small_ones_tell(self) -> bool:
-        """Whether what small sizes take shows what others take.
-
-        A converted operand is as small as a scalar where few elements are broadcast, or where all operands are small.
-        """
-        spans = {operand.span for operand in self.operands if operand.span > 1}
-        if max(spans, default=0) < _TELLING_ELEMENTS:
-            return False
-        return len(spans) == 1 or _is_uniform(self.leaves)
-
-    def has_sizes(self) -> bool:
-        """Whether other arguments may tell sizes, so that those of tensors can't be changed alone."""
-        most = max((len(operand.shape) for operand in self.operands), default=0)
-        if any(type(leaf) is int and abs(leaf) > most for leaf in self.leaves):
+    def writes_only_its_result(self) -> bool:
+        """Whether each element is computed by itself, and no operand is converted to the type of another before."""
+        if self.func is aten._to_copy.default:
             return True
-        arguments = self.func._schema.arguments
-        given = {argument.name: value for argument, value in zip(arguments, self.args, strict=False)} | self.kwargs
-        sizes = [given.get(argument.name) for argument in arguments if _is_size(argument)]
-        return any(type(leaf) is int and abs(leaf) > 1 for leaf in tree_leaves(sizes))
-
-    def small(self, elements: int) -> "_Call | None":
-        """The call with each size made a small power of two; larger sizes stay larger and multiples of others.
-
-        Args:
-            elements: The largest operand has at least that many, unless it has fewer here.
-        """
-        sizes = sorted({size for operand in self.operands for size in operand.shape if size > 1})
-        if len(sizes) > _MOST_SIZES:
-            return None
-        first = 2
-        while True:
-            smaller = {size: min(size, first << place) for place, size in enumerate(sizes)}
-            resized = self.resized(smaller)
-            largest = max((operand.span for operand in resized.operands), default=0)
-            if largest >= elements or all(small == size for size, small in smaller.items()):
-                return resized
-            first *= 2
-
-    def resized(self, sizes: dict[int, int]) -> "_Call":
-        """The call with other sizes of its tensors."""
-
-        def resize(leaf: Any) -> Any:
-            return leaf.resized(sizes) if isinstance(leaf, _Operand) else leaf
-
-        return replace(self, args=tree_map(resize, self.args), kwargs=tree_map(resize, self.kwargs))
+        dtypes = {operand.dtype for operand in self.operands}
+        numbers = {type(value) for value in self.leaves} & {float, complex}
+        is_uniform = len(dtypes) == 1 and (
+            not numbers or (complex not in numbers and all(dtype.is_floating_point for dtype in dtypes))
+        )
+        return is_uniform and torch.Tag.pointwise in self.func.tags
 
     def of_samples(self, samples: int, count: int) -> "_Call":
         """The call with another number of samples, which every tensor and argument of that size has."""
@@ -409,11 +305,17 @@ class _Call:
             return replace(self, args=(*resized, *self.args[batched:]))
 
         def resize(leaf: Any) -> Any:
+            return leaf.resized({samples: count}) if isinstance(leaf, _Operand) else leaf
+
+        def resize_number(leaf: Any) -> Any:
             return count if type(leaf) is int and leaf == samples else leaf
 
         pairs = zip(self.func._schema.arguments, self.args, strict=False)
-        args = tuple(tree_map(resize, value) if _is_size(argument) else value for argument, value in pairs)
-        return replace(self, args=args).resized({samples: count})
+        args = tuple(
+            tree_map(resize_number, value) if "SymInt" in str(argument.real_type) else value
+            for argument, value in pairs
+        )
+        return replace(self, args=tree_map(resize, args), kwargs=tree_map(resize, self.kwargs))
 
     def samples(self) -> int | None:
         """The first dimension that a few samples can stand for; None if there is none.
@@ -433,20 +335,11 @@ class _Call:
         return None
 
 
-def _is_size(argument: Any) -> bool:
-    """Whether an argument of a schema tells sizes."""
-    return "SymInt" in str(argument.real_type)
-
-
-_FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
-"""Not implemented for that type, no memory for it, or made-up values that it doesn't take."""
-
-
 def _run(call: _Call) -> Kernel | None:
     """Run an operator on made-up tensors; None if it fails."""
     try:
         return _observed(call)
-    except _FAILURES:
+    except (RuntimeError, IndexError, ValueError, TypeError):  # for that type, or made-up values that it doesn't take
         return None
 
 
@@ -513,31 +406,28 @@ def _extrapolated(low: Kernel | None, high: Kernel | None, few: int, more: int, 
     """
     if low is None or high is None or len(low.peaks) != len(high.peaks):
         return None
-
-    def at_samples(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
-        pairs = zip(first, second, strict=True)
-        return tuple(a + (b - a) * (samples - few) // (more - few) for a, b in pairs)
-
-    return replace(high, peaks=at_samples(low.peaks, high.peaks), extra=at_samples(low.extra, high.extra))
+    peaks, extra = (
+        tuple(a + (b - a) * (samples - few) // (more - few) for a, b in zip(first, second, strict=True))
+        for first, second in ((low.peaks, high.peaks), (low.extra, high.extra))
+    )
+    return replace(high, peaks=peaks, extra=extra)
 
 
 # --- what a run shows beyond the result that is expected --------------------------------------------------------------
 
 
 def _beyond_result(run: Kernel | None, result: Any) -> Kernel | None:
-    """What a run took beyond its results; None for nothing but scalars.
-
-    Args:
-        run: All that the run showed; None if it failed.
-        result: What the trace took the operator to return.
-    """
+    """What a run took beyond the results that the trace took it to have; None for nothing but scalars."""
     if run is None:
         return _UNKNOWN
     peaks = tuple(max(0, size) for size in run.peaks)
     peaks = (*peaks[: _NUM_PEAKS - 1], max(peaks[_NUM_PEAKS - 1 :])) if len(peaks) >= _NUM_PEAKS else peaks
     extra = run.extra if any(run.extra) else ()
     dtypes = run.dtypes if run.dtypes != _types(_strided(result)) else ()
-    orders = run.orders if _lie_otherwise(run.orders, result) else ()
+    supposed = tuple(map(_order, _strided(result)))  # batch norm's of turned input lie otherwise
+    pairs = zip(run.orders, supposed, strict=False)
+    is_other = len(run.orders) == len(supposed) and any(real and fake and real != fake for real, fake in pairs)
+    orders = run.orders if is_other else ()
     if max(peaks, default=0) <= _SCALAR_BYTES and not extra and not dtypes and not orders:
         return None
     return Kernel(peaks, extra, dtypes, orders)
@@ -565,13 +455,6 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
             return ()
         dense *= tensor.size(dim)
     return tuple(dims)
-
-
-def _lie_otherwise(orders: tuple[tuple[int, ...], ...], result: Any) -> bool:
-    """Whether a result lies in memory otherwise than what the trace took it to be, as batch norm's of turned input."""
-    supposed = tuple(map(_order, _strided(result)))
-    pairs = zip(orders, supposed, strict=False)
-    return len(orders) == len(supposed) and any(real and fake and real != fake for real, fake in pairs)
 
 
 def laid_out(tensor: torch.Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
