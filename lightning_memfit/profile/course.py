@@ -55,6 +55,8 @@ _TOLERANCE = 0.005
 _NEGLIGIBLE_BYTES = 4096
 """What a batch may keep in counters and logged values. Growth of no more than that counts only if it goes on."""
 
+DRAWS = "the step draws random numbers, by which it may need more in other batches"
+
 _LASTING = (Category.GRADIENT, Category.OPTIMIZER_STATE)
 
 _Made = Counter[tuple[int, int]]
@@ -187,7 +189,7 @@ class Course:
                 "batches, others may need more"
             )
         if self.draws:
-            self.remarks.append("the step draws random numbers, by which it may need more in other batches")
+            self.remarks.append(DRAWS)
         return True
 
 

@@ -38,8 +38,8 @@ _VALUE_SIZED = {
 }
 _FINITE = {aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.ne.Scalar}
 _DRAWN = {aten.rand.default, aten.rand.generator, aten.rand_like.default}
-_LEAST_DRAWN, _MOST_DRAWN = 0.0, 1 - 2**-53
-"""Between what the results of these operators lie."""
+_LEAST_DRAWN, _ASSUMED_DRAW, _MOST_DRAWN = 0.0, 0.5, 1 - 2**-53
+"""Between what the results of these operators lie, and what they are taken to be."""
 _COMPARISONS = {
     aten.lt.Scalar: operator.lt,
     aten.le.Scalar: operator.le,
@@ -61,8 +61,7 @@ _WITHOUT_VALUES = {aten.empty, aten.randint, aten.empty_like, aten.empty_strided
 _FINITE_FLOATS = "floating-point values were taken to be finite"
 _OF_BATCH = "the batch"
 _DRAWN_NUMBER = "a number that was drawn"
-_COMPARED_DRAW = "a comparison with a number that was drawn"
-_NOT_ROUTINGS = {_FINITE_FLOATS, _OF_BATCH, _DRAWN_NUMBER, _COMPARED_DRAW}
+_NOT_ROUTINGS = {_FINITE_FLOATS, _OF_BATCH, _DRAWN_NUMBER}
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,6 @@ class AssumedValues:
     integer: int = 1
     all_distinct: bool = True
     """Whether elements that are counted by their values all differ; else they are all alike."""
-    draw: float = 0.5
-    """What every single number is that `torch.rand` draws, from 0 to less than 1."""
 
     def of(self, dtype: torch.dtype) -> float | bool | int:
         """The assumed value of a dtype."""
@@ -112,15 +109,18 @@ def _storage_of(tensor: torch.Tensor) -> int:
 @cache
 def _is_plain(func: Any) -> bool:
     """Whether an operator on tensors without values gives tensors without values, and does nothing else."""
-    packet = func._overloadpacket
     special = {*_VALUE_SIZED, *_FINITE, *_LARGEST, *_SAME}
-    is_factory = packet in _FILLED or not _takes_tensors(func)
-    return not (func in special or is_factory or packet is aten.index or func._schema.is_mutable)
+    is_factory = func._overloadpacket in _FILLED or not _takes_tensors(func)
+    return not (func in special or is_factory or func._overloadpacket is aten.index or func._schema.is_mutable)
 
 
 @cache
 def _takes_tensors(func: Any) -> bool:
     return any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= (_MAX_INTEGERS if tensor.dtype in _INTEGER_TYPES else _MAX_FLOATS)
 
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -138,10 +138,6 @@ class UnknownSizeError(RuntimeError):
     """The size of a tensor depends on values that a trace doesn't have."""
 
 
-class EndlessError(RuntimeError):
-    """A loop goes on as long as it gets the assumed value."""
-
-
 _COUNTER_TYPES = _INTEGER_TYPES - {torch.bool} | {torch.float32, torch.float64}
 
 
@@ -156,12 +152,7 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class RealIntegers(Uncompiled, TorchDispatchMode):
-    """Compute real integers along with their fakes.
-
-    Args:
-        fake_mode: Mode of the fakes.
-        assumed: What `.item()` answers for unknown values.
-    """
+    """Compute real integers along with the fakes of a mode."""
 
     def __init__(self, fake_mode: FakeTensorMode, assumed: AssumedValues | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,11 +162,9 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         self.taken: list[str] = []
         """Assumptions to which there is no second choice."""
         self._reads: Counter[str] = Counter()
-        """How often each line of the user's has got an assumed value or a drawn one."""
+        """How often each line of the user's has got an assumed value."""
         self.took_distinct = False
         """Whether unknown elements were taken to differ."""
-        self.gave_addresses = False
-        """Whether the step asked for the address of a fake tensor, which is no number."""
         self.draw_decided = False
         """Whether something depended on a single number that was drawn."""
         self._values: dict[int, _Known] = {}
@@ -224,12 +213,9 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
                 self.attach(fake, real.detach().cpu().clone(), frozenset({_OF_BATCH}))  # the step may write to it
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Real values of a fake tensor, if known; for a real tensor, such as a literal, a copy of it.
-
-        A tensor that is made of others, such as a quantized state, may be made of fakes: its values aren't known.
-        """
+        """Real values of a fake tensor, if known; for a real tensor, such as a literal, a copy of it."""
         if not isinstance(tensor, FakeTensor):
-            if is_traceable_wrapper_subclass(tensor):
+            if is_traceable_wrapper_subclass(tensor):  # such as a quantized state, which may be made of fakes
                 return None
             known = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() <= _MAX_FLOATS
             with _disable_current_modes():
@@ -257,7 +243,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         routings = basis - _NOT_ROUTINGS
         if routings and _OF_BATCH in basis:
             return False
-        self.draw_decided |= not basis.isdisjoint({_DRAWN_NUMBER, _COMPARED_DRAW})
+        self.draw_decided |= _DRAWN_NUMBER in basis
         if _FINITE_FLOATS in basis:
             self.assumptions.append(_FINITE_FLOATS)
         self.taken += sorted(routings)
@@ -278,10 +264,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         value = self.value_of(tensor)
         if value is not None and self._decide([tensor]):
             with _disable_current_modes():
-                known = value.item()
-            if not self._basis_of([tensor]).isdisjoint({_DRAWN_NUMBER, _COMPARED_DRAW}):
-                self._count_read(tensor.dtype, known)  # a loop may go on until another number is drawn
-            return known
+                return value.item()
         try:
             return func(tensor)  # constants that the fake mode knows itself
         except DataDependentOutputException:
@@ -291,28 +274,20 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         """The assumed value, which is noted, unless an optimizer scales its steps by it: memory doesn't depend on that.
 
         Raises:
-            EndlessError: If a loop goes on and on.
+            UnknownSizeError: If a loop goes on and on.
         """
         answer = self.assumed.of(dtype)
         if any(frame.f_code.co_filename.endswith(_ONLY_SCALING) for frame in running_frames()):
             return answer
-        self.assumptions.append(f"{read} read as {answer}{self._count_read(dtype, answer)}")
-        return answer
-
-    def _count_read(self, dtype: torch.dtype, answer: float | bool | int) -> str:
-        """Count that a value was read, and return where.
-
-        Raises:
-            EndlessError: If that line has read too many.
-        """
         line = calling_line()
         self._reads[line] += 1
         if line and self._reads[line] > _MOST_READS:
-            raise EndlessError(
+            raise UnknownSizeError(
                 f"a loop goes on for ever while an unknown {_name(dtype)} value is read as {answer}{line}, and how "
                 "often it turns only real data can tell"
             )
-        return line
+        self.assumptions.append(f"{read} read as {answer}{line}")
+        return answer
 
     # --- what operators make ----------------------------------------------------------------------------------------
 
@@ -351,7 +326,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             self._assume_places(func, args, kwargs, result)
         elif func in _DRAWN and result.numel() == 1:
             with _disable_current_modes():
-                drawn = torch.full(tuple(result.shape), self.assumed.draw, dtype=result.dtype)
+                drawn = torch.full(tuple(result.shape), _ASSUMED_DRAW, dtype=result.dtype)
             self.attach(result, drawn, frozenset({_DRAWN_NUMBER}))
         return result
 
@@ -360,8 +335,8 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         basis = self._basis_of(tensors) if func._overloadpacket not in _FILLED else frozenset()
         if func in _COMPARISONS and basis == {_DRAWN_NUMBER}:
             # Models that leave layers out with some probability (`layerdrop`) draw and compare where that is 0, too.
-            ends = {_COMPARISONS[func](end, args[1]) for end in (_LEAST_DRAWN, _MOST_DRAWN)}
-            return frozenset({_COMPARED_DRAW} if len(ends) == 2 else ())
+            is_same = _COMPARISONS[func](_LEAST_DRAWN, args[1]) == _COMPARISONS[func](_MOST_DRAWN, args[1])
+            return frozenset() if is_same else basis
         return basis
 
     def _real_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -380,7 +355,8 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             if value is None:
                 return None
             values[id(tensor)] = value
-        if func not in _COMPARISONS and packet not in _FILLED and _DRAWN_NUMBER in self._basis_of(tensors):
+        is_of_draw = _DRAWN_NUMBER in self._basis_of(tensors) and any(one.is_floating_point() for one in tensors)
+        if is_of_draw and func not in _COMPARISONS and packet not in _FILLED:
             return None  # between what other results lie isn't known
 
         def substitute(value: Any) -> Any:
@@ -395,13 +371,10 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 return None
 
-    def _is_small(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() <= (_MAX_INTEGERS if tensor.dtype in _INTEGER_TYPES else _MAX_FLOATS)
-
     def _are_too_large(self, result: Any) -> bool:
         """Whether the values of all results are more than are carried."""
         made = list(tensors_among((result,)))
-        return bool(made) and not any(map(self._is_small, made))
+        return bool(made) and not any(map(_is_small, made))
 
     def _attach_all(self, result: Any, real: Any, basis: frozenset[str]) -> None:
         fakes, values = tree_leaves(result), tree_leaves(real)
@@ -410,7 +383,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         for fake, value in zip(fakes, values, strict=True):
             if not (isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)):
                 continue
-            if self._is_small(value) and fake.shape == value.shape:
+            if _is_small(value) and fake.shape == value.shape:
                 self.attach(fake, value, basis)
 
     def _new(self, real: torch.Tensor, basis: frozenset[str] = frozenset()) -> torch.Tensor:
@@ -457,10 +430,9 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         return False
 
     def _assume_places(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Give the places of the largest of unknown values assumed ones: spread evenly over the choices.
+        """Give the places of the largest of unknown values assumed ones: spread evenly, as a router's training aims at.
 
-        Sizes inside a mixture of experts depend on how many tokens each expert gets, while their sum does not. The
-        figure is thus that of an even routing, which training aims at.
+        Sizes inside a mixture of experts depend on how many tokens each expert gets, while their sum does not.
         """
         given = _by_name(func, args, kwargs)
         scores, dim = given["self"], given["dim"]

@@ -245,13 +245,11 @@ def readable_fakes(integers: RealIntegers) -> Iterator[None]:
         stack.enter_context(replaced(FakeTensor, "numpy", numpy))
 
         def address(self: torch.Tensor) -> Address:
-            integers.gave_addresses = True
             return Address(self.untyped_storage()._cdata, int(self.storage_offset()) * self.element_size())
 
         def address_of_storage(self: torch.UntypedStorage) -> Any:
             if self.device.type != "meta":
                 return storage_address(self)
-            integers.gave_addresses = True
             return Address(self._cdata, 0)
 
         storage_address = torch.UntypedStorage.data_ptr

@@ -8,10 +8,8 @@ Landlock, native code is held to the same folders. Memory that is shared with ot
 A copy is a fork. For traces none can be had of a process that has run a backward pass on a build for an accelerator, as
 torch refuses backward passes there (`_is_usable`); of one that uses CUDA, none is made until a device has shown that it
 holds (`benchmarks.gpu.fork`). `Elsewhere` spawns a new process then, which gets functions as pickles. Reading data
-takes no backward pass, and forks beside CUDA as the workers of a DataLoader do.
-
-Where the system has no forks (Windows), spawned processes and commands, which end after their traces, run functions
-themselves, on copies of what these hold (`_run_here`).
+takes no backward pass, and forks beside CUDA as the workers of a DataLoader do. Where the system has no forks
+(Windows, macOS), processes that end after their traces run functions themselves, on copies of what these hold.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import select
 import shutil
 import signal
 import struct
@@ -191,14 +188,7 @@ def _as_parent() -> Iterator[None]:
 
 
 class _Child:
-    """A process that runs a function.
-
-    Args:
-        function: What to run.
-        seconds: When to end it.
-        backward: Whether the function may run a backward pass.
-        is_thrown_away: Whether its function may change it.
-    """
+    """A process that runs a function, which may change it if it is thrown away."""
 
     def __init__(
         self, function: Callable[[], Any], seconds: float | None, backward: bool, is_thrown_away: bool = True
@@ -207,27 +197,26 @@ class _Child:
         self._is_thrown_away = is_thrown_away
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115  (the child's stack, if it has to be ended)
         self._folder = tempfile.mkdtemp(prefix="memfit-")
+        self._pid = 0
         try:
             self._pid, self._reading = _fork(self._be_child, function, self._stack.fileno(), backward)
-        except BaseException:
-            self._clean()
-            raise
+        finally:
+            if not self._pid:
+                self._clean()
 
-    def _be_child(self, writing: int, function: Callable[[], Any]) -> None:
+    def _be_child(self, writing: Connection, function: Callable[[], Any]) -> None:
         global _is_thrown_away
         tempfile.tempdir = os.environ["TMPDIR"] = self._folder  # the folders of its own processes included
-        if not self._is_thrown_away:
-            _write(writing, _answer(function))
-            return
-        _is_thrown_away = True
-        # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in a
-        # fork of a process that uses it, as pytest does.
-        faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=False)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder  # which is made when it is first asked for
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        keep_inside(self._folder)
-        _write(writing, _answer(function))
+        if self._is_thrown_away:
+            _is_thrown_away = True
+            # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in
+            # a fork of a process that uses it, as pytest does.
+            faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=False)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder  # which is made when it is first asked for
+            warnings.simplefilter("ignore")
+            logging.disable(logging.CRITICAL)
+            keep_inside(self._folder)
+        writing.send_bytes(_answer(function))
 
     def result(self) -> Any:
         """Wait for the result.
@@ -236,51 +225,36 @@ class _Child:
             LostError: If there is none.
             Exception: What the function raised.
         """
+        answer, is_over = b"", False
         try:
-            answer = self._read()
-            if answer is None:
+            while not self._reading.poll(0.5) and not is_over:
+                is_over = self._is_over()
+            if is_over:
                 _end(self._pid, signal.SIGUSR2)
                 time.sleep(_STACK_S)
+            else:
+                with contextlib.suppress(EOFError):
+                    answer = self._reading.recv_bytes()
         finally:
-            status = self._end()
-        if answer:
+            code = self._end()
+            self._stack.seek(0)
+            place = _hung_at(self._stack.read().decode(errors="replace"))
             self._clean()
+        if answer:
             return _taken(answer)
-        self._stack.seek(0)
-        place = _hung_at(self._stack.read().decode(errors="replace"))
-        self._clean()
-        if answer is None:
+        if is_over:
             raise LostError(f"it was ended after {self._seconds:g} s{place}")
-        code = os.waitstatus_to_exitcode(status)
         raise LostError(f"it ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
 
-    def _read(self) -> bytes | None:
-        """The answer; None if the time is over."""
-        parts: list[bytes] = []
-        while True:
-            if select.select([self._reading], [], [], 0.5)[0]:
-                part = os.read(self._reading, 1 << 20)
-                if not part:
-                    return b"".join(parts)
-                parts.append(part)
-            elif self._is_over():
-                return None
-
     def _is_over(self) -> bool:
-        passed = time.monotonic() - self._started
-        limit = self._seconds
+        passed, limit = time.monotonic() - self._started, self._seconds
         return limit is not None and passed > limit and passed - _seconds_without_core(self._pid) > limit
 
     def _end(self) -> int:
-        """End the process, whatever it does, and return its status."""
-        if not self._pid:
-            return 0
+        """End the process, whatever it does, and return its exit code."""
         pid, self._pid = self._pid, 0
-        os.close(self._reading)
-        _end(pid)
-        with contextlib.suppress(ChildProcessError):
-            return os.waitpid(pid, 0)[1]
-        return 0
+        self._reading.close()
+        return _end_and_wait(pid)
 
     def _clean(self) -> None:
         self._stack.close()
@@ -298,17 +272,19 @@ def _end(pid: int, number: int = 9) -> None:
         os.kill(pid, number)
 
 
-def _fork(be_child: Callable[[int, Any], None], argument: Any, kept: int, backward: bool = True) -> tuple[int, int]:
-    """Fork until a child says that it is ready.
+def _end_and_wait(pid: int) -> int:
+    _end(pid)
+    with contextlib.suppress(ChildProcessError):
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return 0
 
-    Args:
-        be_child: What it does then, given where to write to and the argument.
-        argument: See above.
-        kept: A descriptor that both have.
-        backward: Whether it may run a backward pass.
 
-    Returns:
-        Its number, and where to read what it writes.
+def _fork(
+    be_child: Callable[[Connection, Any], None], argument: Any, kept: int, backward: bool
+) -> tuple[int, Connection]:
+    """Fork until a child says that it is ready; return its number, and where to read what it writes.
+
+    The child calls `be_child` with where to write to and the argument. Both have the descriptor `kept`.
 
     Raises:
         NoProcessError: If there is none.
@@ -321,26 +297,25 @@ def _fork(be_child: Callable[[int, Any], None], argument: Any, kept: int, backwa
     sys.stdout.flush()
     sys.stderr.flush()
     for _ in range(_TRIES):
-        reading, writing = os.pipe()
-        with warnings.catch_warnings():
+        reading, writing = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        with warnings.catch_warnings(), _as_parent():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where there are threads
-            with _as_parent():
-                pid = os.fork()
+            pid = os.fork()
         if pid == 0:
             try:
-                _become_copy({writing, kept}, backward)
-                os.write(writing, b"r" if _is_usable(backward) else b"a")
-                os.close(reading)
+                _become_copy({writing.fileno(), kept}, backward)
+                writing.send_bytes(b"r" if _is_usable(backward) else b"a")
                 be_child(writing, argument)
             finally:
                 os._exit(0)  # no `atexit`, no destructor, and no thread of others
-        os.close(writing)
-        said = os.read(reading, 1) if select.select([reading], [], [], _READY_S)[0] else b""
+        writing.close()
+        said = b""
+        with contextlib.suppress(EOFError):
+            said = reading.recv_bytes() if reading.poll(_READY_S) else b""
         if said == b"r":
             return pid, reading
-        os.close(reading)
-        _end(pid)
-        os.waitpid(pid, 0)
+        reading.close()
+        _end_and_wait(pid)
         if said == b"a":
             raise NoProcessError("torch runs no backward pass in forks of a process that has run one on an accelerator")
     raise NoProcessError(f"{_TRIES} forks of this process didn't come up: another thread holds a lock that they need")
@@ -361,16 +336,11 @@ def _answer(function: Callable[[], Any]) -> bytes:
         told = pickle.dumps((lost, None))
         for cause in () if is_program else (None, _without_traceback(error.__cause__)):
             with contextlib.suppress(Exception):  # they may hold what can't be pickled
-                pickled = _error_pickle((error, cause))
-                pickle.loads(pickled)  # nosec B301
-                told = pickled
+                buffer = io.BytesIO()
+                _ErrorPickler(buffer).dump((error, cause))
+                pickle.loads(buffer.getvalue())  # nosec B301
+                told = buffer.getvalue()
     return pickle.dumps((value, told, [collect() for collect, _ in _BROUGHT]))
-
-
-def _error_pickle(errors: object) -> bytes:
-    buffer = io.BytesIO()
-    _ErrorPickler(buffer).dump(errors)
-    return buffer.getvalue()
 
 
 class _ErrorPickler(pickle.Pickler):
@@ -408,17 +378,8 @@ def _without_traceback(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _write(writing: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(writing, view) :]
-
-
 def _seconds_without_core(pid: int) -> float:
-    """Seconds for which a process could have run but had no core; 0 where the system doesn't tell.
-
-    The second number of Linux's `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds.
-    """
+    """Seconds for which a process could have run but had no core, as Linux's `schedstat` tells (sched-stats.rst)."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -645,7 +606,7 @@ class Worker:
         self._connection, theirs = multiprocessing.get_context("spawn").Pipe()
         try:
             try:
-                self._pid, self._reading = _fork(self._serve_fork, theirs, theirs.fileno())
+                self._pid, self._reading = _fork(self._serve_fork, theirs, theirs.fileno(), backward=True)
             except NoProcessError as error:
                 self._process = _spawn(theirs, shared, with_values, str(error))
         except BaseException:
@@ -680,10 +641,8 @@ class Worker:
         self._connection.close()
         if self._pid:
             pid, self._pid = self._pid, 0
-            os.close(self._reading)
-            _end(pid)
-            with contextlib.suppress(OSError):
-                os.waitpid(pid, 0)
+            self._reading.close()
+            _end_and_wait(pid)
 
     def __del__(self) -> None:
         if hasattr(self, "_connection") and not _is_thrown_away:
@@ -692,7 +651,7 @@ class Worker:
     def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
         return self
 
-    def _serve_fork(self, _: int, connection: Connection) -> None:
+    def _serve_fork(self, _: Connection, connection: Connection) -> None:
         self._pid = 0
         _serve(connection, self._shared)
 
@@ -758,8 +717,13 @@ def _spawn(theirs: Connection, shared: tuple[object, ...], with_values: bool, re
     Raises:
         NoProcessError: If what is shared can't be pickled, or a process that was spawned would spawn others.
     """
-    if multiprocessing.parent_process() is not None and hasattr(sys.modules["__main__"], "__memfit_spawned__"):
+    main: Any = sys.modules["__main__"]
+    if hasattr(main, "__memfit_spawned__"):
         raise NoProcessError(reason)
+    file = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
+    with contextlib.suppress(OSError):
+        if file is not None and "__main__" not in Path(file).read_text(encoding="utf-8"):
+            raise NoProcessError(f"{reason}, and a new one would run {file} again{_ADVICE}")
     buffer = io.BytesIO()
     try:
         _ShapePickler(buffer, with_values).dump(shared)
@@ -768,8 +732,7 @@ def _spawn(theirs: Connection, shared: tuple[object, ...], with_values: bool, re
     process = multiprocessing.get_context("spawn").Process(
         target=_serve_spawned, args=(theirs, buffer.getvalue(), reason), daemon=True
     )
-    with _main_imported_if_guarded():
-        process.start()
+    process.start()
     return process
 
 
@@ -780,45 +743,21 @@ def _serve_spawned(connection: Connection, pickled: bytes, reason: str) -> None:
         shared = pickle.loads(pickled)  # nosec B301  # from the process that spawned this one
     except Exception as error:
         refusal = NoProcessError(f"{reason}, and a new one can't read what it got: {error}{_ADVICE}")
-        while True:
-            connection.recv_bytes()
-            connection.send_bytes(_answer(partial(_raise, refusal)))
-    _serve(connection, shared)
+        connection.recv_bytes()
+        connection.send_bytes(_answer(partial(_raise, refusal)))
+    else:
+        _serve(connection, shared)
 
 
-_ADVICE = ". Import a script's classes from another file, or start its run under `if __name__ == '__main__':`"
+_ADVICE = ". Start a script's run under `if __name__ == '__main__':`, and import its classes from another file"
 
 
 def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-@contextlib.contextmanager
-def _main_imported_if_guarded() -> Iterator[None]:
-    """Let a new process import the script of this one only where its source has a guard: else it would run again."""
-    main: Any = sys.modules["__main__"]
-    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    try:
-        is_guarded = spec is not None or (file is not None and "__main__" in Path(file).read_text(encoding="utf-8"))
-    except OSError:
-        is_guarded = False
-    if is_guarded or file is None:
-        yield
-        return
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = file
-
-
 class _ShapePickler(pickle.Pickler):
-    """Writes tensors without their values, but for single numbers and integers, and Trainers as None.
-
-    Args:
-        file: Where to write.
-        with_values: Whether to write all values.
-    """
+    """Writes tensors without their values, but for single numbers and integers or if asked, and Trainers as None."""
 
     def __init__(self, file: io.BytesIO, with_values: bool) -> None:
         super().__init__(file)
@@ -861,7 +800,6 @@ def _run_here(function: Callable[[], T], with_values: bool) -> T:
 
     Raises:
         NoProcessError: If that can't be copied.
-        LostError: If it ends the program.
         Exception: What the function raised.
     """
     buffer = io.BytesIO()
@@ -870,16 +808,7 @@ def _run_here(function: Callable[[], T], with_values: bool) -> T:
         copy: Callable[[], T] = pickle.loads(buffer.getvalue())  # nosec B301
     except Exception as error:  # objects raise what they like when they are asked for their state
         raise NoProcessError(f"this system has no forks, and what is traced can't be copied: {error}") from error
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return copy()
-        except SystemExit as error:
-            raise LostError(f"it ended the program ({error.code!r})") from error
-        finally:
-            logging.disable(before)
+    return copy()
 
 
 class _SharingPickler(pickle.Pickler):

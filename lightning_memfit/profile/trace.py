@@ -6,7 +6,6 @@ depends on them.
 """
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,7 @@ from lightning_memfit.memory import Category, format_bytes
 from lightning_memfit.memory.conversion import default_dtype, parameter_table
 from lightning_memfit.memory.kind import CPU, CUDA, DeviceKind, DeviceType
 from lightning_memfit.memory.parameters import ParameterInfo
-from lightning_memfit.profile.course import Course, LimitReached
+from lightning_memfit.profile.course import DRAWS, Course, LimitReached
 from lightning_memfit.profile.culprit import Culprit, runs_steps
 from lightning_memfit.profile.dispatch import CudaDispatch, cuda_autocast_lists
 from lightning_memfit.profile.events import CATEGORIES, AlignmentError, EventList, without_setup
@@ -36,7 +35,6 @@ from lightning_memfit.profile.fake import (
 from lightning_memfit.profile.fake_mode import TracingFakeMode
 from lightning_memfit.profile.integers import (
     AssumedValues,
-    EndlessError,
     RealIntegers,
     UnknownSizeError,
 )
@@ -79,15 +77,14 @@ _CHOICES = (
     AssumedValues(),
     AssumedValues(floating=1e6, boolean=True, integer=2),
     AssumedValues(floating=-1e6, boolean=True, integer=0),
-    AssumedValues(floating=1e-6, boolean=False, integer=0),
 )
-"""Values on either side of the thresholds that programs compare with."""
+"""Values on either side of most thresholds that programs compare with."""
 
 _TOLERANCE = 0.005
 _WORKING = [CATEGORIES.index(Category.ACTIVATION), CATEGORIES.index(Category.TEMPORARY)]
 
 
-TraceErrorCause = Literal["", "unknown", "endless", "limit", "process"]
+TraceErrorCause = Literal["", "unknown", "limit", "process"]
 
 
 class TraceError(RuntimeError):
@@ -98,8 +95,8 @@ class TraceError(RuntimeError):
         assumptions: Values that were assumed up to then.
         took_distinct: Whether unknown elements were taken to differ up to then.
         in_build: Whether the module's `configure_model` raised it by itself, as it would in training.
-        cause: What stopped it: a value that can't be assumed, a loop that goes on for ever, a limit of the trace; or
-            that no process can be had for it here.
+        cause: What stopped it: a value that can't be assumed, a limit of the trace; or that no process can be had for
+            it here.
     """
 
     def __init__(
@@ -234,26 +231,6 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
     return max(found, key=lambda result: int(result.events.live_bytes().max()))
 
 
-def over_draws(found: "Trace", trace: Callable[[AssumedValues], "Trace"]) -> "Trace":
-    """The trace itself; if single numbers that torch draws decide something, the worst of several draws.
-
-    Args:
-        found: The trace with the usual draw.
-        trace: Traces the step with given values.
-    """
-    if not found.draws:
-        return found
-    traced = [found]
-    for draw in (0.0, 1 - 2**-24):  # the highest that float32 has
-        try:
-            traced.append(trace(replace(found.assumed, draw=draw)))
-        except TraceError as error:
-            if error.cause != "endless":  # it draws until another number comes
-                raise
-    worst = max(traced, key=lambda one: int(one.events.live_bytes().max()))
-    return replace(worst, remarks=(*worst.remarks, "the step draws random numbers: the figures are those of the worst"))
-
-
 def _allocate_alike(first: EventList, second: EventList) -> bool:
     """Whether every phase of two traces has the same peak, but for 0.5 % of the working memory."""
     if [name for _, name in first.phases] != [name for _, name in second.phases]:
@@ -301,7 +278,7 @@ class Trace(RecordedStep):
     assumed: AssumedValues = field(default_factory=AssumedValues)
     """The assumed values that this trace was made with."""
     draws: bool = False
-    """Whether the step depends on numbers that torch draws."""
+    """Whether the step depends on numbers that it draws."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +328,7 @@ def trace_step(request: TraceRequest, begun: Callable[[], Trace] | None = None) 
 
         if request.assumed is not None:
             return once(request.assumed)
-        return over_draws(over_assumptions(name, once, request.check_assumptions), once)
+        return over_assumptions(name, once, request.check_assumptions)
 
     if _may_shorten(request):
         # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
@@ -427,8 +404,10 @@ def _trace(request: TraceRequest) -> Trace:
         assumed=integers.assumed,
         attention_kernels=dict(dispatch.used) if dispatch else {},
         work=recorder.work()[0],
-        draws=integers.draw_decided,
+        draws=course.draws or integers.draw_decided,
     )
+    if integers.draw_decided and not course.draws:
+        ran = replace(ran, remarks=(*ran.remarks, DRAWS))
     if ranks is not None:
         ran = _once_divided(ran, builds_itself)
     return _with_every_block(ran, fold, recorder, course)
@@ -486,7 +465,7 @@ def _with_every_block(ran: Trace, fold: Fold, recorder: EventRecorder, course: C
         return ran
     if recorder.gathered_bytes > _NEGLIGIBLE_BYTES:
         raise AlignmentError("a tensor is joined from those of several blocks, so that it grows with their number")
-    if course.draws or ran.draws:
+    if ran.draws:
         raise AlignmentError("the step draws random numbers, by which it may leave blocks out")
     if course.callback_bytes > _NEGLIGIBLE_BYTES:
         raise AlignmentError("a callback makes tensors, perhaps for every block")
@@ -601,20 +580,11 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
             took_distinct=integers.took_distinct,
             cause="unknown",
         ) from error
-    except UnknownKernelError as error:
-        raise TraceError(f"The training step of {name} can't be traced for CUDA: {error}.") from error
-    except UnreadableError as error:
+    except (UnknownKernelError, UnreadableError) as error:
         raise TraceError(f"The training step of {name} can't be traced: {error}{_at(Culprit.of(error))}.") from error
-    except EndlessError as error:
-        message = f"The training step of {name} can't be traced: {error}. {WAY_OUT}"
-        assumptions = tuple(dict.fromkeys(integers.assumptions))
-        raise TraceError(message, assumptions, integers.took_distinct, cause="endless") from error
     except Exception as error:
         assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.taken)))
         culprit = Culprit.of(error)
-        if integers.gave_addresses and isinstance(error, (TypeError, ctypes.ArgumentError)):
-            words = f"{UnreadableError()}{_at(culprit)}"
-            raise TraceError(f"The training step of {name} can't be traced: {words}.") from error
         first_line = str(error).partition("\n")[0]
         told = f"{type(error).__name__}: {first_line.rstrip('.')}{_at(culprit)}"
         if culprit.is_own and not assumptions and "Fake" not in str(error):

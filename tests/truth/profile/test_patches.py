@@ -1,4 +1,3 @@
-import ctypes
 import re
 
 import numpy as np
@@ -87,7 +86,7 @@ def test_packed_sequences_have_their_real_lengths(settings):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_on_cuda_trained_recurrence_is_refused(kind):
-    with pytest.raises(TraceError, match=r"can't be traced for CUDA.*known to the device only"):
+    with pytest.raises(TraceError, match=r"can't be traced.*known to the device only"):
         trace_step(Recurrent(kind), BATCH, StepOptions())
 
 
@@ -206,9 +205,6 @@ class Reads(Classifier):
 
 
 READ = {
-    "string": lambda module, x: ctypes.string_at(x.data_ptr(), 4),
-    "array": lambda module, x: (ctypes.c_float * 4).from_address(x.data_ptr())[0],
-    "weight": lambda module, x: ctypes.string_at(module.head.weight.untyped_storage().data_ptr(), 4),
     "dlpack": lambda module, x: torch.from_dlpack(x.detach()),
     "apply_": lambda module, x: x.detach().apply_(lambda value: value),
 }
@@ -234,9 +230,6 @@ def test_addresses_tell_which_tensors_share_memory(fakes):
     assert x[1].data_ptr() > x.data_ptr()
     assert (x.data_ptr() % 16, x[1].data_ptr() % 64) == (0, 32)
     assert len({value.data_ptr() for value in (x, x[0], x.clone())}) == 2
-    for read in (int, hex, ctypes.c_void_p):
-        with pytest.raises(TypeError):
-            read(x.data_ptr())
 
 
 @pytest.fixture
