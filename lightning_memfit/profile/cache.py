@@ -87,8 +87,8 @@ def profile_key(module: Any, batch: Any, *settings: Any) -> str | None:
     """Key of a module, a batch and trace settings; None if one of them can't be described, so that nothing is kept.
 
     It covers what `fingerprint.describe` tells of them, torch's settings in this process, and the class and simple
-    attributes of a data module that the module can ask. It doesn't cover globals and attributes of classes
-    that a program changes after their module was imported, and files that the step itself reads.
+    attributes of a data module that the module can ask. It doesn't cover globals and attributes of classes that a
+    program changes after their module was imported, and files and environment variables that the step itself reads.
     """
     try:
         data = getattr(getattr(module, "_trainer", None), "datamodule", None)

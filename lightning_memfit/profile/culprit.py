@@ -74,8 +74,7 @@ def owner_of(filename: str, is_main: bool = False) -> Owner:
     return "user"
 
 
-def owner_of_frame(frame: FrameType) -> Owner:
-    """Whose code a frame runs."""
+def _owner_of_frame(frame: FrameType) -> Owner:
     return owner_of(frame.f_code.co_filename, frame.f_globals.get("__name__") == "__main__")
 
 
@@ -96,18 +95,13 @@ def runs_steps(function: _Function) -> _Function:
     return function
 
 
-def _frames_of_step() -> Iterator[FrameType]:
-    """Frames of the step being run, innermost first."""
-    return itertools.takewhile(lambda frame: frame.f_code not in _RUN_STEPS, running_frames())
-
-
 def calling_line() -> str:
     """The innermost line of the user's code in the step being run, as ` at file:line, in function`; empty without one.
 
     Code of installed packages is nobody's own.
     """
-    for frame in _frames_of_step():
-        if owner_of_frame(frame) == "user":
+    for frame in itertools.takewhile(lambda frame: frame.f_code not in _RUN_STEPS, running_frames()):
+        if _owner_of_frame(frame) == "user":
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}, in `{frame.f_code.co_name}`"
     return ""
 
@@ -124,18 +118,12 @@ class Culprit:
     @classmethod
     def of(cls, error: BaseException) -> "Culprit":
         """Read the traceback of an error."""
-        frames = [
-            (owner_of_frame(frame), place_of(frame, line)) for frame, line in traceback.walk_tb(error.__traceback__)
-        ]
-        users = [place for owner, place in frames if owner == "user"]
-        found = (users or [place for owner, place in frames if owner == "library"])[-1:]
-        return cls("".join(found), bool(found) and frames[-1][0] != "machinery")
-
-
-def place_of(frame: FrameType, line: int | None = None) -> str:
-    """A line of a frame in words, the one that it is at by default."""
-    line = line or frame.f_lineno
-    code = frame.f_code
-    source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-    shown = f": `{source}`" if source else ""
-    return f"{Path(code.co_filename).name}, line {line}, in {code.co_name}{shown}"
+        frames = [(_owner_of_frame(frame), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        of_users = [one for one in frames if one[0] == "user"] or [one for one in frames if one[0] == "library"]
+        if not of_users:
+            return cls("", False)
+        _, frame, line = of_users[-1]
+        code = frame.f_code
+        source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+        place = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}{f': `{source}`' * bool(source)}"
+        return cls(place, frames[-1][0] != "machinery")

@@ -1,8 +1,8 @@
 """Descriptions from which cache keys are made: digests that are the same in every process.
 
 What a module, a batch and settings hold is pickled, with tensors by what a trace takes over of them, and code by name.
-What the code is follows from source files: the user's, and those of packages that no version covers. What can't be
-pickled, such as an object of a class that a function makes, can't be described, so that nothing is kept.
+What the code is follows from the user's source files and from the stamps of installed packages. What can't be pickled,
+such as an object of a class that a function makes, can't be described, so that nothing is kept.
 
 Importing this module is cheap: a cached profile is found without torch and Lightning.
 """
@@ -11,7 +11,6 @@ import hashlib
 import os
 import pickle
 import platform
-import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -65,17 +64,6 @@ def describe(value: Any) -> str:
     return hashlib.sha256(repr((description.digest.hexdigest(), description.code())).encode()).hexdigest()
 
 
-_VARIABLE = re.compile(r"""["'](?!PL_)([A-Z][A-Z0-9_]*)["']""")
-
-
-def variables_in(source: str) -> frozenset[str]:
-    """Names of environment variables that a module may ask for: texts in capitals, if it speaks of the environment.
-
-    A name that is put together from others is not seen, and those that Lightning sets (`PL_...`) don't count.
-    """
-    return frozenset(_VARIABLE.findall(source)) if "environ" in source or "getenv" in source else frozenset()
-
-
 def settings_of(value: Any) -> dict[str, object]:
     """Simple attributes of an object that a training step may ask, such as a data module, by name.
 
@@ -110,10 +98,9 @@ def _processor() -> str:
 
 
 class _Description(pickle.Pickler):
-    """Hashes the pickle of one value.
+    """Hashes the pickle of one value, with descriptions for what a pickle holds by its contents or not at all.
 
-    What a pickle would hold by its contents or not at all is given a description, as a "persistent id": tensors, code,
-    Trainers, and sets and texts, whose order and identity differ between processes.
+    These are tensors, code, Trainers, and sets and texts, whose order and identity differ between processes.
     """
 
     def __init__(self) -> None:
@@ -125,14 +112,12 @@ class _Description(pickle.Pickler):
         self._num_items = 0
 
     def code(self) -> object:
-        """What the code of all that was described is, and what it may read besides."""
+        """What the code of all that was described is."""
         packages = {path for name in self._modules if (path := _package_file(name)) is not None}
-        installed = [_stamps(path) for path in sorted(packages) if owner_of(path) != "user"]
+        installed = sorted(path for path in packages if owner_of(path) != "user")
+        stamps = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in installed]
         sources = {str(module.__file__) for module in list(sys.modules.values()) if _is_users(module)}
-        names = {name for path in sources for name in variables_in(_source(path))}
-        started_with = sys.argv if _is_users(sys.modules["__main__"]) else []
-        variables = [(name, os.environ.get(name)) for name in sorted(names)]
-        return installed, sorted(map(_source_hash, sources)), variables, started_with
+        return stamps, sorted(map(_source_hash, sources))
 
     @override
     def persistent_id(self, value: Any) -> object:
@@ -158,7 +143,8 @@ class _Description(pickle.Pickler):
             return kind.__name__, sorted(map(repr, value))
         if numpy is not None and issubclass(kind, numpy.ndarray) and value.nbytes > _MAX_BYTES:
             return value.shape, value.strides, str(value.dtype)
-        if f"{kind.__module__}.{kind.__qualname__}" in _WITHOUT_CONTENTS or _is_trainer(value):
+        is_trainer = kind.__name__ == "Trainer" and hasattr(value, "fit_loop")
+        if f"{kind.__module__}.{kind.__qualname__}" in _WITHOUT_CONTENTS or is_trainer:
             return kind.__qualname__
         return None
 
@@ -206,17 +192,13 @@ def _describe_text(text: str) -> object:
     return text.encode(errors="surrogatepass")
 
 
-def _is_trainer(value: object) -> bool:
-    return type(value).__name__ == "Trainer" and hasattr(value, "fit_loop")
-
-
 def _is_users(module: ModuleType | None) -> bool:
     path = getattr(module, "__file__", None)
     return isinstance(path, str) and path.endswith(".py") and owner_of(path) == "user" and os.path.isfile(path)
 
 
 def _package_file(module_name: str) -> str | None:
-    """The file of the package that a module is of; None where versions in the key cover it.
+    """The first file of the package that a module is of; None where versions in the key cover it.
 
     Raises:
         ValueError: If there is none, as for an interactive session.
@@ -230,18 +212,6 @@ def _package_file(module_name: str) -> str | None:
     if path is None:
         raise ValueError(f"the module `{module_name}` has no source file")
     return str(path)
-
-
-@cache
-def _stamps(package_file: str) -> list[tuple[str, int, int]]:
-    """Size and time of every source file of an installed package."""
-    is_package = os.path.basename(package_file) == "__init__.py"
-    files = sorted(Path(package_file).parent.rglob("*.py")) if is_package else [Path(package_file)]
-    return [(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
-
-
-def _source(path: str) -> str:
-    return _read(path, os.stat(path).st_mtime_ns).decode(errors="replace")
 
 
 def _source_hash(path: str) -> str:

@@ -77,11 +77,7 @@ class Ranks:
 
 
 def own_rank(module: Any) -> Ranks | None:
-    """The one rank of a run under DDP on one device, whose buckets take memory as on several; else None.
-
-    Args:
-        module: A LightningModule, perhaps attached to a Trainer.
-    """
+    """The one rank of a run under DDP on one device, whose buckets take memory as on several; else None."""
     if not is_alone_under_ddp(module):
         return None
     from lightning.pytorch.strategies import DDPStrategy
@@ -186,13 +182,6 @@ class TracedDataParallel(DistributedDataParallel):
     Here each parameter has its part of a bucket as a tensor of its own, so that blocks can be told apart; all parts
     together take what the buckets take. The moment of a bucket too many is in every step, so that all steps are alike.
     Other arguments of torch's change nothing about memory.
-
-    Args:
-        module: On fake tensors.
-        bucket_cap_mb: Size of a bucket in MiB.
-        gradient_as_bucket_view: Keep gradients inside the buckets.
-        broadcast_buffers: Send the first rank's buffers before every forward pass.
-        static_graph: Known to Lightning only.
     """
 
     def __init__(

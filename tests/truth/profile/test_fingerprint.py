@@ -203,19 +203,6 @@ def test_a_class_that_a_function_makes_is_not_kept():
     assert key(Made()) is None
 
 
-def test_a_variable_counts_where_a_source_asks_for_it(load, monkeypatch):
-    name = "_".join(("USERS", "WIDE"))  # which this source doesn't name
-    plain = load()()
-    monkeypatch.setenv(name, "")
-    before = key(plain)
-    monkeypatch.setenv(name, "1")
-    assert key(plain) == before
-    asking = load(helper=f"import os\ndef factor(): return 2 if os.environ.get('{name}') else 1")()
-    wide = key(asking)
-    monkeypatch.setenv(name, "")
-    assert key(asking) not in (wide, None)
-
-
 def test_callbacks_and_makers_of_optimizers_count(load):
     def hook(width):
         return lambda *_: torch.ones(width)
