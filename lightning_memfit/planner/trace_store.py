@@ -24,7 +24,7 @@ from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.workload import Workload
 from lightning_memfit.profile.build import batch_size, profile_module, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
-from lightning_memfit.profile.process import beside, import_too
+from lightning_memfit.profile.process import import_too
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.step import StepOptions
@@ -142,10 +142,10 @@ class TraceStore:
         elements_per_block = plain.num_parameters // max(1, plain.num_blocks)
         are_few = plain.traced_blocks == plain.num_blocks or elements_per_block * _FEW_BLOCKS < _LARGEST_CHUNK
         if not are_few and not _names_parts(pure) and pure not in self._not_extended:
-            ahead = self._stepping_ahead(pure, _MORE_BLOCKS)
+            import_too([choice.technique.package for choice in pure.chosen if choice.technique.package])
             try:
-                few = SteadyState.of(self._stepping(pure, _FEW_BLOCKS), rounding)
-                return few.extended(SteadyState.of(ahead(), rounding), _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
+                few, more = (SteadyState.of(self._stepping(pure, n), rounding) for n in (_FEW_BLOCKS, _MORE_BLOCKS))
+                return few.extended(more, _FEW_BLOCKS, _MORE_BLOCKS, plain.num_blocks)
             except NotTraced:
                 raise
             except TraceError:  # many settings step alike
@@ -166,26 +166,9 @@ class TraceStore:
         }
 
     def _stepping(self, pure: Setting, num_blocks: int | None) -> ModelProfile:
-        key = ("stepping", pure, num_blocks)
-        return self._profile(key, self._stepping_task(pure, num_blocks))
-
-    def _stepping_ahead(self, pure: Setting, num_blocks: int) -> Callable[[], ModelProfile]:
-        """`_stepping` in another process while this one goes on; the returned callable waits for it."""
-        key = ("stepping", pure, num_blocks)
-        if not self._may_trace or key in self._known:
-            return lambda: self._stepping(pure, num_blocks)
-        import_too([choice.technique.package for choice in pure.chosen if choice.technique.package])
-        traced = beside(self._stepping_task(pure, num_blocks))
-
-        def result() -> ModelProfile:
-            self._known[key] = self._traced(traced)
-            return self._known[key]
-
-        return result
-
-    def _stepping_task(self, pure: Setting, num_blocks: int | None) -> Callable[[], ModelProfile]:
         settings = self._settings(self._options(pure.precision, 1), pure.traced_callbacks(), any_size=False)
-        return partial(_profile_steps, self.workload.module, num_blocks, self._batch, shorten=False, **settings)
+        step = partial(_profile_steps, self.workload.module, num_blocks, self._batch, shorten=False, **settings)
+        return self._profile(("stepping", pure, num_blocks), step)
 
     def exactly(self, setting: Setting, division: Division | None = None) -> ModelProfile:
         """The step of a complete setting at its own micro-batch, with all of its techniques applied.

@@ -6,7 +6,7 @@ that can't be traced.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
@@ -23,7 +23,6 @@ from lightning_memfit.profile.culprit import runs_steps
 from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_sizes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import describe_processor
-from lightning_memfit.profile.integers import AssumedValues
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
 from lightning_memfit.profile.record import LargerSizes, ModelProfile, RecordedStep
 from lightning_memfit.profile.recorder import EventRecorder
@@ -33,7 +32,6 @@ from lightning_memfit.profile.trace import (
     Trace,
     TraceError,
     TraceRequest,
-    begin_trace,
     isolated,
     recorded,
     somewhere,
@@ -119,13 +117,8 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
             key = own if checked is check else key
     started = time.perf_counter()
 
-    ahead: list[Callable[[], Trace]] = []
-    if any_micro_batch:
-        # A batch of one mostly differs in structure from two, as those of GPT-2, Llama and BERT do.
-        samples = (1, 2) if batch_size(batch) == 1 else (1,)
-        ahead = [begin_trace(request, partial(_grown, more, AssumedValues())) for more in samples]
     first = trace_step(request)
-    sizes = _every_size(first, request, ahead) if any_micro_batch else _Sizes(first.events, work=grouped(first.work))
+    sizes = _every_size(first, request) if any_micro_batch else _Sizes(first.events, work=grouped(first.work))
     profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)
     profile = profile.after(workload.epoch_batches)
     if cache is not None and key is not None:
@@ -142,75 +135,54 @@ class _Sizes:
     larger: LargerSizes | None = None
     work: PhaseWork = field(default_factory=dict)
     """Of the first trace's operators, with what it grows by."""
-    growth_slope: float = 0.0
-    """Bytes by which the growth per batch rises with every sample."""
     reason: str = ""
     """Why nothing is known about other sizes."""
 
 
-def _every_size(first: Trace, request: TraceRequest, ahead: Sequence[Callable[[], Trace]]) -> _Sizes:
+def _every_size(first: Trace, request: TraceRequest) -> _Sizes:
     """Trace the step with one more sample, and with further ones where sizes don't follow from two (`fit_sizes`).
 
     A batch of one may differ in structure from two, from which sizes follow then.
-
-    Args:
-        first: Trace at the size of the batch.
-        request: What it was made of.
-        ahead: Return traces with one and two more samples that assumed the first choice of values, as far as they were
-            started.
     """
     size = batch_size(request.workload.batch)
 
     def with_more(samples: int) -> Trace:
-        if first.assumed == AssumedValues() and len(ahead) >= samples:
-            return ahead[samples - 1]()
-        # A trace that assumed something else would be of another step.
-        return trace_step(_grown(samples, first.assumed, request))
+        larger = replace(request.workload, batch=resize_batch(request.workload.batch, size, size + samples))
+        # A trace that assumed something else than the first would be of another step.
+        return trace_step(replace(request, workload=larger, assumed=first.assumed))
 
     further = cache(with_more)
     try:
         try:
             events, slopes = fit_sizes(first.events, lambda more: further(more).events, size)
-            known = first, further(1)
-            return _Sizes(events, slopes, None, with_slopes(first.work, known[1].work, size), _growth_slope(*known))
+            _must_grow_alike(first, further(1))
+            return _Sizes(events, slopes, None, with_slopes(first.work, further(1).work, size))
         except AlignmentError:
             if size > 1:
                 raise
-        known = further(1), further(2)
-        events, slopes = fit_sizes(known[0].events, lambda more: further(1 + more).events, size + 1)
+        events, slopes = fit_sizes(further(1).events, lambda more: further(1 + more).events, size + 1)
+        _must_grow_alike(further(1), further(2))
         larger = LargerSizes(events, size + 1, slopes)
-        work = with_slopes(first.work, known[0].work, size)
-        return _Sizes(first.events, None, larger, work, _growth_slope(*known))
+        return _Sizes(first.events, None, larger, with_slopes(first.work, further(1).work, size))
     except (AlignmentError, TraceError, ValueError) as error:
         return _Sizes(first.events, work=grouped(first.work), reason=str(error))
 
 
-def _grown(more: int, assumed: AssumedValues, request: TraceRequest) -> TraceRequest:
-    """A trace of the batch with some of its samples repeated, and with given assumed values."""
-    batch = request.workload.batch
-    size = batch_size(batch)
-    larger = replace(request.workload, batch=resize_batch(batch, size, size + more))
-    return replace(request, workload=larger, assumed=assumed)
-
-
-def _growth_slope(smaller: Trace, larger: Trace) -> float:
-    """Bytes by which one more sample makes memory grow faster.
-
-    Raises:
-        AlignmentError: If it grows at one of the sizes only.
-    """
-    if smaller.growth is None and larger.growth is None:
-        return 0.0
-    if smaller.growth is None or larger.growth is None or smaller.growth.batches != larger.growth.batches:
-        raise AlignmentError("memory grows otherwise at another micro-batch size")
-    return float(larger.growth.bytes_per_batch - smaller.growth.bytes_per_batch)
+def _must_grow_alike(smaller: Trace, larger: Trace) -> None:
+    """Raise an `AlignmentError` if more samples make memory grow in another way."""
+    grown = [
+        None if one.growth is None else (one.growth.bytes_per_batch, one.growth.batches) for one in (smaller, larger)
+    ]
+    if grown[0] != grown[1]:
+        raise AlignmentError("memory grows from batch to batch, otherwise at another micro-batch size")
 
 
 def _profile(first: Trace, sizes: _Sizes, workload: Workload, device: DeviceType, seconds: float) -> ModelProfile:
-    growth, options = first.growth, workload.options
-    of_one_size = {one.name: getattr(first, one.name) for one in fields(RecordedStep)}
-    found = ModelProfile(
-        **of_one_size,
+    options = workload.options
+    known = {one.name: getattr(first, one.name) for one in fields(RecordedStep)}
+    known |= {"events": sizes.events, "work": sizes.work, "assumptions": (*first.assumptions, *first.taken)}
+    return ModelProfile(
+        **known,
         name=workload.name,
         micro_batch_size=batch_size(workload.batch),
         slopes=sizes.slopes,
@@ -223,21 +195,10 @@ def _profile(first: Trace, sizes: _Sizes, workload: Workload, device: DeviceType
         versions=package_versions(),
         seconds=seconds,
     )
-    return replace(
-        found,
-        events=sizes.events,
-        work=sizes.work,
-        growth=None if growth is None else replace(growth, bytes_per_sample=sizes.growth_slope),
-        assumptions=(*first.assumptions, *first.taken),
-    )
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor that has one.
-
-    Raises:
-        ValueError: If the batch holds no tensor with a dimension.
-    """
+    """Samples in a batch: the first dimension of its first tensor that has one."""
     for tensor in tensors_in(batch):
         if tensor.dim():
             return tensor.size(0)
@@ -245,12 +206,7 @@ def batch_size(batch: Any) -> int:
 
 
 def resize_batch(batch: Any, size: int, new_size: int) -> Any:
-    """Repeat or drop samples. Tensors whose first dimension is 1 stay whole.
-
-    Raises:
-        ValueError: If the batch holds tensors with other first dimensions, or objects that can't be looked into: which
-            tensors grow with the micro-batch, and how, would be a guess.
-    """
+    """Repeat or drop samples. Tensors whose first dimension is 1 stay whole."""
     others = sorted({tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()} - {1, size})
     if others:
         raise ValueError(
@@ -277,13 +233,7 @@ def sequence_length(batch: Any) -> int | None:
 
 
 def shortened(batch: Any, length: int, shorter: int) -> Any:
-    """The batch with the first tokens of its sequences; tensors whose second dimension is another stay whole.
-
-    Args:
-        batch: A batch with `input_ids` of shape (batch, `length`).
-        length: Tokens per sample.
-        shorter: Tokens to keep.
-    """
+    """The batch with the first tokens of its sequences; tensors whose second dimension is another stay whole."""
     return apply_to_collection(
         batch, torch.Tensor, lambda leaf: leaf[:, :shorter] if leaf.dim() >= 2 and leaf.size(1) == length else leaf
     )

@@ -56,13 +56,7 @@ def _defines(callback: Any, name: str) -> bool:
 
 
 def guard_hooks(callback: Any, watched: Callable[[], AbstractContextManager[object]], remarks: list[str]) -> None:
-    """Let a callback act at the start of training and in its steps only, and leave it out from where it fails.
-
-    Args:
-        callback: One of the user's, in a process that is thrown away.
-        watched: Makes a context for every call of its hooks.
-        remarks: Are given a clause if it fails.
-    """
+    """Let a callback act at the start of training and in its steps only, and leave it out from where it fails."""
     from lightning.pytorch import Callback
 
     def call(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -111,12 +111,7 @@ class Course:
         self._generators: Any = None
 
     def follow(self, optimizers: list[Any], manual: bool) -> None:
-        """Count the steps of optimizers, which are thrown away after the run.
-
-        Args:
-            optimizers: Those of the run. Without any, a window is one batch.
-            manual: Whether the module steps them itself, so that windows are told by their steps.
-        """
+        """Count the steps of optimizers, which are thrown away after the run."""
         if manual:
             self._window_batches = 1
         self._optimizers = optimizers
@@ -142,11 +137,7 @@ class Course:
             self.callback_bytes += _bytes_in(self.recorder.made_between(before, self.recorder.mark(), ()))
 
     def begin_batch(self) -> None:
-        """Note where a batch begins.
-
-        Raises:
-            LimitReached: If there were too many batches.
-        """
+        """Note where a batch begins."""
         if self.batches >= self.limits.batches:
             counts = [f"{type(optimizer).__name__} {self.steps_of(optimizer)}" for optimizer in self._optimizers]
             raise LimitReached(f"{self.batches:,} batches (steps: {', '.join(counts)})")

@@ -59,12 +59,7 @@ def definition_of(value: type | FunctionType) -> ast.stmt | None:
 
 @functools.cache
 def owner_of(filename: str, is_main: bool = False) -> Owner:
-    """Whose code a file holds. The user's is what lies nowhere in the installation.
-
-    Args:
-        filename: As code objects have it, such as `<string>` for generated code.
-        is_main: Whether it runs as `__main__`, which makes generated code the user's.
-    """
+    """Whose code a file holds. The user's is what lies nowhere in the installation."""
     if filename.startswith(_MACHINERY):
         return "machinery"
     if any(folder in filename for folder in _INSTALLED):

@@ -49,9 +49,6 @@ def choose_attention(
 
     It is the first, in torch's order, of those that are switched on as this is called (`sdpa_kernel`,
     `torch.backends.cuda.enable_flash_sdp`) and take the call.
-
-    Raises:
-        RuntimeError: If there is none, as torch does.
     """
     call = _Call(query, key, value, mask, dropout, capability, grouped)
     order = _CUDNN_FIRST if capability in _PREFERS_CUDNN else _CUDNN_LAST
@@ -160,9 +157,6 @@ class CudaDispatch:
 
     Both are patched in torch's dispatcher, where calls from C++ and by any name come. A `TorchFunctionMode` would be
     popped while backward runs, so that a checkpoint's recomputation would differ from its forward.
-
-    Args:
-        capability: Compute capability of the device to emulate.
     """
 
     def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:

@@ -277,11 +277,7 @@ def fit_slopes(first: EventList, second: EventList, first_size: int, second_size
 
 
 def _aligned(traces: Sequence[EventList], batches: Sequence[int]) -> list[EventList]:
-    """Traces at several micro-batch sizes in canonical order, with the same storages.
-
-    Raises:
-        AlignmentError: If they differ in structure.
-    """
+    """Traces at several micro-batch sizes in canonical order, with the same storages."""
     found = list(map(canonical, traces))
     if not all(np.array_equal(one.events, found[0].events) for one in found):
         found = list(map(canonical, _with_equal_scratch(traces)))

@@ -26,12 +26,7 @@ _NOT_FOLLOWED = (type, ModuleType, FrameType, CodeType, BuiltinFunctionType, wea
 
 
 def tensors_in(value: Any, left_out: Iterable[object] = ()) -> list[torch.Tensor]:
-    """Every tensor that an object holds, in its order, each once: in containers, objects and what functions enclose.
-
-    Args:
-        value: Any object.
-        left_out: Objects into which not to look.
-    """
+    """Every tensor that an object holds, in its order, each once: in containers, objects and what functions enclose."""
     found: list[torch.Tensor] = []
     seen = {id(one): one for one in left_out}
     waiting = [value]
@@ -64,11 +59,7 @@ def _hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 
 def must_be_strided(tensor: torch.Tensor, *_: object) -> None:
-    """Refuse a tensor of another layout, for which there is no fake of the same memory.
-
-    Raises:
-        NotImplementedError: If its layout is another one.
-    """
+    """Refuse a tensor of another layout, for which there is no fake of the same memory."""
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"fake tensors of layout {tensor.layout} don't tell what memory they hold")
 
@@ -241,10 +232,6 @@ def fake_pretrained_weights(
     """Let `from_pretrained` build the architecture without reading the weights, whose values no trace needs.
 
     That of transformers' models and of diffusers'.
-
-    Args:
-        device: Where to build it; by default where the caller's modes have it, such as on fake tensors.
-        note: Is given every model that is built so.
     """
 
     def replacing(build: Callable[..., Any]) -> Any:

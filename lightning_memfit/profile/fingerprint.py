@@ -76,9 +76,6 @@ def describe_processor(device: str) -> object:
     """Facts that decide which kernels the CPU runs, and so their scratch memory; None for a trace for CUDA.
 
     Reads them without torch, so that a cached profile is found without importing it.
-
-    Args:
-        device: `cpu` or `cuda`, as in `Emulation`.
     """
     if device != "cpu":
         return None
@@ -198,11 +195,7 @@ def _is_users(module: ModuleType | None) -> bool:
 
 
 def _package_file(module_name: str) -> str | None:
-    """The first file of the package that a module is of; None where versions in the key cover it.
-
-    Raises:
-        ValueError: If there is none, as for an interactive session.
-    """
+    """The first file of the package that a module is of; None where versions in the key cover it."""
     package = module_name.partition(".")[0]
     if package in _COVERED_BY_VERSION or package in sys.stdlib_module_names - {"__main__"}:
         return None

@@ -190,11 +190,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
                 del self._in_storage[known.storage]
 
     def remember_counter(self, real: torch.Tensor, fake: torch.Tensor) -> None:
-        """Remember the value of a tensor of a module with one element, in which it may count.
-
-        Raises:
-            NotImplementedError: If the tensor isn't strided: the fake stands for another kind of memory.
-        """
+        """Remember the value of a tensor of a module with one element, in which it may count."""
         must_be_strided(real)
         value = counter_of(real)
         if value is not None:
@@ -202,11 +198,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
                 self.attach(fake, value.to(fake.dtype))
 
     def remember_batch(self, real: torch.Tensor, fake: torch.Tensor) -> None:
-        """Remember the integers of a tensor of the batch.
-
-        Raises:
-            NotImplementedError: If the tensor isn't strided.
-        """
+        """Remember the integers of a tensor of the batch."""
         must_be_strided(real)
         if real.dtype in _INTEGER_TYPES and real.device.type != "meta":
             with _disable_current_modes():
@@ -271,11 +263,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
             return self._assume(tensor.dtype, f"an unknown {_name(tensor.dtype)} value was")
 
     def _assume(self, dtype: torch.dtype, read: str) -> float | bool | int:
-        """The assumed value, which is noted, unless an optimizer scales its steps by it: memory doesn't depend on that.
-
-        Raises:
-            UnknownSizeError: If a loop goes on and on.
-        """
+        """The assumed value, which is noted, unless an optimizer scales by it, on which memory does not depend."""
         answer = self.assumed.of(dtype)
         if any(frame.f_code.co_filename.endswith(_ONLY_SCALING) for frame in running_frames()):
             return answer

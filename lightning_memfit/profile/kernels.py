@@ -90,14 +90,7 @@ class KernelMemory:
         self._settings = repr((describe_processor("cpu"), mkldnn, precisions_on_host(), deterministic))
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
-        """What an operator takes; None if nothing but its results, scalars left out.
-
-        Args:
-            func: The operator that was called.
-            args: Its arguments, fake or real.
-            kwargs: Its keywords.
-            result: What it returned.
-        """
+        """What an operator takes; None if nothing but its results, scalars left out."""
         if not _runs_kernel(func):
             return None
         found: Kernel | None = _UNKNOWN
@@ -458,12 +451,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def laid_out(tensor: torch.Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor.
-
-    Args:
-        tensor: Tells the shape.
-        order: Its dimensions, outermost first; those of size one may be missing.
-    """
+    """Strides of a dense tensor."""
     strides, dense = [1] * tensor.dim(), 1
     for dim in reversed(order):
         strides[dim] = dense

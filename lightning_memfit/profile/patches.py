@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.optim.optimizer as optimizer
@@ -83,12 +83,7 @@ def refuse_fused_recurrence() -> Iterator[None]:
 
 
 def give_kernels(fake_mode: TracingFakeMode, cuda: bool) -> None:
-    """Let a mode make results where torch's own fake kernels refuse, or leave memory out.
-
-    Args:
-        fake_mode: Mode of the fakes.
-        cuda: Whether kernels of CUDA are meant.
-    """
+    """Let a mode make results where torch's own fake kernels refuse, or leave memory out."""
     kernels = {aten._grouped_mm.default: partial(_grouped_product, fake_mode, cuda)}
     if not cuda:
         kernels[aten.mkldnn_rnn_layer.default] = partial(_one_dnn_layer, fake_mode, {})
@@ -192,17 +187,6 @@ def foreach_defaults(cuda: bool) -> Iterator[None]:
 # the values that `.item()` gives: the real values of integers, assumed ones for everything else.
 
 
-class UnreadableError(RuntimeError):
-    """A step reads the memory of a fake tensor, which has none."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "it reads the memory of a tensor without torch's operators (`data_ptr()`, DLPack, `apply_`), and the "
-            "tensors of a trace have none. Wrap what does so in a custom operator with a fake kernel "
-            "(`torch.library.custom_op`, `register_fake`), or measure the step with `measure_step`"
-        )
-
-
 class Address(NamedTuple):
     """What `data_ptr()` of a fake tensor gives: it can be compared, as code does that looks for shared tensors.
 
@@ -218,17 +202,9 @@ class Address(NamedTuple):
         return self.offset % alignment  # torch's allocators align storages
 
 
-def _unreadable(*_: Any, **__: Any) -> NoReturn:
-    raise UnreadableError
-
-
 @contextmanager
 def readable_fakes(integers: RealIntegers) -> Iterator[None]:
-    """Patch torch so that Python code can read fake tensors as numbers.
-
-    Args:
-        integers: Knows the real values, and records assumptions.
-    """
+    """Patch torch so that Python code can read fake tensors as numbers."""
 
     def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
         if self.requires_grad and not force:
@@ -255,8 +231,6 @@ def readable_fakes(integers: RealIntegers) -> Iterator[None]:
         storage_address = torch.UntypedStorage.data_ptr
         stack.enter_context(replaced(torch.UntypedStorage, "data_ptr", address_of_storage))
         stack.enter_context(replaced(FakeTensor, "data_ptr", address))
-        for name in ("apply_", "__dlpack__"):  # the first calls Python for each element, in C++
-            stack.enter_context(replaced(FakeTensor, name, _unreadable))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(replaced(torch, name, _reading(getattr(torch, name))))
         yield

@@ -72,19 +72,7 @@ class RefusedError(BaseException):
 
 
 def run(function: Callable[[], T], seconds: float | None = None, backward: bool = True, with_values: bool = False) -> T:
-    """Run a function in a process that is thrown away, and return its result, which travels as a pickle.
-
-    Args:
-        function: What to run, with one thread.
-        seconds: When to end the process, less what it waited for a core that other programs used (Linux).
-        backward: Whether it may run a backward pass. One that doesn't runs beside CUDA, too, without a device.
-        with_values: Whether it needs the values of tensors, where it runs on copies.
-
-    Raises:
-        LostError: If the process was ended or ended itself.
-        NoProcessError: If there can be none.
-        Exception: What the function raised.
-    """
+    """Run a function in a process that is thrown away, and return its result, which travels as a pickle."""
     if _ends_after_traces and not _has_forks():
         return _run_here(function, with_values)
     found: T = _Child(function, seconds, backward).result()
@@ -97,33 +85,8 @@ def end_after_traces() -> None:
     _ends_after_traces = True
 
 
-def beside(function: Callable[[], T]) -> Callable[[], T]:
-    """Start a function that runs traces of its own in a copy of this process; the returned callable waits for it.
-
-    Where no copy has a core of its own, the function runs here when its result is asked for.
-    """
-    return begin(function, is_thrown_away=False) or function
-
-
-def begin(
-    function: Callable[[], T], seconds: float | None = None, is_thrown_away: bool = True
-) -> Callable[[], T] | None:
-    """Begin what `run` does; the returned callable waits for it. None where no copy has a core of its own."""
-    if _is_thrown_away or not can_fork() or len(os.sched_getaffinity(0)) < 2:
-        return None
-    try:
-        return _Child(function, seconds, backward=True, is_thrown_away=is_thrown_away).result
-    except NoProcessError:
-        return None
-
-
 def bring_home(collect: Callable[[], Any], take: Callable[[Any], object]) -> None:
-    """Let every process bring more than its result to the one that made it.
-
-    Args:
-        collect: Called where the function has run; what it returns can be pickled.
-        take: Called with that at home.
-    """
+    """Let every process bring more than its result to the one that made it."""
     _BROUGHT.append((collect, take))
 
 
@@ -149,11 +112,7 @@ _BROUGHT: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(_imported,
 
 
 def can_fork(backward: bool = True) -> bool:
-    """Whether this process may be forked, as far as that can be told before.
-
-    Args:
-        backward: Whether the fork may run a backward pass.
-    """
+    """Whether this process may be forked, as far as that can be told before."""
     on_cuda = backward and torch.cuda.is_initialized() and not FORKS_BESIDE_CUDA
     return _has_forks() and not on_cuda
 
@@ -188,13 +147,10 @@ def _as_parent() -> Iterator[None]:
 
 
 class _Child:
-    """A process that runs a function, which may change it if it is thrown away."""
+    """A process that runs a function and is thrown away."""
 
-    def __init__(
-        self, function: Callable[[], Any], seconds: float | None, backward: bool, is_thrown_away: bool = True
-    ) -> None:
+    def __init__(self, function: Callable[[], Any], seconds: float | None, backward: bool) -> None:
         self._seconds, self._started = seconds, time.monotonic()
-        self._is_thrown_away = is_thrown_away
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115  (the child's stack, if it has to be ended)
         self._folder = tempfile.mkdtemp(prefix="memfit-")
         self._pid = 0
@@ -207,24 +163,18 @@ class _Child:
     def _be_child(self, writing: Connection, function: Callable[[], Any]) -> None:
         global _is_thrown_away
         tempfile.tempdir = os.environ["TMPDIR"] = self._folder  # the folders of its own processes included
-        if self._is_thrown_away:
-            _is_thrown_away = True
-            # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in
-            # a fork of a process that uses it, as pytest does.
-            faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=False)
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder  # which is made when it is first asked for
-            warnings.simplefilter("ignore")
-            logging.disable(logging.CRITICAL)
-            keep_inside(self._folder)
+        _is_thrown_away = True
+        # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in a
+        # fork of a process that uses it, as pytest does.
+        faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=False)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder  # which is made when it is first asked for
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        keep_inside(self._folder)
         writing.send_bytes(_answer(function))
 
     def result(self) -> Any:
-        """Wait for the result.
-
-        Raises:
-            LostError: If there is none.
-            Exception: What the function raised.
-        """
+        """Wait for the result."""
         answer, is_over = b"", False
         try:
             while not self._reading.poll(0.5) and not is_over:
@@ -260,11 +210,6 @@ class _Child:
         self._stack.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __del__(self) -> None:
-        if getattr(self, "_pid", 0) and not _is_thrown_away:  # nobody asked for the result
-            self._end()
-            self._clean()
-
 
 def _end(pid: int, number: int = 9) -> None:
     """Send a signal, SIGKILL by default, to a process of this module's."""
@@ -285,9 +230,6 @@ def _fork(
     """Fork until a child says that it is ready; return its number, and where to read what it writes.
 
     The child calls `be_child` with where to write to and the argument. Both have the descriptor `kept`.
-
-    Raises:
-        NoProcessError: If there is none.
     """
     if is_closed.get():
         _refuse("start a process")
@@ -500,11 +442,7 @@ _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TRITON_CACHE_DIR", "MPLCO
 
 
 def keep_inside(folder: str) -> None:
-    """Refuse from now on what this process would do outside of itself. There is no way to end this.
-
-    Args:
-        folder: Where it may write, beside caches.
-    """
+    """Refuse from now on what this process would do outside of itself. There is no way to end this."""
     named = [os.environ[name] for name in _CACHES if os.environ.get(name)]
     with contextlib.suppress(OSError):
         default_cache_folder().mkdir(parents=True, exist_ok=True)  # only folders that exist can be let through
@@ -592,13 +530,6 @@ class Worker:
     It should be made before this process runs a backward pass, and by those who want to trace something that will have
     changed by then. Functions travel as pickles, such as a `functools.partial` of what a module of Python holds. Where
     this process can't be forked, another is spawned, which gets what is shared as a pickle, tensors by their shapes.
-
-    Args:
-        shared: Objects that functions hold without their being copied: the worker's are as they were.
-        with_values: Whether a process that is spawned needs the values of tensors.
-
-    Raises:
-        NoProcessError: If there can be none, or what is shared can't be pickled where it must.
     """
 
     def __init__(self, *shared: object, with_values: bool = False) -> None:
@@ -616,13 +547,7 @@ class Worker:
             theirs.close()
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run a function and return its result.
-
-        Raises:
-            LostError: If the worker has ended.
-            NoProcessError: If the function can't be pickled, or a new process can't read what is shared.
-            Exception: What the function raised.
-        """
+        """Run a function and return its result."""
         buffer = io.BytesIO()
         try:
             _SharingPickler(buffer, self._shared).dump(function)
@@ -671,10 +596,6 @@ class Elsewhere:
     """Runs tasks that make processes of their own: here, or where this process can't be forked in a new one.
 
     A task within a task is left to the outer one, so that one new process serves all of them.
-
-    Args:
-        shared: The objects that tasks hold, as they are when the first one is run.
-        with_values: Whether tasks need the values of tensors.
     """
 
     def __init__(self, *shared: object, with_values: bool = False) -> None:
@@ -683,13 +604,7 @@ class Elsewhere:
         self.is_inner = _is_in_task.get()
 
     def run(self, task: Callable[[], T]) -> T:
-        """Run a task, such as a `functools.partial` of what a module of Python holds, and return its result.
-
-        Raises:
-            LostError: If the new process has ended.
-            NoProcessError: If there can be no process that runs it.
-            Exception: What the task raised.
-        """
+        """Run a task, such as a `functools.partial` of what a module of Python holds, and return its result."""
         if self._worker is None:
             before = _is_in_task.set(True)
             try:
@@ -712,11 +627,7 @@ _is_in_task: ContextVar[bool] = ContextVar("_is_in_task", default=False)
 
 
 def _spawn(theirs: Connection, shared: tuple[object, ...], with_values: bool, reason: str) -> Any:
-    """Start a new process that serves.
-
-    Raises:
-        NoProcessError: If what is shared can't be pickled, or a process that was spawned would spawn others.
-    """
+    """Start a new process that serves."""
     main: Any = sys.modules["__main__"]
     if hasattr(main, "__memfit_spawned__"):
         raise NoProcessError(reason)
@@ -796,12 +707,7 @@ def _made(tensor: torch.Tensor, is_parameter: bool, is_trained: bool, attributes
 
 
 def _run_here(function: Callable[[], T], with_values: bool) -> T:
-    """Run a function on a copy of what it holds, in this process.
-
-    Raises:
-        NoProcessError: If that can't be copied.
-        Exception: What the function raised.
-    """
+    """Run a function on a copy of what it holds, in this process."""
     buffer = io.BytesIO()
     try:
         _ShapePickler(buffer, with_values).dump(function)

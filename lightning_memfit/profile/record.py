@@ -23,8 +23,6 @@ class Growth:
     """Batches after which the figures hold."""
     site: str = ""
     """Where most of it is made: `module path | operator`."""
-    bytes_per_sample: float = 0.0
-    """What `bytes_per_batch` grows by per sample."""
 
 
 @dataclass(frozen=True)
@@ -170,19 +168,15 @@ class ModelProfile(RecordedStep):
             return self
         more, site = batches - growth.batches, f"{growth.site or 'kept'} (of {batches - growth.batches} more batches)"
         unit = self.device_kind.rounding_bytes
-        per_batch = -(-growth.bytes_per_batch // unit) * unit
+        kept_bytes = more * (-(-growth.bytes_per_batch // unit) * unit)
         slopes, larger = self.slopes, self.larger
         if slopes is not None:
-            slopes = _with_first(slopes, more * growth.bytes_per_sample)
+            slopes = _with_first(slopes)
         if larger is not None:
-            size = more * (per_batch + growth.bytes_per_sample * (larger.micro_batch_size - self.micro_batch_size))
-            larger = LargerSizes(
-                with_kept(larger.events, round(size), site),
-                larger.micro_batch_size,
-                _with_first(larger.slopes, more * growth.bytes_per_sample),
-            )
-        events = with_kept(self.events, more * per_batch, site)
-        return replace(self, events=events, slopes=slopes, larger=larger, growth=replace(growth, batches=batches))
+            events = with_kept(larger.events, kept_bytes, site)
+            larger = LargerSizes(events, larger.micro_batch_size, _with_first(larger.slopes))
+        events, growth = with_kept(self.events, kept_bytes, site), replace(growth, batches=batches)
+        return replace(self, events=events, slopes=slopes, larger=larger, growth=growth)
 
     # --- disk -------------------------------------------------------------------------------------------------------
 
@@ -244,11 +238,9 @@ def _unpacked(prefix: str, described: dict[str, Any], data: Any) -> tuple[EventL
     return events, data[f"{prefix}slopes"] if f"{prefix}slopes" in data.files else None
 
 
-def _with_first(slopes: Floats, per_sample: float) -> Floats:
-    """Slopes with that of one more storage before them, which grows in proportion."""
-    column = np.zeros((*slopes.shape[:-1], 1))
-    column.flat[0] = per_sample
-    return np.concatenate((column, slopes), axis=-1)
+def _with_first(slopes: Floats) -> Floats:
+    """Slopes with that of one more storage before them, which is the same at every size."""
+    return np.concatenate((np.zeros((*slopes.shape[:-1], 1)), slopes), axis=-1)
 
 
 def _without_scratch(events: EventList, slopes: Floats | None) -> tuple[EventList, Floats | None]:

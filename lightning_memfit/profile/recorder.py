@@ -224,13 +224,7 @@ class EventRecorder(Uncompiled, StorageLedger):
         return Mark(len(self._events), len(self._sizes), kept_bytes)
 
     def made_between(self, start: Mark, stop: Mark, without: Collection[Category]) -> Counter[tuple[int, int]]:
-        """Count the storages that were made between two moments by category and size.
-
-        Args:
-            start: The first moment.
-            stop: The second.
-            without: Categories that don't count.
-        """
+        """Count the storages that were made between two moments by category and size."""
         made = slice(start.num_storages, stop.num_storages)
         left_out = {_INDEX[category] for category in without}
         pairs = zip(self._categories[made], self._sizes[made], strict=True)
@@ -285,11 +279,7 @@ class EventRecorder(Uncompiled, StorageLedger):
         return self._number_of(tensor)
 
     def host_memory(self, num_blocks: int) -> MemoryBreakdown:
-        """Host memory that the run keeps.
-
-        Args:
-            num_blocks: Repeated blocks of the module; those that were not traced take what the middle one takes.
-        """
+        """Host memory that the run keeps."""
         middle = len(self._blocks) // 2
         left_out = num_blocks - len(self._blocks)
         entries: dict[tuple[Tier, Category], int] = {}
@@ -623,11 +613,6 @@ def _as_made(result: Any, dtypes: Sequence[str], orders: Sequence[tuple[int, ...
     """Fake results as a kernel makes them, such as statistics of norms of mixed types, which are float32.
 
     Whether a view of a result or a copy comes next depends on how it lies in memory.
-
-    Args:
-        result: A tensor or a tuple of them.
-        dtypes: The type of each by its name; empty where it stays as it is.
-        orders: The order of each one's dimensions in memory; empty where it stays as it is.
     """
     results = result if isinstance(result, tuple) else (result,)
     made = list(results)

@@ -93,13 +93,7 @@ class _Runs:
         return self.trace.phases[0][0] if self.trace.phases else len(self.trace)
 
     def begin(self, first: int, earliest: int) -> int:
-        """Event with which a block's period begins.
-
-        Args:
-            first: First event of the block.
-            earliest: No event of another block is between this one and the first. In the set-up, what is made here and
-                still needed by the block, such as a matrix that is about to be quantized, is part of its period.
-        """
+        """Event with which a block's period begins."""
         if first >= self.end_of_setup:
             return first
         begin = first
@@ -123,11 +117,7 @@ class _Sweep:
 
 
 def unroll(trace: EventList, num_blocks: int) -> EventList:
-    """Extend a trace of `TRACED_BLOCKS` repeated blocks to `num_blocks`.
-
-    Raises:
-        AlignmentError: If the middle blocks are not alike, so that unrolling would be a guess.
-    """
+    """Extend a trace of `TRACED_BLOCKS` repeated blocks to `num_blocks`."""
     runs = _Runs.of(canonical(trace))
     middle = runs.pattern(_MIDDLE)
     if not all(_alike(middle, runs.pattern(_MIDDLE + step), step) for step in (-1, 1)):
@@ -288,10 +278,6 @@ def fold_blocks(module: torch.nn.Module, shorten: bool = True) -> Fold:
 
     A group is shortened only where its inner blocks agree in class, parameters and settings and no code above them
     counts its blocks, so that tracing some of them tells about all. Nothing of the others is left that could be called.
-
-    Args:
-        module: One that is thrown away: it is changed in place.
-        shorten: False to keep every block.
     """
     groups = find_blocks(module)
     if not groups:

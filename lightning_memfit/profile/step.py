@@ -109,15 +109,7 @@ class Workload:
 
 
 def run_step(recorder: EventRecorder, workload: Workload) -> Course:
-    """Run optimizer steps under the recorder until they are known, and close the recorder.
-
-    Args:
-        recorder: Not yet active.
-        workload: What is trained. Its tensors may be fake.
-
-    Raises:
-        LimitReached: If a limit was reached before every optimizer's second step.
-    """
+    """Run optimizer steps under the recorder until they are known, and close the recorder."""
     options = workload.options
     course = Course(recorder, workload.limits, options.traced_micro_batches)
     for tensor in tensors_in(workload.batch):
@@ -197,12 +189,6 @@ def _go_without(failed: list[BaseException], inner: Any, *arguments: Any, **keyw
     """Run a hook at the start of training, without which the steps may run as well.
 
     It may write files, or ask for what only training has, and need not act in the steps.
-
-    Args:
-        failed: Its error is added to these.
-        inner: The hook.
-        arguments: What it is called with.
-        keywords: By name.
     """
     try:
         inner(*arguments, **keywords)

@@ -40,14 +40,13 @@ from lightning_memfit.profile.integers import (
 )
 from lightning_memfit.profile.patches import (
     UnknownKernelError,
-    UnreadableError,
     foreach_defaults,
     give_kernels,
     padded_sequences,
     readable_fakes,
     refuse_fused_recurrence,
 )
-from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, begin, run
+from lightning_memfit.profile.process import Elsewhere, LostError, NoProcessError, RefusedError, run
 from lightning_memfit.profile.ranks import process_group_of
 from lightning_memfit.profile.record import RecordedStep
 from lightning_memfit.profile.recorder import EventRecorder
@@ -120,25 +119,9 @@ def isolated(
     doing: str,
     way_out: str,
     with_values: bool = False,
-    begun: Callable[[], T] | None = None,
 ) -> T:
-    """Run a function on a workload in a process that is thrown away.
-
-    Args:
-        workload: What is trained.
-        function: What to run, with the workload or a part of it.
-        doing: What it does, for messages: `traced` or `measured`.
-        way_out: What to do instead of giving more room where it takes too long.
-        with_values: Whether it needs the values of tensors.
-        begun: Waits for it where it has begun already.
-
-    Raises:
-        TraceError: If its process ended without an answer, would do something outside of it, or came to its limits.
-        Exception: What the function raised.
-    """
+    """Run a function on a workload in a process that is thrown away."""
     try:
-        if begun is not None:
-            return begun()
         return run(partial(_with_gradients, function), workload.limits.seconds, with_values=with_values)
     except LimitReached as limit:
         raise not_known(workload.name, limit, way_out) from None
@@ -150,16 +133,7 @@ def isolated(
 
 @contextlib.contextmanager
 def somewhere(name: str, *shared: object, with_values: bool = False) -> Iterator[Elsewhere]:
-    """Lend what runs tasks with traces: here, or where this process can't be forked in a new one.
-
-    Args:
-        name: Class of the module that is trained, for messages.
-        shared: The objects that tasks hold.
-        with_values: Whether tasks need the values of tensors.
-
-    Raises:
-        TraceError: If there can be no process that runs a task.
-    """
+    """Lend what runs tasks with traces: here, or where this process can't be forked in a new one."""
     elsewhere = Elsewhere(*shared, with_values=with_values)
     try:
         yield elsewhere
@@ -181,13 +155,7 @@ def _with_gradients(function: Callable[[], T]) -> T:
 
 
 def not_known(name: str, limit: BaseException, way_out: str) -> TraceError:
-    """The error for a run that came to one of its limits.
-
-    Args:
-        name: Class of the module that was run.
-        limit: Which limit that was.
-        way_out: What to do instead of giving more room, to end the message.
-    """
+    """The error for a run that came to one of its limits."""
     return TraceError(
         f"The training step of {name} was not known: {limit}. Give more room with `limits` (`TraceLimits`){way_out}",
         cause="limit",
@@ -198,14 +166,6 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
     """Trace once if no value has to be assumed, otherwise with several; the trace with the highest peak is returned.
 
     Choices that make the step end in an error of the module itself (`assert (scores >= 0).all()`) don't count.
-
-    Args:
-        name: Name of the module, for messages.
-        trace: Traces the step with given values.
-        several: False takes the first trace that succeeds.
-
-    Raises:
-        TraceError: If peaks of the traces differ by more than 0.5 % of the working memory, or none succeeds.
     """
     found: list[Trace] = []
     failure: TraceError | None = None
@@ -304,22 +264,13 @@ _NEGLIGIBLE_BYTES = 4096
 """Gradient clipping joins the norms of all parameters, four bytes each."""
 
 
-def trace_step(request: TraceRequest, begun: Callable[[], Trace] | None = None) -> Trace:
-    """Trace optimizer steps of a module, which stays as it was, until two in a row are alike.
-
-    Args:
-        request: What to trace.
-        begun: Waits for its first attempt where that has begun already.
-
-    Raises:
-        TraceError: If the step can't be traced, or not within the limits.
-    """
-    name, started = request.workload.name, [begun]
+def trace_step(request: TraceRequest) -> Trace:
+    """Trace optimizer steps of a module, which stays as it was, until two in a row are alike."""
 
     def trace(request: TraceRequest) -> Trace:
         def once(assumed: AssumedValues) -> Trace:
             try:
-                return _attempt(replace(request, assumed=assumed), started.pop() if started else None)
+                return _attempt(replace(request, assumed=assumed))
             except TraceError as error:
                 if not error.took_distinct:
                     raise
@@ -328,9 +279,10 @@ def trace_step(request: TraceRequest, begun: Callable[[], Trace] | None = None) 
 
         if request.assumed is not None:
             return once(request.assumed)
-        return over_assumptions(name, once, request.check_assumptions)
+        return over_assumptions(request.workload.name, once, request.check_assumptions)
 
-    if _may_shorten(request):
+    depends_on_depth = any(getattr(one, "depends_on_depth", False) for one in request.workload.callbacks)
+    if request.shorten and not depends_on_depth:
         # An error with fewer blocks says nothing about the module: the trace of the whole module decides.
         try:
             return trace(request)
@@ -342,26 +294,9 @@ def trace_step(request: TraceRequest, begun: Callable[[], Trace] | None = None) 
     return trace(replace(request, shorten=False))
 
 
-def begin_trace(request: TraceRequest, change: Callable[[TraceRequest], TraceRequest]) -> Callable[[], Trace]:
-    """Begin to make a trace if there is a core for it; the returned callable waits for it.
-
-    Args:
-        request: What to trace but for the change, which says what values to assume.
-        change: Made where the trace is.
-    """
-    shortest = replace(request, shorten=_may_shorten(request))
-    begun = begin(lambda: _with_gradients(lambda: _trace(change(shortest))), request.workload.limits.seconds)
-    return lambda: trace_step(change(request), begun)
-
-
-def _may_shorten(request: TraceRequest) -> bool:
-    callbacks = request.workload.callbacks
-    return request.shorten and not any(getattr(callback, "depends_on_depth", False) for callback in callbacks)
-
-
-def _attempt(request: TraceRequest, begun: Callable[[], Trace] | None = None) -> Trace:
+def _attempt(request: TraceRequest) -> Trace:
     way_out = " if the step is only long. " + WAY_OUT
-    return isolated(request.workload, partial(_trace, request), "traced", way_out, begun=begun)
+    return isolated(request.workload, partial(_trace, request), "traced", way_out)
 
 
 @runs_steps
@@ -422,14 +357,7 @@ def _folded(module: torch.nn.Module, request: TraceRequest) -> Fold:
 def recorded(
     recorder: EventRecorder, course: Course, parameters: tuple[ParameterInfo, ...], num_blocks: int = 0
 ) -> Trace:
-    """Read what ran from what followed it.
-
-    Args:
-        recorder: Recorded the run.
-        course: Ended it.
-        parameters: Those of the module.
-        num_blocks: Repeated blocks that the module has.
-    """
+    """Read what ran from what followed it."""
     flops, per_block = recorder.flops()
     return Trace(
         events=recorder.result(),
@@ -455,11 +383,7 @@ def _once_divided(ran: Trace, builds_itself: bool) -> Trace:
 
 
 def _with_every_block(ran: Trace, fold: Fold, recorder: EventRecorder, course: Course) -> Trace:
-    """The trace of a module with all its blocks, from that of the few which ran.
-
-    Raises:
-        AlignmentError: If the others may take more than copies of those.
-    """
+    """The trace of a module with all its blocks, from that of the few which ran."""
     extra = fold.num_blocks - len(fold.blocks)
     if not extra:
         return ran
@@ -498,13 +422,6 @@ def of_built(module: torch.nn.Module, read: Callable[[torch.nn.Module], T]) -> T
     """Read something of a LightningModule as it is once it has built itself (`configure_model`), on fakes elsewhere.
 
     Values that it reads of weights meanwhile are assumed, as in a trace.
-
-    Args:
-        module: The module; one without a `configure_model` of its own is read as it is.
-        read: Gets the module.
-
-    Raises:
-        TraceError: If it can't be built so.
     """
     if not _builds_itself(module):
         return read(module)
@@ -563,12 +480,7 @@ def _enter_modes(
 
 @contextlib.contextmanager
 def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
-    """Turn an error that stops a trace into a `TraceError` that says what to do.
-
-    Args:
-        name: Class of the module.
-        integers: What was assumed.
-    """
+    """Turn an error that stops a trace into a `TraceError` that says what to do."""
     try:
         yield
     except (AlignmentError, TraceError):
@@ -580,7 +492,7 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
             took_distinct=integers.took_distinct,
             cause="unknown",
         ) from error
-    except (UnknownKernelError, UnreadableError) as error:
+    except UnknownKernelError as error:
         raise TraceError(f"The training step of {name} can't be traced: {error}{_at(Culprit.of(error))}.") from error
     except Exception as error:
         assumptions = tuple(dict.fromkeys((*integers.assumptions, *integers.taken)))

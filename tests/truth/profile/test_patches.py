@@ -21,10 +21,9 @@ from lightning_memfit.profile.patches import (
 )
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.profile.trace import Emulation, TraceError
-from tests.helpers.ranks import run_ranks
 from tests.truth.profile.modules import trace_step
 
-from .modules import Classifier, batch, faked, peak, really_run, trace_cpu
+from .modules import Classifier, faked, peak, really_run, trace_cpu
 
 
 class Recurrent(Classifier):
@@ -190,38 +189,6 @@ def test_tensors_are_made_of_tensors(integers):
 
 
 # --- addresses and grouped products -----------------------------------------------------------------------------------
-
-
-class Reads(Classifier):
-    """Reads the memory of its activations, which a trace's don't have."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.read = read
-
-    def training_step(self, batch, batch_idx):
-        self.read(self, self.net(batch["x"]))
-        return self.loss(batch)
-
-
-READ = {
-    "dlpack": lambda module, x: torch.from_dlpack(x.detach()),
-    "apply_": lambda module, x: x.detach().apply_(lambda value: value),
-}
-
-
-def refusal(how):
-    try:
-        trace_cpu(Reads(READ[how]), batch())
-    except TraceError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("how", READ)
-def test_reading_memory_is_refused_and_the_process_goes_on(how, tmp_path):
-    (run,) = run_ranks(refusal, 1, tmp_path, how)  # a process of its own, which a read would kill
-    assert run.code == 0, run.output
-    assert "reads the memory of a tensor" in run.result
 
 
 def test_addresses_tell_which_tensors_share_memory(fakes):

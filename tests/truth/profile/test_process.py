@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memfit.profile import process
 from lightning_memfit.profile.build import measure_step, profile_module
-from lightning_memfit.profile.process import LostError, NoProcessError, RefusedError, Worker, begin, beside, run
+from lightning_memfit.profile.process import LostError, NoProcessError, RefusedError, Worker, run
 from lightning_memfit.profile.trace import Emulation, TraceError
 from tests.helpers.trainers import fit
 from tests.truth.profile.modules import Classifier, batch
@@ -82,21 +82,6 @@ def test_an_answer_or_how_the_process_ended(function: Callable[[], Any], words: 
 @pytest.mark.parametrize("loop", [turn_for_ever, lambda: re.match(r"(a+)+$", "a" * 40 + "b")], ids=["Python", "C"])
 def test_what_does_not_end_is_ended_and_its_line_named(loop: Callable[[], Any]) -> None:
     assert re.search(r"LostError: it was ended after 0.5 s at .*test_process.py:\d+", ends(loop, 0.5))
-
-
-def test_a_process_beside_this_one_runs_its_own() -> None:
-    started = beside(lambda: run(os.getpid) != os.getpid())
-    assert started() is True
-    beside(turn_for_ever)  # nobody asks for the result
-
-
-def test_what_is_begun_is_ended_when_its_time_is_over_and_begins_nothing_itself() -> None:
-    begun, endless = begin(lambda: begin(os.getpid, 30), 30), begin(turn_for_ever, 0.5)
-    assert begun is not None
-    assert endless is not None
-    assert begun() is None
-    with pytest.raises(LostError, match=r"it was ended after 0.5 s"):
-        endless()
 
 
 class Profiles(pl.Callback):
