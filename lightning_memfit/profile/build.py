@@ -7,7 +7,7 @@ that can't be traced.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_memfit.profile.cache import ProfileCache, package_versions, profi
 from lightning_memfit.profile.callbacks import acting_callbacks
 from lightning_memfit.profile.course import TraceLimits
 from lightning_memfit.profile.culprit import runs_steps
-from lightning_memfit.profile.events import AlignmentError, EventList, Floats, fit_sizes
+from lightning_memfit.profile.events import AlignmentError, fit_sizes
 from lightning_memfit.profile.fake import tensors_in
 from lightning_memfit.profile.fingerprint import describe_processor
 from lightning_memfit.profile.ranks import Ranks, is_alone_under_ddp, own_rank
@@ -37,7 +37,7 @@ from lightning_memfit.profile.trace import (
     somewhere,
     trace_step,
 )
-from lightning_memfit.profile.work import PhaseWork, grouped, with_slopes
+from lightning_memfit.profile.work import grouped, with_slopes
 
 
 def profile_module(
@@ -118,28 +118,15 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
     started = time.perf_counter()
 
     first = trace_step(request)
-    sizes = _every_size(first, request) if any_micro_batch else _Sizes(first.events, work=grouped(first.work))
-    profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)
+    known = _every_size(first, request) if any_micro_batch else {"work": grouped(first.work)}
+    profile = _profile(first, known, workload, request.emulation.device, time.perf_counter() - started)
     profile = profile.after(workload.epoch_batches)
     if cache is not None and key is not None:
         cache.save(key, profile)
     return profile
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """A step's events at the size of its batch, and what is known about other sizes."""
-
-    events: EventList
-    slopes: Floats | None = None
-    larger: LargerSizes | None = None
-    work: PhaseWork = field(default_factory=dict)
-    """Of the first trace's operators, with what it grows by."""
-    reason: str = ""
-    """Why nothing is known about other sizes."""
-
-
-def _every_size(first: Trace, request: TraceRequest) -> _Sizes:
+def _every_size(first: Trace, request: TraceRequest) -> dict[str, Any]:
     """Trace the step with one more sample, and with further ones where sizes don't follow from two (`fit_sizes`).
 
     A batch of one may differ in structure from two, from which sizes follow then.
@@ -156,16 +143,16 @@ def _every_size(first: Trace, request: TraceRequest) -> _Sizes:
         try:
             events, slopes = fit_sizes(first.events, lambda more: further(more).events, size)
             _must_grow_alike(first, further(1))
-            return _Sizes(events, slopes, None, with_slopes(first.work, further(1).work, size))
+            return {"events": events, "slopes": slopes, "work": with_slopes(first.work, further(1).work, size)}
         except AlignmentError:
             if size > 1:
                 raise
         events, slopes = fit_sizes(further(1).events, lambda more: further(1 + more).events, size + 1)
         _must_grow_alike(further(1), further(2))
         larger = LargerSizes(events, size + 1, slopes)
-        return _Sizes(first.events, None, larger, with_slopes(first.work, further(1).work, size))
+        return {"larger": larger, "work": with_slopes(first.work, further(1).work, size)}
     except (AlignmentError, TraceError, ValueError) as error:
-        return _Sizes(first.events, work=grouped(first.work), reason=str(error))
+        return {"work": grouped(first.work), "only_this_size": str(error)}
 
 
 def _must_grow_alike(smaller: Trace, larger: Trace) -> None:
@@ -177,24 +164,24 @@ def _must_grow_alike(smaller: Trace, larger: Trace) -> None:
         raise AlignmentError("memory grows from batch to batch, otherwise at another micro-batch size")
 
 
-def _profile(first: Trace, sizes: _Sizes, workload: Workload, device: DeviceType, seconds: float) -> ModelProfile:
+def _profile(
+    first: Trace, known: dict[str, Any], workload: Workload, device: DeviceType, seconds: float
+) -> ModelProfile:
+    """The profile of a trace, with what is known of other sizes."""
     options = workload.options
-    known = {one.name: getattr(first, one.name) for one in fields(RecordedStep)}
-    known |= {"events": sizes.events, "work": sizes.work, "assumptions": (*first.assumptions, *first.taken)}
-    return ModelProfile(
-        **known,
+    of_one_size = {one.name: getattr(first, one.name) for one in fields(RecordedStep)}
+    found = ModelProfile(
+        **of_one_size,
         name=workload.name,
         micro_batch_size=batch_size(workload.batch),
-        slopes=sizes.slopes,
-        larger=sizes.larger,
         precision=options.precision,
         accumulate_grad_batches=options.accumulate_grad_batches,
         device=device,
         sequence_length=sequence_length(workload.batch),
-        only_this_size=sizes.reason,
         versions=package_versions(),
         seconds=seconds,
     )
+    return replace(found, assumptions=(*first.assumptions, *first.taken), **known)
 
 
 def batch_size(batch: Any) -> int:
@@ -287,5 +274,5 @@ def _measured(workload: Workload) -> ModelProfile:
     recorder = EventRecorder(python_kernels=True)
     course = run_step(recorder, workload)
     found = recorded(recorder, course, parameter_table(workload.module))
-    sizes = _Sizes(found.events, reason="it was measured, not traced")
-    return replace(_profile(found, sizes, workload, CPU, time.perf_counter() - started), measured=True)
+    known = {"only_this_size": "it was measured, not traced", "measured": True}
+    return _profile(found, known, workload, CPU, time.perf_counter() - started)

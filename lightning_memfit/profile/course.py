@@ -32,8 +32,7 @@ class TraceLimits:
     """
 
     seconds: float = 120.0
-    """Time of one run, less what it waited for a core that other programs used (Linux). After a third of it no more
-    windows are run than two."""
+    """Time of one run. After a third of it no more windows are run than two."""
     batches: int = 1000
     """Batches from the loader."""
 

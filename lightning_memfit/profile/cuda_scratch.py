@@ -26,12 +26,6 @@ _THREADS = {7: {0: 2048, 5: 1024}, 8: {0: 2048}, 9: {0: 2048}, 10: {0: 2048}}
 def scratch(func: Any, args: Any, result: Any, capability: tuple[int, int]) -> tuple[str, tuple[int, ...]] | None:
     """What a CUDA kernel takes and gives back: the site of its buffers and the bytes of each; None if none is known.
 
-    Args:
-        func: The operator that was called.
-        args: Its arguments.
-        result: What it returned.
-        capability: Compute capability of the device.
-
     Buffers that are there at a time come one after the other, largest last; the others are small.
     """
     if func is aten.sum.dim_IntList:

@@ -1,20 +1,17 @@
 """Which line of the user's code an error, or what runs at the moment, comes from, and whose code a file holds."""
 
-import ast
 import functools
-import inspect
 import itertools
 import linecache
 import os
 import sys
 import sysconfig
-import textwrap
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any, Literal, TypeVar
 
 _Function = TypeVar("_Function", bound=Any)
@@ -47,14 +44,6 @@ def is_of_this_package(kind: type) -> bool:
     """Whether a class is this package's own, its command line's included."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return file.startswith(_OWN)
-
-
-def definition_of(value: type | FunctionType) -> ast.stmt | None:
-    """The statement that defines a class or function; None where its source can't be had."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return None
 
 
 @functools.cache

@@ -261,13 +261,8 @@ def fit_slopes(first: EventList, second: EventList, first_size: int, second_size
     """Fit every storage's size as `intercept + slope * micro_batch_size` from traces at two micro-batch sizes.
 
     A peak is a maximum over moments and therefore not affine in the micro-batch; every single storage is (measured
-    error of the replayed peak: 0.0003 % at most over micro-batches 1 to 32).
-
-    Returns:
-        The first trace in canonical order, and the slope of each of its storages in bytes per sample.
-
-    Raises:
-        AlignmentError: If the traces differ in structure, for example because a branch depends on the batch.
+    error of the replayed peak: 0.0003 % at most over micro-batches 1 to 32). The result is the first trace in canonical
+    order, and the slope of each of its storages in bytes per sample.
     """
     first, second = _aligned([first, second], [first_size, second_size])
     slopes = (second.sizes - first.sizes) / (second_size - first_size)
@@ -312,13 +307,8 @@ def fit_sizes(first: EventList, traced: Callable[[int], EventList], first_size: 
     cube. It isn't a whole number of what it grew by, or fewer than one for each sample. Further traces follow then,
     until one more changes nothing. A size that all of these show within a page of a line counts as its upper end.
 
-    Args:
-        first: The trace at `first_size`.
-        traced: Traces the step with so many more samples.
-        first_size: Samples in the first trace.
-
-    Returns:
-        The first trace in canonical order, and its slopes as `at_size` takes them.
+    `traced` traces the step with so many more samples than the first. The result is the first trace in canonical order,
+    and its slopes as `at_size` takes them.
 
     Raises:
         AlignmentError: If the traces differ in structure, or sizes follow no such curve.
@@ -363,12 +353,8 @@ def _differences(sizes: Integers) -> Floats:
 def at_size(events: EventList, slopes: Floats, traced_size: int, micro_batch_size: int) -> EventList:
     """Events with the sizes of another micro-batch size.
 
-    Args:
-        events: The step at `traced_size`.
-        slopes: Shape (storages,): bytes per sample. Or shape (orders, storages): differences of first and higher order
-            between the sizes at `traced_size` and at those after it, for storages that grow with a power of the size.
-        traced_size: Samples in the traced step.
-        micro_batch_size: Samples in the step asked for.
+    Slopes have shape (storages,): bytes per sample. Or shape (orders, storages): differences of first and higher order
+    between the sizes at `traced_size` and at those after it, for storages that grow with a power of the size.
 
     Raises:
         ValueError: If their bytes can't be counted in 64 bits.

@@ -71,16 +71,12 @@ def turn_fake(
     dtype: torch.dtype | None = None,
     left_out: Iterable[object] = (),
 ) -> None:
-    """Turn the tensors of an object into fakes where they are, so that whoever refers to one finds the fake.
+    """Turn the real and meta tensors of an object into fakes where they are, for all who refer to one.
 
     There is no way back: this is for a process that is thrown away.
 
-    Args:
-        value: A module or any other object. Its tensors may be real or meta; fakes stay what they are.
-        fake_mode: Mode the new tensors belong to.
-        note: Called with every tensor that is no parameter, as it was, and the fake.
-        dtype: Floating dtype of the fakes, as after `module.to(dtype)`.
-        left_out: Objects into which not to look.
+    `note` is called with every tensor that is no parameter, as it was, and the fake. Floating fakes have `dtype`, as
+    after `module.to(dtype)`. Objects that are left out aren't looked into.
     """
     modules = list(value.modules()) if isinstance(value, torch.nn.Module) else []
     kept = not_converted(value, dtype) if dtype is not None and modules else []

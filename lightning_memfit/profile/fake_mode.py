@@ -38,10 +38,6 @@ class TracingFakeMode(Uncompiled, FakeTensorMode):
     Plain are strided fakes of this mode, numbers, strings, types and devices, and lists of them; keys of other calls
     are torch's. A key tells apart whatever torch's does. Only a memory format isn't in it, as shape and strides decide
     that.
-
-    Attributes:
-        kernels: What makes results in place of the mode, by the operator's identity. It gets the mode's own way and
-            the operator's arguments.
     """
 
     __torch_dispatch__ = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
@@ -49,6 +45,7 @@ class TracingFakeMode(Uncompiled, FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.kernels: dict[int, Callable[..., Any]] = {}
+        """What makes results in the mode's place, by the operator's identity, of the mode's way and the arguments."""
 
     @override
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -52,12 +52,8 @@ PROCESSOR_VARIABLES = (
 def describe(value: Any) -> str:
     """Digest of a value and of the code that it is made of.
 
-    Args:
-        value: Anything. Trainers count as nothing, as traces get their settings apart. Of tensors integers and single
-            numbers count, which traces carry.
-
-    Raises:
-        Exception: If something in it can't be pickled, or there are more than a million items.
+    Trainers count as nothing, as traces get their settings apart; of tensors integers and single numbers, which traces
+    carry.
     """
     description = _Description()
     description.dump(value)

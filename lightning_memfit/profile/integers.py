@@ -163,8 +163,6 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         """Assumptions to which there is no second choice."""
         self._reads: Counter[str] = Counter()
         """How often each line of the user's has got an assumed value."""
-        self.took_distinct = False
-        """Whether unknown elements were taken to differ."""
         self.draw_decided = False
         """Whether something depended on a single number that was drawn."""
         self._values: dict[int, _Known] = {}
@@ -457,7 +455,6 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
         count = min(size, most if self.assumed.all_distinct else 1)
         words = f"the {size} unknown elements of a tensor were taken to have {count} distinct value{'s' * (count != 1)}"
         self.taken.append(words)
-        self.took_distinct = self.took_distinct or count > 1
         with _disable_current_modes():
             inverse = (torch.arange(size) % max(1, count)).reshape(tensor.shape)
             counts = torch.bincount(inverse.flatten(), minlength=count)

@@ -234,8 +234,7 @@ class _Operand:
     def made(self, unit: bool) -> torch.Tensor:
         """A real tensor like it: ones, with which divisions and logarithms are defined; zeros where it holds indices.
 
-        Args:
-            unit: Make unit matrices, which can be inverted, and ones for integers: pivots count from one.
+        Or unit matrices, which can be inverted, and ones for integers: pivots count from one.
         """
         if self.dtype.is_floating_point or self.dtype.is_complex:
             if unit and len(self.shape) > 1 and 0 not in self.strides:

@@ -24,7 +24,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import shutil
 import signal
 import struct
 import sys
@@ -75,8 +74,44 @@ def run(function: Callable[[], T], seconds: float | None = None, backward: bool 
     """Run a function in a process that is thrown away, and return its result, which travels as a pickle."""
     if _ends_after_traces and not _has_forks():
         return _run_here(function, with_values)
-    found: T = _Child(function, seconds, backward).result()
-    return found
+    started, answer, is_over = time.monotonic(), b"", False
+    folders = tempfile.TemporaryDirectory(prefix="memfit-", ignore_cleanup_errors=True)
+    with folders as folder, tempfile.TemporaryFile() as stack:  # the child's stack, if it has to be ended
+        pid, reading = _fork(partial(_be_thrown_away, function, folder, stack), stack.fileno(), backward)
+        try:
+            while not (is_over or reading.poll(0.5)):
+                is_over = seconds is not None and time.monotonic() - started > seconds
+            if is_over:
+                _end(pid, signal.SIGUSR2)
+                time.sleep(_STACK_S)
+            else:
+                with contextlib.suppress(EOFError):
+                    answer = reading.recv_bytes()
+        finally:
+            reading.close()
+            code = _end_and_wait(pid)
+        stack.seek(0)
+        place = _hung_at(stack.read().decode(errors="replace"))
+    if answer:
+        found: T = _taken(answer)
+        return found
+    if is_over:
+        raise LostError(f"it was ended after {seconds:g} s{place}")
+    raise LostError(f"it ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
+
+
+def _be_thrown_away(function: Callable[[], Any], folder: str, stack: Any, writing: Connection) -> None:
+    global _is_thrown_away
+    _is_thrown_away = True
+    tempfile.tempdir = os.environ["TMPDIR"] = folder  # the folders of its own processes included
+    # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in a fork of
+    # a process that uses it, as pytest does.
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # which is made when it is first asked for
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    keep_inside(folder)
+    writing.send_bytes(_answer(function))
 
 
 def end_after_traces() -> None:
@@ -146,71 +181,6 @@ def _as_parent() -> Iterator[None]:
 # --- one function -----------------------------------------------------------------------------------------------------
 
 
-class _Child:
-    """A process that runs a function and is thrown away."""
-
-    def __init__(self, function: Callable[[], Any], seconds: float | None, backward: bool) -> None:
-        self._seconds, self._started = seconds, time.monotonic()
-        self._stack = tempfile.TemporaryFile()  # noqa: SIM115  (the child's stack, if it has to be ended)
-        self._folder = tempfile.mkdtemp(prefix="memfit-")
-        self._pid = 0
-        try:
-            self._pid, self._reading = _fork(self._be_child, function, self._stack.fileno(), backward)
-        finally:
-            if not self._pid:
-                self._clean()
-
-    def _be_child(self, writing: Connection, function: Callable[[], Any]) -> None:
-        global _is_thrown_away
-        tempfile.tempdir = os.environ["TMPDIR"] = self._folder  # the folders of its own processes included
-        _is_thrown_away = True
-        # It writes the stack down in C, wherever the process hangs. `dump_traceback_later` would wait for ever in a
-        # fork of a process that uses it, as pytest does.
-        faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=False)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder  # which is made when it is first asked for
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        keep_inside(self._folder)
-        writing.send_bytes(_answer(function))
-
-    def result(self) -> Any:
-        """Wait for the result."""
-        answer, is_over = b"", False
-        try:
-            while not self._reading.poll(0.5) and not is_over:
-                is_over = self._is_over()
-            if is_over:
-                _end(self._pid, signal.SIGUSR2)
-                time.sleep(_STACK_S)
-            else:
-                with contextlib.suppress(EOFError):
-                    answer = self._reading.recv_bytes()
-        finally:
-            code = self._end()
-            self._stack.seek(0)
-            place = _hung_at(self._stack.read().decode(errors="replace"))
-            self._clean()
-        if answer:
-            return _taken(answer)
-        if is_over:
-            raise LostError(f"it was ended after {self._seconds:g} s{place}")
-        raise LostError(f"it ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
-
-    def _is_over(self) -> bool:
-        passed, limit = time.monotonic() - self._started, self._seconds
-        return limit is not None and passed > limit and passed - _seconds_without_core(self._pid) > limit
-
-    def _end(self) -> int:
-        """End the process, whatever it does, and return its exit code."""
-        pid, self._pid = self._pid, 0
-        self._reading.close()
-        return _end_and_wait(pid)
-
-    def _clean(self) -> None:
-        self._stack.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
 def _end(pid: int, number: int = 9) -> None:
     """Send a signal, SIGKILL by default, to a process of this module's."""
     with _as_parent(), contextlib.suppress(ProcessLookupError):
@@ -224,12 +194,10 @@ def _end_and_wait(pid: int) -> int:
     return 0
 
 
-def _fork(
-    be_child: Callable[[Connection, Any], None], argument: Any, kept: int, backward: bool
-) -> tuple[int, Connection]:
+def _fork(be_child: Callable[[Connection], None], kept: int, backward: bool) -> tuple[int, Connection]:
     """Fork until a child says that it is ready; return its number, and where to read what it writes.
 
-    The child calls `be_child` with where to write to and the argument. Both have the descriptor `kept`.
+    The child calls `be_child` with where to write to. Both have the descriptor `kept`.
     """
     if is_closed.get():
         _refuse("start a process")
@@ -247,7 +215,7 @@ def _fork(
             try:
                 _become_copy({writing.fileno(), kept}, backward)
                 writing.send_bytes(b"r" if _is_usable(backward) else b"a")
-                be_child(writing, argument)
+                be_child(writing)
             finally:
                 os._exit(0)  # no `atexit`, no destructor, and no thread of others
         writing.close()
@@ -318,14 +286,6 @@ def _without_traceback(error: BaseException | None) -> BaseException | None:
         if (last.line or "").startswith("raise"):
             error.raised_in = last.filename  # type: ignore[attr-defined]
     return error
-
-
-def _seconds_without_core(pid: int) -> float:
-    """Seconds for which a process could have run but had no core, as Linux's `schedstat` tells (sched-stats.rst)."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _hung_at(stack: str) -> str:
@@ -537,7 +497,7 @@ class Worker:
         self._connection, theirs = multiprocessing.get_context("spawn").Pipe()
         try:
             try:
-                self._pid, self._reading = _fork(self._serve_fork, theirs, theirs.fileno(), backward=True)
+                self._pid, self._reading = _fork(partial(self._serve_fork, theirs), theirs.fileno(), backward=True)
             except NoProcessError as error:
                 self._process = _spawn(theirs, shared, with_values, str(error))
         except BaseException:
@@ -576,7 +536,7 @@ class Worker:
     def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
         return self
 
-    def _serve_fork(self, _: Connection, connection: Connection) -> None:
+    def _serve_fork(self, connection: Connection, _: Connection) -> None:
         self._pid = 0
         _serve(connection, self._shared)
 

@@ -158,11 +158,7 @@ class ModelProfile(RecordedStep):
         return replace(self, events=events, slopes=own_slopes, larger=larger)
 
     def after(self, batches: int) -> "ModelProfile":
-        """The profile of a step after so many batches; the same one where memory doesn't grow, or no more than that.
-
-        Args:
-            batches: Batches of an epoch, at whose end what has gathered is usually let go.
-        """
+        """The profile of a step after so many batches of an epoch; the same one if memory doesn't grow, or no more."""
         growth = self.growth
         if growth is None or batches <= growth.batches:
             return self

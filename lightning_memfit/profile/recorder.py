@@ -545,11 +545,7 @@ class EventRecorder(Uncompiled, StorageLedger):
                     self._leave_out(value)
 
     def _is_paged(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: torch.Tensor) -> bool:
-        """Whether bitsandbytes keeps a state in memory of CUDA that goes to the host under pressure.
-
-        It does so with a state that has as many elements as its parameter, from 100,000 on
-        (`Optimizer8bit.get_state_buffer` of bitsandbytes.optim.optimizer).
-        """
+        """Whether a state goes to the host under pressure (`Optimizer8bit.get_state_buffer` of bitsandbytes)."""
         pages = self._cuda is not None and getattr(optimizer, "is_paged", False)
         return bool(pages) and state.shape == parameter.shape and state.numel() >= _LEAST_PAGED
 

@@ -317,9 +317,6 @@ class _Repeated:
         return self  # who reads a batch before the run changes nothing
 
 
-_NUMBERED_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-
-
 def _with_number(number: int, inner: Any, *arguments: Any, **keywords: Any) -> Any:
     """Pass another number of the batch on, the first positional argument that is an integer."""
     places = [place for place, value in enumerate(arguments) if type(value) is int]
@@ -363,9 +360,6 @@ def _phase_callback(course: Course, options: StepOptions) -> Any:
             if options.batch_idx is not None:
                 with_number = partial(_with_number, options.batch_idx)
                 wrap_method(trainer.strategy, "training_step", with_number, innermost=True)
-                for name in _NUMBERED_HOOKS:
-                    if getattr(type(pl_module), name, None) is not getattr(pl.LightningModule, name):
-                        wrap_method(pl_module, name, with_number, innermost=True)
             for scheduler in trainer.lr_scheduler_configs:
                 scheduler.strict = False  # the validation metric that it monitors is not computed here
 

@@ -92,42 +92,31 @@ class TraceError(RuntimeError):
     Args:
         message: What stopped the trace.
         assumptions: Values that were assumed up to then.
-        took_distinct: Whether unknown elements were taken to differ up to then.
         in_build: Whether the module's `configure_model` raised it by itself, as it would in training.
         cause: What stopped it: a value that can't be assumed, a limit of the trace; or that no process can be had for
             it here.
     """
 
     def __init__(
-        self,
-        message: str,
-        assumptions: tuple[str, ...] = (),
-        took_distinct: bool = False,
-        in_build: bool = False,
-        cause: TraceErrorCause = "",
+        self, message: str, assumptions: tuple[str, ...] = (), in_build: bool = False, cause: TraceErrorCause = ""
     ) -> None:
         super().__init__(message)
         self.assumptions = assumptions
-        self.took_distinct = took_distinct
         self.in_build = in_build
         self.cause = cause
 
 
-def isolated(
-    workload: Workload,
-    function: Callable[[], T],
-    doing: str,
-    way_out: str,
-    with_values: bool = False,
-) -> T:
+def isolated(workload: Workload, function: Callable[[], T], doing: str, way_out: str, with_values: bool = False) -> T:
     """Run a function on a workload in a process that is thrown away."""
     try:
         return run(partial(_with_gradients, function), workload.limits.seconds, with_values=with_values)
-    except LimitReached as limit:
-        raise not_known(workload.name, limit, way_out) from None
-    except (LostError, RefusedError) as error:
-        if isinstance(error, LostError) and "after" in str(error):
-            raise not_known(workload.name, error, way_out) from error
+    except (LimitReached, LostError, RefusedError) as error:
+        if isinstance(error, LimitReached) or (isinstance(error, LostError) and "after" in str(error)):
+            raise TraceError(
+                f"The training step of {workload.name} was not known: {error}. Give more room with `limits` "
+                f"(`TraceLimits`){way_out}",
+                cause="limit",
+            ) from error
         raise TraceError(f"The training step of {workload.name} can't be {doing}: {error}.") from error
 
 
@@ -154,14 +143,6 @@ def _with_gradients(function: Callable[[], T]) -> T:
         return function()
 
 
-def not_known(name: str, limit: BaseException, way_out: str) -> TraceError:
-    """The error for a run that came to one of its limits."""
-    return TraceError(
-        f"The training step of {name} was not known: {limit}. Give more room with `limits` (`TraceLimits`){way_out}",
-        cause="limit",
-    )
-
-
 def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], several: bool = True) -> "Trace":
     """Trace once if no value has to be assumed, otherwise with several; the trace with the highest peak is returned.
 
@@ -169,7 +150,9 @@ def over_assumptions(name: str, trace: Callable[[AssumedValues], "Trace"], sever
     """
     found: list[Trace] = []
     failure: TraceError | None = None
-    for assumed in _CHOICES:
+    for assumed in (*_CHOICES, AssumedValues(all_distinct=False)):
+        if found and not assumed.all_distinct:  # metrics refuse more values than classes
+            break
         try:
             result = trace(assumed)
         except TraceError as error:
@@ -268,18 +251,9 @@ def trace_step(request: TraceRequest) -> Trace:
     """Trace optimizer steps of a module, which stays as it was, until two in a row are alike."""
 
     def trace(request: TraceRequest) -> Trace:
-        def once(assumed: AssumedValues) -> Trace:
-            try:
-                return _attempt(replace(request, assumed=assumed))
-            except TraceError as error:
-                if not error.took_distinct:
-                    raise
-                # as metrics refuse more values than classes
-                return _attempt(replace(request, assumed=replace(assumed, all_distinct=False)))
-
         if request.assumed is not None:
-            return once(request.assumed)
-        return over_assumptions(request.workload.name, once, request.check_assumptions)
+            return _attempt(request, request.assumed)
+        return over_assumptions(request.workload.name, partial(_attempt, request), request.check_assumptions)
 
     depends_on_depth = any(getattr(one, "depends_on_depth", False) for one in request.workload.callbacks)
     if request.shorten and not depends_on_depth:
@@ -294,9 +268,9 @@ def trace_step(request: TraceRequest) -> Trace:
     return trace(replace(request, shorten=False))
 
 
-def _attempt(request: TraceRequest) -> Trace:
+def _attempt(request: TraceRequest, assumed: AssumedValues) -> Trace:
     way_out = " if the step is only long. " + WAY_OUT
-    return isolated(request.workload, partial(_trace, request), "traced", way_out)
+    return isolated(request.workload, partial(_trace, replace(request, assumed=assumed)), "traced", way_out)
 
 
 @runs_steps
@@ -377,9 +351,12 @@ def recorded(
 
 def _once_divided(ran: Trace, builds_itself: bool) -> Trace:
     """The trace of a rank from where the strategy has divided the module."""
-    events = without_setup(ran.events)
-    undivided = _undivided(ran.parameters, events) if builds_itself else []
-    return replace(ran, events=events, remarks=(*ran.remarks, *undivided))
+    ran = replace(ran, events=without_setup(ran.events))
+    whole = sum(info.numel * info.itemsize for info in ran.parameters if not info.shared_with)
+    if not builds_itself or whole <= int(ran.events.live_bytes().max(initial=0)):
+        return ran
+    more = f"before the strategy divides it, every rank builds the whole module ({format_bytes(whole)}), which is more"
+    return replace(ran, remarks=(*ran.remarks, more))
 
 
 def _with_every_block(ran: Trace, fold: Fold, recorder: EventRecorder, course: Course) -> Trace:
@@ -396,19 +373,9 @@ def _with_every_block(ran: Trace, fold: Fold, recorder: EventRecorder, course: C
     return replace(
         ran,
         events=unroll(ran.events, fold.num_blocks),
-        flops=_unrolled(*recorder.flops(), extra),
+        flops={phase: count + extra * ran.block_flops.get(phase, 0) for phase, count in ran.flops.items()},
         work=with_blocks(*recorder.work(), extra),
     )
-
-
-def _undivided(table: tuple[ParameterInfo, ...], events: EventList) -> list[str]:
-    """Say so if a module that builds itself on the device takes more before it is divided than ever after."""
-    whole = sum(info.numel * info.itemsize for info in table if not info.shared_with)
-    if whole <= int(events.live_bytes().max(initial=0)):
-        return []
-    return [
-        f"before the strategy divides it, every rank builds the whole module ({format_bytes(whole)}), which is more"
-    ]
 
 
 def _wrappers() -> tuple[type, ...]:
@@ -445,11 +412,6 @@ def _builds_itself(module: torch.nn.Module) -> bool:
     from lightning.pytorch import LightningModule  # not needed for models without one, and slow to import
 
     return getattr(type(module), "configure_model", None) not in (None, LightningModule.configure_model)
-
-
-def _unrolled(total: dict[str, int], per_block: dict[str, int], extra: int) -> dict[str, int]:
-    """Counts by phase with `extra` more blocks."""
-    return {phase: count + extra * per_block.get(phase, 0) for phase, count in total.items()}
 
 
 def _enter_modes(
@@ -489,7 +451,6 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
         raise TraceError(
             f"The training step of {name} depends on values of tensors, which a trace doesn't have: {error}"
             f"{_at(Culprit.of(error))}. {WAY_OUT}",
-            took_distinct=integers.took_distinct,
             cause="unknown",
         ) from error
     except UnknownKernelError as error:
@@ -504,7 +465,7 @@ def _explained(name: str, integers: RealIntegers) -> Iterator[None]:
         else:
             after = f" (after {'; '.join(assumptions)})" if assumptions else ""
             message = f"The training step of {name} can't be traced: {told}{after}. {_PERHAPS}"
-        raise TraceError(message, assumptions, integers.took_distinct) from error
+        raise TraceError(message, assumptions) from error
 
 
 @contextlib.contextmanager

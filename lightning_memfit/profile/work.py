@@ -53,11 +53,7 @@ PhaseWork = Mapping[str, tuple[OperatorWork, ...]]
 
 @cache
 def moving_kind(name: str) -> str:
-    """The kind of an operator without a FLOP formula.
-
-    Args:
-        name: Its name, such as `aten::native_layer_norm_backward`.
-    """
+    """The kind of an operator without a FLOP formula."""
     words = set(name.rpartition("::")[2].split("_"))
     return "indexing" if words & _INDEXING else "function" if words & _FUNCTIONS else "elementwise"
 
