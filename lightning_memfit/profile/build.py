@@ -118,8 +118,8 @@ def _traced(request: TraceRequest, any_micro_batch: bool, cache: ProfileCache | 
     started = time.perf_counter()
 
     first = trace_step(request)
-    known = _every_size(first, request) if any_micro_batch else {"work": grouped(first.work)}
-    profile = _profile(first, known, workload, request.emulation.device, time.perf_counter() - started)
+    sizes: dict[str, Any] = _every_size(first, request) if any_micro_batch else {"work": grouped(first.work)}
+    profile = _profile(first, sizes, workload, request.emulation.device, time.perf_counter() - started)
     profile = profile.after(workload.epoch_batches)
     if cache is not None and key is not None:
         cache.save(key, profile)

@@ -100,11 +100,11 @@ class Workload:
     def epoch_batches(self) -> int:
         """Batches of an epoch of the Trainer that the module belongs to; 0 where that isn't known."""
         trainer = getattr(self.module, "_trainer", None)
-        for name in ("num_training_batches", "limit_train_batches"):
-            value = getattr(trainer, name, None)
-            is_count = isinstance(value, int) or (name == "num_training_batches" and isinstance(value, float))
-            if is_count and 0 < value < float("inf"):
-                return int(value)
+        limit: Any = getattr(trainer, "limit_train_batches", None)
+        found: Any = getattr(trainer, "num_training_batches", None)
+        for batches in (found, limit if isinstance(limit, int) else None):
+            if isinstance(batches, (int, float)) and 0 < batches < float("inf"):
+                return int(batches)
         return 0
 
 
