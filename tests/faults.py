@@ -69,14 +69,22 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         *_cases(
             "ranks/test_sharded_recovery.py",
             (
-                "on one rank under FSDP2, hybrid sharding or tensor parallelism",
+                "on one rank under FSDP2, hybrid sharding or tensor parallelism, while a size or shape is new",
                 "all repeat the batch; weights within 2e-7",
                 "test_memory_that_runs_out_on_one_rank_changes_nothing",
             ),
             (
-                "at 20 random moments of forward, backward, step and validation",
+                "at 20 random moments of the first two steps",
                 "the same",
                 "test_random_moments",
+            ),
+        ),
+        *_cases(
+            "ranks/test_sharded_failures.py",
+            (
+                "on one rank under FSDP2, in a step whose size and shapes had fitted before",
+                "all end within 60 s and name the rank and a smaller `micro_batch_size`",
+                "test_a_shortage_in_what_had_fitted_ends_all",
             ),
         ),
         *_cases(

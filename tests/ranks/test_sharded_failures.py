@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_memfit import WholeSteps
 from lightning_memfit.fitting import MicroBatching
@@ -66,6 +66,18 @@ def test_an_error_on_one_rank_ends_all(where: str, number: int, options: dict, t
     assert max(first.seconds, second.seconds) < 30
 
 
+@pytest.mark.parametrize(("where", "number"), [("backward", 16), ("validation", 10)])
+def test_a_shortage_in_what_had_fitted_ends_all(where: str, number: int, tmp_path: Path) -> None:
+    options = VALIDATED if where == "validation" else {}
+    ended = run_ranks(lambda: fail(where, number, run_out_of_memory, **options), 2, tmp_path, seconds=60)
+    step = "validation_step" if where == "validation" else "training_step"
+    for rank, process in enumerate(ended):
+        assert ("Rank 1 failed" in process.error) == (rank == 0)
+        assert f"Memory ran out on rank 1 in `{step}`" in process.error
+        assert "micro_batch_size=..." in process.error
+        assert process.seconds < 30
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     ended = run_ranks(lambda: fail("forward", LATE, be_killed, rank=rank), 2, tmp_path, seconds=60)
@@ -99,7 +111,7 @@ def test_three_ranks_end_when_one_does(action: Any, tmp_path: Path) -> None:
         assert one.seconds < 40
 
 
-NO_UNITS = {"lightning_memfit.fitting.recovery.lockstep.sharded_units": lambda module: []}
+NO_UNITS = {"lightning_memfit.fitting.recovery.lockstep.FORGETS_PASSES": False}
 """As with torch 2.11, which can't forget a pass that was broken off."""
 
 
@@ -184,6 +196,20 @@ def test_ranks_with_unequal_numbers_of_batches_end_in_words(
     for process in run_ranks(lambda: run_unevenly(module, is_replicated=is_replicated), 2, tmp_path, seconds=60):
         assert process.code == 1
         assert re.search(message, process.error), process.error
+        assert process.seconds < 30
+
+
+class OneSampleMore(Tagger):
+    def train_dataloader(self) -> DataLoader:
+        size = 4 + self.global_rank
+        return DataLoader(Subset(self.dataset, range(4 * size)), size)
+
+
+def test_ranks_that_cut_batches_into_unequal_numbers_end_in_words(tmp_path: Path) -> None:
+    for process in run_ranks(
+        lambda: train(OneSampleMore(), MicroBatching(micro_batch_size=2)), 2, tmp_path, seconds=60
+    ):
+        assert "equally many samples" in process.error
         assert process.seconds < 30
 
 

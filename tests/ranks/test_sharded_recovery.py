@@ -1,4 +1,4 @@
-"""Under FSDP2, memory that runs out on one rank changes nothing: all repeat the batch in smaller parts.
+"""Under FSDP2, memory that runs out on one rank while a size is new changes nothing: all repeat it in smaller parts.
 
 One set of processes trains many small runs, one after the other, each disturbed at other moments.
 """
@@ -24,7 +24,7 @@ from tests.helpers.sharded_steps import Moments, Tagger, close, run_out_of_memor
 
 TOLERANCE = 1e-6
 MOMENTS = int(os.environ.get("MEMFIT_MOMENTS", 5))
-"""At how many random moments memory runs out; `make faults` has 20."""
+"""At how many random moments of the first two steps memory runs out; `make faults` has 20."""
 VALIDATED: dict[str, Any] = {"num_sanity_val_steps": 1, "limit_val_batches": 3, "val_check_interval": 1}
 DISTURBED: dict[str, tuple[str, tuple[int, ...]]] = {
     "at first": ("training step", (1,)),
@@ -34,14 +34,12 @@ DISTURBED: dict[str, tuple[str, tuple[int, ...]]] = {
     "forward, later": ("forward", (22,)),
     "backward, later": ("backward", (11,)),
     "backward of all ranks' last block": ("backward", (12,)),
-    "loss, later": ("loss", (9,)),
     "first optimizer step": ("step", (1,)),
-    "often": ("forward", (3, 31, 60)),
+    "often": ("forward", (3, 31)),
 }
 IN_VALIDATION: dict[str, tuple[str, tuple[int, ...]]] = {
     "sanity check": ("validation step", (1,)),
-    "forward of validation": ("validation", (6,)),
-    "validation, later": ("validation step", (9,)),
+    "forward of validation": ("validation", (3,)),
     "training after validation": ("forward", (22,)),
 }
 
@@ -129,9 +127,9 @@ class Keeper(Tagger):
 
 
 def validate_with_failures() -> dict[str, Any]:
-    """What is logged and kept in one validation, undisturbed and with a failure on its second batch."""
+    """What is logged and kept in one validation, undisturbed and with a failure on its first batch."""
     found = {}
-    for number in (0, 2):
+    for number in (0, 1):
         moments = Moments(1, "validated", (number,), run_out_of_memory)
         module = Keeper(moments)
         _, logged, _ = train(module, MicroBatching(micro_batch_size=8), max_epochs=1, limit_val_batches=1.0)
@@ -153,11 +151,11 @@ def test_a_discarded_validation_step_leaves_no_trace_on_any_rank(tmp_path: Path)
 @pytest.mark.nightly_cases("2", "3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_random_moments(world_size: int, tmp_path: Path) -> None:
-    """Any moment of a run of six steps with validation, of which there are some 230; optimizer steps are copied."""
+    """Any moment of the first two steps, of which there are some 48; optimizer steps are copied."""
     full = {"lightning_memfit.fitting.step.callback.find_device_memory": lambda trainer: Full()}
-    moments = random.Random(world_size).sample(range(1, 200), MOMENTS)
+    moments = random.Random(world_size).sample(range(1, 45), MOMENTS)
     runs = {str(moment): ("", (moment,)) for moment in moments}
-    ended = run_ranks(lambda: disturbed(runs, 1, VALIDATED), world_size, tmp_path, seconds=300, patches=full)
+    ended = run_ranks(lambda: disturbed(runs, 1, {}), world_size, tmp_path, seconds=300, patches=full)
     late = [name for name in runs if ended[1].result and not ended[1].result[name][0]]
     assert not late  # each of them came
     assert_nothing_changed(runs, ended, 1)
@@ -228,7 +226,7 @@ def test_ranks_agree_while_a_shape_is_new(tmp_path: Path) -> None:
 def find_a_size() -> tuple[int | None, int, float]:
     """Run out of memory on one rank in the first step, with all 8 samples; it is repeated with fewer."""
     whole = train(Tagger(), MicroBatching(micro_batch_size=8))
-    moments = Moments(1, "backward", (8,), run_out_of_memory)
+    moments = Moments(1, "backward", (2,), run_out_of_memory)
     callback = MicroBatching(limit_bytes=1 << 30)
     module = Tagger(moments)
     run = train(module, callback)

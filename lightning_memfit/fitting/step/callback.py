@@ -63,10 +63,9 @@ class MicroBatching(KeepsRandomNumbers):
     new kinds of cuts, samples are run together and in parts: a step that doesn't keep the contract is refused before
     weights change.
 
-    Works with automatic optimization on one device, with DDP and with FSDP2 (recovery needs torch 2.13 there), where
-    one rank may run out of memory alone. With tensor parallelism it recovers while a size or shape is new. With ZeRO
-    and other sharded strategies a size is found, but an out-of-memory error ends the run and says with which size to
-    resume. An error on one rank ends all of them.
+    Works with automatic optimization on one device and with DDP, where one rank may run out of memory alone. With FSDP2
+    (torch 2.13) it recovers while a size or shape is new. With ZeRO and other sharded strategies a size is found, but
+    an out-of-memory error ends the run and says with which size to resume. An error on one rank ends all of them.
 
     Args:
         global_batch_size: Samples per optimizer step over all devices. Checked against the loader's batch size x
