@@ -121,11 +121,6 @@ def test_an_error_in_the_first_optimizer_step_changes_nothing() -> None:
     assert difference(module, undisturbed) < 1e-5  # repeated with `foreach=False`
 
 
-def test_half_an_optimizer_step_without_a_copy_ends_the_run() -> None:
-    with pytest.raises(RuntimeError, match="resume from the last checkpoint"):
-        fit(Failing("step", (4,)), MicroBatching(micro_batch_size=4))
-
-
 def test_repeated_batches_draw_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MicroBatchSize, "shrink", lambda self, failed: self.current)  # same size, same dropout masks
     undisturbed, module = Tagger(dropout=0.5), Failing("backward", (2, 9), dropout=0.5)

@@ -12,30 +12,27 @@ from typing import Any
 from weakref import WeakSet
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
-from lightning_memfit.fitting.recovery.rollback import OptimizerSnapshot
+from lightning_memfit.memory.host_copy import HostCopy
 from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.memory.state import Held, restore_dict
 from lightning_memfit.memory.wrapping import own_attribute
 
-_MAX_RETRIES = 3
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _SMALLER = "Smaller states need less: `Optimizer8bit()` or `ReplaceOptimizer('torch.Adafactor')`."
 
 
 class StepGuard:
-    """Makes the first step of an optimizer repeatable.
+    """Makes the first step of an optimizer repeatable, once.
 
     The retry runs with `foreach=False` and an emptied cache, so that it needs the temporaries of one tensor only.
-
-    Attributes:
-        num_retries: Number of steps repeated so far.
     """
 
     def __init__(self) -> None:
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        self.num_retries = 0
 
     def __call__(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Guard the steps of an optimizer within the context."""
@@ -61,100 +58,103 @@ class StepGuard:
         A gradient scaler runs the closure by itself, and calls the real step without one.
 
         Raises:
-            MemoryExhausted: If memory runs out in every retry, or after the step had called its closure more than once;
-                the message says whether weights are those before the step.
+            MemoryExhausted: If memory runs out again, or after the step had called its closure more than once; the
+                message says whether weights are those before the step.
         """
-        calls = _Calls(closure, optimizer)
+        snapshot, calls = _copied(optimizer), _Calls(closure)
         if closure is not None:
             kwargs["closure"] = calls
-        for attempt in range(_MAX_RETRIES + 1):
+        for is_retry in (False, True):
+            calls.number = 0
             try:
-                with _one_tensor_at_a_time(optimizer) if attempt else _NOTHING:
+                with _one_tensor_at_a_time(optimizer) if is_retry else _NOTHING:
                     result = step(**kwargs)
             except Exception as error:
                 failure = error
             else:
                 self._stepped.add(optimizer)
                 return result
-            if calls.snapshot is not None:
-                calls.snapshot.restore()
+            if snapshot is not None:
+                snapshot.restore()
             if not is_out_of_memory(failure) or failure is calls.failure:
                 raise failure
-            if calls.number > 1 or not (calls.snapshot is not None or calls.is_untouched):
-                raise MemoryExhausted(calls.explain(failure)) from failure
+            if is_retry or snapshot is None or calls.number > 1:
+                break
             release(failure)
-            calls.number = 0
-            if attempt < _MAX_RETRIES:
-                self.num_retries += 1
-                rank_zero_warn(
-                    "Memory ran out in `optimizer.step`; the step is repeated tensor by tensor (`foreach=False`)."
-                )
-        raise MemoryExhausted(
-            f"Memory ran out in `optimizer.step` {_MAX_RETRIES + 1} times in a row, at last with the temporaries of "
-            f"one tensor only. Weights and states are those before the step. {_SMALLER} {str(failure).splitlines()[0]}"
-        ) from failure
+            rank_zero_warn(
+                "Memory ran out in `optimizer.step`; the step is repeated tensor by tensor (`foreach=False`)."
+            )
+        what = "`optimizer.step`"
+        if calls.number > 1:
+            what = "an `optimizer.step` that calls its closure more than once"
+        elif is_retry:
+            what += " twice, at last with the temporaries of one tensor only"
+        state = "weights and states are those before it. Run it again with less memory in use"
+        if snapshot is None:
+            state = "some weights may be updated and some not. Resume from the last checkpoint with less memory in use"
+        words = str(failure).splitlines()[0]
+        raise MemoryExhausted(f"Memory ran out in {what}: {state}. {_SMALLER} {words}") from failure
 
 
 class _Calls:
-    """The closure of a step. What its first call returns is kept for repetitions of the step, other calls compute.
-
-    Args:
-        closure: The closure; None if there is none, because it has been called.
-        optimizer: The optimizer, whose weights and states are copied when the gradients are there.
+    """The closure of a step. What its first call returns is kept for the repetition, other calls compute.
 
     Attributes:
         number: How often the step has called it since it began.
         failure: The error that the last call ended in, if it did.
-        snapshot: The copy; None if there is none.
     """
 
-    def __init__(self, closure: Callable[[], Any] | None, optimizer: Optimizer) -> None:
+    def __init__(self, closure: Callable[[], Any] | None) -> None:
         self._closure = closure
-        self._optimizer = optimizer
-        self._num_writes = _num_writes(optimizer)
-        self._is_known = False
-        self._loss: Any = None
+        self._kept: list[Any] = []
         self.number = 0
         self.failure: BaseException | None = None
-        self.snapshot = _copied(optimizer) if closure is None else None
 
     def __call__(self) -> Any:
         """Run forward and backward, and return the loss."""
         self.number += 1
-        if self.number == 1 and self._is_known:
-            return self._loss
-        is_start = not self._is_known and self.is_untouched
+        if self.number == 1 and self._kept:
+            return self._kept[0]
         assert self._closure is not None
         try:
             loss = self._closure()
         except BaseException as error:
             self.failure = error
             raise
-        if is_start:  # unless the step has written to weights already, as LookAhead may
-            self.snapshot = _copied(self._optimizer)
-        if not self._is_known:
-            self._is_known, self._loss = True, loss
+        self._kept.append(loss)
         return loss
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether the step has written to no weight, as far as torch counts."""
-        return _num_writes(self._optimizer) == self._num_writes
 
-    def explain(self, failure: Exception) -> str:
-        """Say what state a step has left that can't be repeated."""
-        state = "some weights may be updated and some not. Resume from the last checkpoint"
-        if self.snapshot is not None:
-            state = "weights and states are those before it. Run it again"
-        what = "an `optimizer.step` that calls its closure more than once" if self.number > 1 else "`optimizer.step`"
-        return (
-            f"Memory ran out in {what}: {state} with less memory in use, or with `foreach=False`. {_SMALLER} "
-            f"{str(failure).splitlines()[0]}"
-        )
+class OptimizerSnapshot:
+    """Parameters of an optimizer, its states, hyper-parameters and own attributes, in host memory.
 
+    Tensors and dicts of states keep their identity on restoring. States that did not exist are removed again.
+    """
 
-def _num_writes(optimizer: Optimizer) -> int:
-    return sum(parameter._version for group in optimizer.param_groups for parameter in group["params"])
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states = [
+            (p, state, {key: Held(value, copy=HostCopy) for key, value in state.items()})
+            for p, state in optimizer.state.items()
+        ]
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors += [value for group in self._groups for value in group.values() if isinstance(value, Tensor)]
+        self._tensors = [(tensor, HostCopy(tensor)) for tensor in tensors]
+        self._attributes = dict(vars(optimizer))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        optimizer = self._optimizer
+        for tensor, copy in self._tensors:
+            copy.restore(tensor)
+        optimizer.state.clear()
+        for parameter, state, values in self._states:  # the same dicts, which a step in progress may hold (LBFGS)
+            restore_dict(state, {key: value.restored() for key, value in values.items()})
+            optimizer.state[parameter] = state
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
+            restore_dict(group, saved, keep=frozenset(("params",)))
+        restore_dict(vars(optimizer), self._attributes)
 
 
 def _copied(optimizer: Optimizer) -> OptimizerSnapshot | None:

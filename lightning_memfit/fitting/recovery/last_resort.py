@@ -23,11 +23,6 @@ class Recomputation:
     Gradients, random numbers and updates stay bitwise what they are. Blocks that keep some of their activations
     (`ActivationCheckpointing` with `selective` or `choices`) keep none from then on. Compiled blocks, those with
     Hugging Face's own checkpointing and those whose activations are offloaded stay as they are.
-
-    Args:
-        module: The module in training.
-        is_allowed: Whether it may be started.
-        consensus: Communication between the ranks. It is started if it helps on any of them.
     """
 
     def __init__(self, module: nn.Module, is_allowed: bool, consensus: RankConsensus) -> None:

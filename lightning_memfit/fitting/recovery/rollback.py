@@ -2,7 +2,7 @@
 
 `Rollback` goes back to the start of an effective batch whose attempt failed; it is used in every step and saves only
 what forward and backward change. `TrainingSnapshot` is for passes of a check: after `restore`, training continues
-exactly as it would have without them. `OptimizerSnapshot` is what an optimizer step changes.
+exactly as it would have without them.
 """
 
 from collections import deque
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.step_state import (
@@ -27,37 +26,28 @@ from lightning_memfit.fitting.recovery.step_state import (
 from lightning_memfit.memory.generators import NUMPY, PYTHON, TORCH
 from lightning_memfit.memory.host_copy import HostCopy
 from lightning_memfit.memory.kind import DeviceKind
-from lightning_memfit.memory.state import Held, restore_dict
 from lightning_memfit.reliability.upstream.deepspeed import held_weight
 
-# --- random generators ------------------------------------------------------------------------------------------------
-
-_CPU = torch.device("cpu")
+_SEED = 0x5EED_C4EC
+_HOST_GENERATORS = (PYTHON, NUMPY, TORCH)
 
 
 class RandomState:
-    """The states of Python's, NumPy's and torch's generators, and of the accelerator's.
+    """The states of Python's, NumPy's and torch's generators, and of the accelerator's."""
 
-    Args:
-        device: The device in use.
-    """
-
-    __slots__ = ("_accelerator", "_cpu", "_device", "_numpy", "_python")
+    __slots__ = ("_accelerator", "_device", "_host")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._python = PYTHON.state()
-        self._numpy = NUMPY.state()
-        self._cpu = TORCH.state()
+        self._host = [generator.state() for generator in _HOST_GENERATORS]
         self._accelerator: Tensor | None = None
-        if device != _CPU and device.type != "cpu":  # the name of a type takes longer than the comparison
+        if device.type != "cpu":
             self._accelerator = torch.get_device_module(device).get_rng_state(*_of_one(device))
 
     def restore(self) -> None:
         """Set all generators back."""
-        PYTHON.restore(self._python)
-        NUMPY.restore(self._numpy)
-        TORCH.restore(self._cpu)
+        for generator, state in zip(_HOST_GENERATORS, self._host, strict=True):
+            generator.restore(state)
         if self._accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator, *_of_one(self._device))
 
@@ -67,52 +57,10 @@ def _of_one(device: torch.device) -> tuple[torch.device, ...]:
     return (device,) if DeviceKind.of(device).has_own_generator else ()  # "mps" has one device, and no such argument
 
 
-# --- snapshots ------------------------------------------------------------------------------------------------------
-
-
-class OptimizerSnapshot:
-    """Parameters of an optimizer, its states, hyper-parameters and own attributes.
-
-    Tensors and dicts of states keep their identity on restoring. States that did not exist are removed again.
-
-    Args:
-        optimizer: The optimizer. Its parameters and states are copied to host memory.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = [(p, HostCopy(p)) for group in optimizer.param_groups for p in group["params"]]
-        self._states = [
-            (p, state, {key: Held(value, copy=HostCopy) for key, value in state.items()})
-            for p, state in optimizer.state.items()
-        ]
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self._group_tensors = [(v, HostCopy(v)) for group in self._groups for v in group.values() if _is_tensor(v)]
-        self._attributes = dict(vars(optimizer))
-
-    def restore(self) -> None:
-        """Put everything back."""
-        optimizer = self._optimizer
-        for parameter, copy in self._parameters:
-            copy.restore(parameter)
-        for tensor, copy in self._group_tensors:
-            copy.restore(tensor)
-        optimizer.state.clear()
-        for parameter, state, values in self._states:  # the same dicts, which a step in progress may hold (LBFGS)
-            restore_dict(state, {key: value.restored() for key, value in values.items()})
-            optimizer.state[parameter] = state
-        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
-            for key in [key for key in group if key != "params" and key not in saved]:
-                del group[key]
-            group.update(saved)
-        restore_dict(vars(optimizer), self._attributes)
-
-
 class TrainingSnapshot:
     """All state of a module in training that passes which are undone may change.
 
-    Weights in training, gradients, what `step_state` lists, metrics, random generators, training flags, and cuDNN's
-    switches.
+    Weights in training, gradients, what `step_state` lists, metrics, random generators and training flags.
 
     Args:
         module: The module in training.
@@ -124,16 +72,13 @@ class TrainingSnapshot:
         self._module = module
         self._random = RandomState(device)
         parameters = [p for p in module.parameters() if with_parameters]
-        trained = [p for p in parameters if p.requires_grad]
-        self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in trained]
+        self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in parameters if p.requires_grad]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
         self._state = held(places_of(module).values(), copies_frozen_weights(module))
         self._modes = [(child, child.training) for child in module.modules()]
         self._metrics = MetricStates(module)
         self._of_metrics = self._metrics.save()
-        cudnn = torch.backends.cudnn
-        self._cudnn = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -147,9 +92,7 @@ class TrainingSnapshot:
         restore_all(self._state, places_of(self._module))
         for child, mode in self._modes:
             child.training = mode
-        self._metrics.load(self._of_metrics)
-        cudnn = torch.backends.cudnn
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self._cudnn
+        self.restore_metrics()
         self._random.restore()
 
     def restore_weights(self) -> None:
@@ -172,22 +115,8 @@ class TrainingSnapshot:
         return torch.default_generator.initial_seed() != _SEED
 
 
-_SEED = 0x5EED_C4EC
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-# --- rollback -------------------------------------------------------------------------------------------------------
-
-
 class MetricStates:
-    """States of the torchmetrics objects that a module holds, which `training_step` updates.
-
-    Args:
-        module: The module with the metrics.
-    """
+    """States of the torchmetrics objects that a module holds, which `training_step` updates."""
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
@@ -207,7 +136,6 @@ class MetricStates:
 _METRIC_INTERNALS = frozenset(vars(nn.Module())) | {
     *("update", "compute", "_update_signature", "_defaults", "_persistent", "_reductions")
 }
-
 _IMMUTABLE = frozenset((type(None), bool, int, float, str, torch.device, torch.dtype))
 
 
@@ -241,19 +169,14 @@ class RollbackPoint:
 
 
 class Rollback:
-    """Saves what forward and backward change, and restores it.
-
-    Args:
-        module: The module in training.
-        device: The device in use.
-    """
+    """Saves what forward and backward of a module in training change, and restores it."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module: Any = module
         self._metrics = MetricStates(module)
         self._device = device
         self.state = StepState(module)
-        self._left: list[tuple[nn.Parameter, HostCopy | None]] = []
+        self._left: dict[nn.Parameter, HostCopy | None] = {}
 
     def save(self) -> RollbackPoint:
         """Save the state before a loader batch. Gradients need no copy: an effective batch starts without any."""
@@ -275,15 +198,14 @@ class Rollback:
                 may add up those of several batches itself.
         """
         left = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
-        self._left = [(p, HostCopy(p.grad) if may_hold and _holds_values(p.grad) else None) for p in left]
+        self._left = {p: HostCopy(p.grad) if may_hold and _holds_values(p.grad) else None for p in left}
 
     def clear_gradients(self) -> None:
         """Set the gradients to what `zero_grad` made of them."""
-        left = {id(parameter): copy for parameter, copy in self._left}
         for parameter in self._module.parameters():
-            if parameter.grad is None or id(parameter) not in left:
+            if parameter.grad is None or parameter not in self._left:
                 parameter.grad = None
-            elif (copy := left[id(parameter)]) is None:
+            elif (copy := self._left[parameter]) is None:
                 parameter.grad.zero_()
             else:
                 copy.restore(parameter.grad)

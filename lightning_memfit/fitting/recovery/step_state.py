@@ -1,8 +1,9 @@
 """What a training step may change besides weights in training and gradients: one short list, and how it is put back.
 
 It is buffers and frozen parameters, and attributes of modules that are numbers, texts, tensors, arrays, generators of
-random numbers, or lists, dicts, sets, deques and tuples of these. Objects of other classes, iterators, files and
-globals are not put back when a batch is repeated; metrics and the global generators are (`rollback`).
+random numbers, or lists, dicts, sets, deques and tuples of these. Objects of other classes, iterators, files, globals
+and what a step itself writes to weights in training are not put back when a batch is repeated; metrics and the global
+generators are (`rollback`).
 """
 
 import math
@@ -45,13 +46,7 @@ def is_look(number: int) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value is kept: a key of a dict that belongs to a module.
-
-    Attributes:
-        name: What the place is called, as in `named_buffers`.
-        owner: The dict: of buffers, parameters or attributes.
-        key: Key of it.
-    """
+    """Where a value is kept: a key of a dict of buffers, parameters or attributes, and its name in the module."""
 
     name: str
     owner: dict[str, Any]
@@ -122,14 +117,11 @@ def restore_all(saved: Saved, places: dict[str, Place]) -> None:
 
 def changed_since(saved: Saved, module: nn.Module) -> dict[str, Place]:
     """Return the places that hold something else than what was saved of all of them."""
-    now = places_of(module)
-    found = {name: place for name, place in now.items() if name not in saved}
+    found = {name: place for name, place in places_of(module).items() if name not in saved}
     for name, (place, value) in saved.items():
         current = place.read()
-        if value is None:
-            if current is not MISSING:
-                found[name] = place
-        elif current is MISSING or not value.is_now(current):
+        is_same = current is MISSING if value is None else current is not MISSING and value.is_now(current)
+        if not is_same:
             found[name] = place
     return found
 
@@ -147,17 +139,12 @@ class StepState:
 
     At steps 1, 2, 4 ... 64 everything is saved and compared with what the step has made of it.
 
-    Args:
-        module: The module in training.
-
     Attributes:
         watched: Places that are saved before every step, by name.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._weights: dict[str, Tensor] = {}
-        self._writes_weights = False
         self._num_saves = 0
         self._looked: Saved | None = None
         self.watched: dict[str, Place] = {}
@@ -168,25 +155,10 @@ class StepState:
             self.watched |= changed_since(self._looked, self._module)
             self._looked = None
         self._num_saves += 1
-        trained = list(self._trained()) if self._writes_weights else []
         if is_look(self._num_saves):
-            self._weights = sampled_weights(self._module)
             self._looked = held(places_of(self._module).values(), copies_frozen_weights(self._module))
-            return self._looked | held(trained)
-        return held([*self.watched.values(), *trained]) if self.watched or trained else {}
-
-    def look_at_weights(self) -> None:
-        """Find out, before the optimizer steps, whether the step has written to weights in training."""
-        if self._weights:
-            now = sampled_weights(self._module)
-            self._writes_weights |= any(not one.equal(now[name]) for name, one in self._weights.items() if name in now)
-            self._weights = {}
-
-    def _trained(self) -> Iterator[Place]:
-        for path, child in self._module.named_modules():
-            for key, parameter in child._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    yield Place(f"{path}.{key}", child._parameters, key)
+            return dict(self._looked)
+        return held(self.watched.values()) if self.watched else {}
 
 
 class PartStates:
@@ -220,13 +192,10 @@ class PartStates:
             if isinstance(value, float):
                 self._numbers.setdefault(name, []).append(value)
             elif _is_averaged(value):
-                self._add_up(name, value.detach(), size)
-
-    def _add_up(self, name: str, value: Tensor, size: int) -> None:
-        count, total = self._sums.get(name, (0, None))
-        if total is None or total.shape == value.shape:
-            total = value * size if total is None else total + value * size
-            self._sums[name] = (count + 1, total)
+                count, total = self._sums.get(name, (0, None))
+                if total is None or total.shape == value.shape:
+                    value = value.detach() * size
+                    self._sums[name] = (count + 1, value if total is None else total + value)
 
     def finish(self) -> None:
         """Leave on the module what the batch leaves of it."""
@@ -305,26 +274,22 @@ _LIBRARIES = sys.stdlib_module_names - {"types"} | {"torch", "torchmetrics", "li
 
 def reading_of(value: Any, depth: int = 0) -> Any:
     """Return a copy of a value that `alike` compares: tensors on the host, samples of large ones."""
-    with _disable_current_modes():  # what keeps count of a device's memory is not to count these
-        return _reading_of(value, depth)
-
-
-def _reading_of(value: Any, depth: int) -> Any:
     if isinstance(value, Tensor):
-        values = value.detach()
-        if values.layout != torch.strided or type(values) not in (Tensor, nn.Parameter, nn.Buffer):
-            return type(value).__name__
-        if values.numel() > _LARGE:
-            values = values.reshape(-1)[:: values.numel() // 4096]
-        return values.to("cpu", copy=True)
+        with _disable_current_modes():  # what keeps count of a device's memory is not to count these
+            values = value.detach()
+            if values.layout != torch.strided or type(values) not in (Tensor, nn.Parameter, nn.Buffer):
+                return type(value).__name__
+            if values.numel() > _LARGE:
+                values = values.reshape(-1)[:: values.numel() // 4096]
+            return values.to("cpu", copy=True)
     if isinstance(value, numpy.ndarray):
         return torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else value.tolist()
     if isinstance(value, _PLAIN) or value is MISSING:
         return value
     if isinstance(value, _CONTAINERS) and len(value) <= _MAX_ITEMS and depth < _MAX_DEPTH:
         if isinstance(value, dict):
-            return {key: _reading_of(item, depth + 1) for key, item in value.items()}
-        return sorted(map(repr, value)) if isinstance(value, set) else [_reading_of(one, depth + 1) for one in value]
+            return {key: reading_of(item, depth + 1) for key, item in value.items()}
+        return sorted(map(repr, value)) if isinstance(value, set) else [reading_of(one, depth + 1) for one in value]
     return len(value) if isinstance(value, _CONTAINERS) else type(value).__qualname__
 
 

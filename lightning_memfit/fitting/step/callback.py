@@ -20,7 +20,6 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.retry import explain_where
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.step.loop import MicroBatchLoop
 from lightning_memfit.fitting.step.loss_weights import LossWeight, LossWeights
@@ -251,9 +250,8 @@ class MicroBatching(KeepsRandomNumbers):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore what was replaced; Lightning calls no `teardown` after an exception."""
-        is_own = self._watch is None or self._watch.explain(exception)
-        if self.options.recover and is_own:
-            explain_where(exception)
+        if self._watch is not None:
+            self._watch.explain(exception)
         self.leave_random_numbers()
         self._undo(trainer)
 

@@ -66,18 +66,9 @@ def test_a_real_shortage_is_survived_tensor_by_tensor() -> None:
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
         device.track(parameter.grad, next(iter(device.live_by_category)))
-    guard = StepGuard()
-    with device, guard(optimizer):
+    with device, StepGuard()(optimizer), pytest.warns(UserWarning, match="tensor by tensor"):
         optimizer.step(lambda: None)
-    assert guard.num_retries == 1
     assert optimizer.param_groups[0]["foreach"] is True
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_retry_that_fails_is_repeated(after: bool) -> None:
-    guard = StepGuard()
-    assert equal(trained({1, 2, 3}, guard, after), trained(set(), None, after))
-    assert guard.num_retries == 3
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -92,7 +83,7 @@ def test_a_step_that_never_fits_leaves_weights_and_states_as_they_were(after: bo
         raise out_of_memory()
 
     (optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook)(fail)
-    with pytest.raises(torch.OutOfMemoryError, match="4 times in a row"), StepGuard()(optimizer):
+    with pytest.raises(torch.OutOfMemoryError, match="twice"), StepGuard()(optimizer):
         optimizer.step(lambda: None)
     assert equal([*module.parameters(), *optimizer.state[module.weight].values()], before)
 
