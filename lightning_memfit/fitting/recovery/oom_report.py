@@ -1,4 +1,4 @@
-"""`OutOfMemoryReport`: what filled the memory when a run ran out of it, and what would have fitted."""
+"""`OutOfMemoryReport`: what filled the memory when a run ran out of it."""
 
 import sys
 import traceback
@@ -14,21 +14,14 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
-from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.fitting.recovery.postmortem import explain
-from lightning_memfit.fitting.size.device_memory import find_device_memory
-from lightning_memfit.fitting.size.prediction import finds_its_size, is_divided, profile_fit, runtime_of
-from lightning_memfit.fitting.size.search import largest_under
 from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.profile.build import batch_size, resize_batch
-from lightning_memfit.profile.record import ModelProfile
-from lightning_memfit.profile.trace import TraceError
 from lightning_memfit.reliability.whole_steps import check_folder, is_remote
-from lightning_memfit.techniques.core.first_batch import first_batch
 
 # --- torch's own record of CUDA allocations, for https://pytorch.org/memory_viz ---------------------------------------
 
@@ -71,21 +64,15 @@ def dump_snapshot(path: Path) -> None:
 # --- the callback -----------------------------------------------------------------------------------------------------
 
 
-_ADVICE = "`memfit plan` finds the fastest techniques that fit."
-
-
 class OutOfMemoryReport(Callback):
     """Explain an out-of-memory error that ends a run, before the error is raised further.
 
-    The report goes to stderr and to `text`: what module and optimizers hold by category, the largest tensors with the
-    modules that made them, and the largest micro-batch that would have fitted. On CUDA, torch's memory snapshot is
-    written as well.
+    The report goes to stderr and to `text`: what module and optimizers hold by category, and the largest tensors with
+    the modules that made them. On CUDA, torch's memory snapshot is written as well. What would fit, `memfit plan` says.
 
-    - The largest tensors are found by running the failing micro-batch once more, after the tensors that the error's
-      frames hold are released. They are left out for several processes, manual optimization and errors outside of
-      training.
-    - The size that would have fitted comes from a trace of the step on tensors without memory, made before the run in
-      seconds and cached. With `MicroBatching`, which searches for that size, it is left out, and one sample is run.
+    The largest tensors are found by running the failing micro-batch (with `MicroBatching` one sample) once more, after
+    the tensors that the error's frames hold are released. They are left out for several processes, manual optimization
+    and errors outside of training.
 
     Args:
         folder: Folder for snapshots named `out_of_memory_rank0.pickle`; older ones are kept. None takes the Trainer's
@@ -109,8 +96,6 @@ class OutOfMemoryReport(Callback):
         self.record_history = record_history
         self.text: str | None = None
         self.snapshot_path: Path | None = None
-        self._profile: ModelProfile | None = None
-        self._without_profile = ""
         self._running: tuple[Any, int] | None = None
         self._records = False
 
@@ -118,19 +103,8 @@ class OutOfMemoryReport(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Trace the step, to know later what would have fitted."""
-        self.text = self.snapshot_path = self._profile = None
-        if stage != "fit":
-            self._without_profile = "only training steps are traced"
-        elif trainer.world_size > 1:
-            self._without_profile = "several processes are not traced"
-        elif is_divided(trainer):
-            self._without_profile = f"{type(trainer.strategy).__name__} divides or moves parts of the model"
-        elif not finds_its_size(trainer):
-            try:
-                self._profile = profile_fit(trainer, pl_module, first_batch(trainer), any_micro_batch=True)
-            except (TraceError, ValueError) as error:
-                self._without_profile = str(error)
+        """Forget the run before."""
+        self.text = self.snapshot_path = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -184,8 +158,7 @@ class OutOfMemoryReport(Callback):
         snapshot = self._take_snapshot(trainer)  # before anything is let go
         parts: tuple[Callable[[], str], ...] = (
             lambda: _what_is_held(trainer, module),
-            lambda: explain(module, trainer.optimizers, self._step_again(trainer, module, error, running)),
-            lambda: self._what_fits(trainer),
+            lambda: explain(module, trainer.optimizers, _step_again(trainer, module, error, running)),
         )
         lines = []
         for part in parts:
@@ -193,7 +166,8 @@ class OutOfMemoryReport(Callback):
                 lines.append(part())
             except Exception as failure:  # which must not be raised in the place of the run's own error
                 lines.append(f"A part of this report could not be made: {_in_short(failure)}")
-        self.text = "\n".join([*lines, *snapshot])
+        lines += ["`memfit plan` finds the fastest techniques that fit.", *snapshot]
+        self.text = "\n".join(lines)
         print(f"OutOfMemoryReport: {self.text}", file=sys.stderr, flush=True)
 
     def _take_snapshot(self, trainer: Trainer) -> list[str]:
@@ -213,56 +187,29 @@ class OutOfMemoryReport(Callback):
         self.snapshot_path = path
         return [f"Memory snapshot: {path}; open it at https://pytorch.org/memory_viz."]
 
-    def _step_again(
-        self, trainer: Trainer, module: LightningModule, error: BaseException, running: tuple[Any, int] | None
-    ) -> Callable[[], Any]:
-        """Return a function that runs the failing micro-batch once more, or does nothing if that could do harm."""
-        if running is None or trainer.world_size > 1 or not module.automatic_optimization:
-            return lambda: None
-        batch, batch_idx = running
-        if finds_its_size(trainer):
-            batch = _one_sample(batch)
-        for one in error_chain(error):
-            traceback.clear_frames(one.__traceback__)
 
-        def step() -> None:
-            with isolate_rng(), _mute(module), trainer.precision_plugin.train_step_context():
-                named = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-                output = module.training_step(batch, batch_idx) if named else module.training_step(batch)
-                loss = output.get("loss") if isinstance(output, dict) else output
-                if isinstance(loss, torch.Tensor):
-                    torch.autograd.backward(loss)
+def _step_again(
+    trainer: Trainer, module: LightningModule, error: BaseException, running: tuple[Any, int] | None
+) -> Callable[[], Any]:
+    """Return a function that runs the failing micro-batch once more, or does nothing if that could do harm."""
+    if running is None or trainer.world_size > 1 or not module.automatic_optimization:
+        return lambda: None
+    batch, batch_idx = running
+    if any(getattr(callback, "predicts_memory", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        with suppress(ValueError):  # a batch that can't be split
+            batch = resize_batch(batch, batch_size(batch), 1)
+    for one in error_chain(error):
+        traceback.clear_frames(one.__traceback__)
 
-        return step
+    def step() -> None:
+        with isolate_rng(), _mute(module), trainer.precision_plugin.train_step_context():
+            named = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            output = module.training_step(batch, batch_idx) if named else module.training_step(batch)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if isinstance(loss, torch.Tensor):
+                torch.autograd.backward(loss)
 
-    def _what_fits(self, trainer: Trainer) -> str:
-        if finds_its_size(trainer):
-            return f"`MicroBatching` found no micro-batch that fits. {_ADVICE}"
-        memory = find_device_memory(trainer)
-        if memory is None:
-            return "What would have fitted is not known: the CPU has no limit. `MemoryLimit` gives it one."
-        limit = memory.limit_bytes
-        profile = self._profile
-        if profile is None:
-            return f"What would have fitted is not known: {self._without_profile}. {_ADVICE}"
-        whole = profile.micro_batch_size
-        if not profile.knows_every_size:
-            return f"Other micro-batches than {whole} are not known: {profile.only_this_size}. {_ADVICE}"
-
-        def needs(size: int) -> int:
-            return estimate_step(profile, size, runtime_of(trainer)).reserved_bytes
-
-        predicted = f"{format_bytes(needs(whole))} predicted for {_samples(whole)}, {format_bytes(limit)} there"
-        size = largest_under(needs, limit, whole)
-        if size == whole:
-            return f"By prediction it should have fitted ({predicted}): something else takes memory. {_ADVICE}"
-        if size == 0:
-            return f"Not even one sample would have fitted ({predicted}; one takes {format_bytes(needs(1))}). {_ADVICE}"
-        return (
-            f"What would have fitted: {_samples(size)} at a time ({format_bytes(needs(size))}; {predicted}). "
-            f"`MicroBatching(global_batch_size={whole * trainer.accumulate_grad_batches})` goes on with the same "
-            f"effective batch. {_ADVICE}"
-        )
+    return step
 
 
 def _what_is_held(trainer: Trainer, module: LightningModule) -> str:
@@ -277,18 +224,6 @@ def _what_is_held(trainer: Trainer, module: LightningModule) -> str:
 
 def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}."
-
-
-def _one_sample(batch: Any) -> Any:
-    """Return the first sample, or the whole batch if it can't be split."""
-    try:
-        return resize_batch(batch, batch_size(batch), 1)
-    except ValueError:
-        return batch
-
-
-def _samples(size: int) -> str:
-    return "1 sample" if size == 1 else f"{size} samples"
 
 
 def _free_path(folder: Path, rank: int) -> Path:

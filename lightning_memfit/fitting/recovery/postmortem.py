@@ -16,50 +16,31 @@ _NUM_NAMED = 5
 _NUMBER = re.compile(r"\b\d+\b")
 
 
-class TensorCensus:
-    """Records the tensors that a forward pass keeps for backward, with the module that made them.
+@contextmanager
+def _kept_for_backward(module: nn.Module) -> Iterator[dict[int, tuple[int, str]]]:
+    """Record bytes and description of the tensors that forward passes keep for backward, by storage."""
+    known = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, tuple[int, str]] = {}
+    owners: list[str] = []
+    handles = []
+    for name, child in module.named_modules():
+        handles.append(child.register_forward_pre_hook(lambda *_, name=name: owners.append(name)))
+        handles.append(child.register_forward_hook(lambda *_: owners.pop() and None, always_call=True))
 
-    Args:
-        module: The module to watch.
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            owner = owners[-1] if owners else ""
+            text = f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]} kept for backward by `{owner or 'training_step'}`"
+            kept.setdefault(storage.data_ptr(), (storage.nbytes(), text))
+        return tensor
 
-    Attributes:
-        largest: Bytes and description of the tensors kept, by storage.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._owners: list[str] = []
-        self.largest: dict[int, tuple[int, str]] = {}
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Record tensors while the context is open."""
-        known = {p.untyped_storage().data_ptr() for p in self._module.parameters()}
-        handles = []
-        for name, child in self._module.named_modules():
-            handles.append(child.register_forward_pre_hook(lambda *_, name=name: self._owners.append(name)))
-            handles.append(child.register_forward_hook(lambda *_: self._leave(), always_call=True))
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                owner = self._owners[-1] if self._owners else ""
-                text = (
-                    f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]} kept for backward by `{owner or 'training_step'}`"
-                )
-                self.largest.setdefault(storage.data_ptr(), (storage.nbytes(), text))
-            return tensor
-
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _leave(self) -> None:
-        if self._owners:
-            self._owners.pop()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def explain(module: nn.Module, optimizers: list[Optimizer], run: Callable[[], Any], hint: str = "") -> str:
@@ -71,21 +52,20 @@ def explain(module: nn.Module, optimizers: list[Optimizer], run: Callable[[], An
         run: Runs the micro-batch; its error is expected.
         hint: What would help.
     """
-    census, kept_until = TensorCensus(module), "by the whole micro-batch"
-    try:
-        with census.watch():
+    kept_until = "by the whole micro-batch"
+    with _kept_for_backward(module) as tensors:
+        try:
             run()
-    except Exception as error:
-        kept_until = "until the error"
-        del error
-    found = list(census.largest.values())
+        except Exception:
+            kept_until = "until the error"
+    found = list(tensors.values())
     for name, parameter in module.named_parameters():
         found.append((parameter.nbytes, f"{tuple(parameter.shape)} parameter `{name}`"))
         if parameter.grad is not None:
             found.append((parameter.grad.nbytes, f"{tuple(parameter.shape)} gradient of `{name}`"))
     states = sum(value.nbytes for optimizer in optimizers for _, value in state_tensors(optimizer))
     weights = sum(parameter.nbytes for parameter in module.parameters())
-    kept = sum(size for size, _ in census.largest.values())
+    kept = sum(size for size, _ in tensors.values())
     summary = f"Parameters {format_bytes(weights)}, optimizer states {format_bytes(states)}"
     if kept:
         summary += f", kept for backward {kept_until} {format_bytes(kept)}"
