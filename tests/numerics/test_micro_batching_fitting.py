@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
@@ -76,36 +76,6 @@ def test_two_ranks_agree_on_the_size(tmp_path: Path) -> None:
 
     (first, _), (second, _) = fit_on_two_ranks(Pair(), tmp_path, MicroBatching(limit_bytes=1 << 30), max_epochs=1)
     assert difference(first, second) == 0.0
-
-
-class Lengths(Dataset):
-    """Samples of 1 to 64 tokens, or all of one length."""
-
-    def __init__(self, length: int = 0) -> None:
-        self.lengths = [length or index for index in range(1, 65)]
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((self.lengths[index],), index % 11)
-
-
-def test_sizes_are_predicted_for_the_longest_samples_of_the_data() -> None:
-    class Padded(Tagger):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            # The mean over padding, which differs between micro-batches, counts nothing.
-            return self.net(batch).square().mean() * 0.0 + self.net[1].bias.square().mean()
-
-    def size_for(data: Any) -> int:
-        loader = DataLoader(data, 16, collate_fn=lambda rows: nn.utils.rnn.pad_sequence(rows, batch_first=True))
-        callback = MicroBatching()
-        fit(Padded(), callback, MemoryLimit("128KiB"), loader=loader, max_steps=1, max_epochs=-1)
-        return callback.changes[0][1]
-
-    longest = size_for(Lengths(64))
-    assert 1 < longest < 16
-    assert size_for(Lengths()) == longest  # whose first batch has 16 tokens
 
 
 @pytest.mark.nightly

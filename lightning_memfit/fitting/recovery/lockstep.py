@@ -11,66 +11,30 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from lightning_memfit.fitting.recovery.ranks import TRAINING
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.upstream.torch import FORGETS_PASSES, forget_pass
 from lightning_memfit.memory.collectives import listen
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.memory.replicas import ranks_together
 from lightning_memfit.reliability.consensus import (
     Apart,
     Astray,
     At,
     OfModule,
     PeerFailed,
-    RankConsensus,
     divide_weights,
 )
-from lightning_memfit.reliability.upstream.deepspeed import shards_weights
 
 T = TypeVar("T")
-
-TRAINING = "training_step"
-"""Name of actions that begin with all weights divided."""
 
 _COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce")
 """Functions of `torch.distributed` that FSDP2 communicates by, from torch 2.13 on."""
 _OWN, _DONE = len(_COLLECTIVES) + 1, 0
 """What a rank is about to do, beside these: a collective of the module's own, or nothing more."""
-
-
-def consensus_for(trainer: Trainer, is_evaluation: bool = False) -> RankConsensus:
-    """Return what the ranks of a run agree by, once the strategy has set the module up; all ranks call this together.
-
-    Args:
-        trainer: The trainer.
-        is_evaluation: Whether it is for evaluation alone, in which ranks agree only if they communicate in each batch.
-    """
-    strategy, module, world_size = trainer.strategy, trainer.lightning_module, trainer.world_size
-    if isinstance(strategy, DeepSpeedStrategy):
-        if is_evaluation and not shards_weights(trainer):
-            return RankConsensus(1)
-        return Unrepeatable(module, 1 if is_evaluation else world_size)
-    is_sharded = any(isinstance(child, FSDPModule) for child in module.modules())
-    if world_size == 1:
-        return Alone(module, 1) if is_sharded else RankConsensus(1)
-    if is_sharded and FORGETS_PASSES and _ranks_together(strategy) in (1, ranks_together(trainer)):
-        return Lockstep(module, world_size)
-    world_size = 1 if is_evaluation else world_size
-    return RankConsensus(world_size) if isinstance(strategy, DDPStrategy) else Apart(module, world_size)
-
-
-def _ranks_together(strategy: Strategy) -> int:
-    """Ranks that compute one model together, and communicate as they do so."""
-    if not isinstance(strategy, ModelParallelStrategy):
-        return 1
-    return int(strategy.device_mesh["tensor_parallel"].size())
 
 
 class Alone(OfModule):

@@ -29,11 +29,7 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """The caching allocator of one CUDA device; memory that other processes use now is not available.
-
-    Args:
-        device: The device.
-    """
+    """The caching allocator of one CUDA device; memory that other processes use now is not available."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -83,14 +79,3 @@ def rounding_of(trainer: Trainer) -> int:
 
 def _is_limited(trainer: Trainer) -> bool:
     return any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def allocation_retries(device: torch.device) -> int:
-    """Return how often the caching allocator had to free its cache to serve an allocation; 0 without CUDA.
-
-    Where that did not help, memory ran out, which the caller has been told by an error: that doesn't count.
-    """
-    if not DeviceKind.of(device).has_caching_allocator:
-        return 0
-    stats = torch.cuda.memory_stats(device)
-    return int(stats.get("num_alloc_retries", 0)) - int(stats.get("num_ooms", 0))

@@ -23,7 +23,8 @@ from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.division import Division, NotDividedError, division_of, estimate_rank
 from lightning_memfit.estimate.estimate import Estimate, estimate_step, predict_peak_bytes
 from lightning_memfit.fitting.size.device_memory import rounding_of
-from lightning_memfit.fitting.size.search import NoPrediction, agrees, largest_by_exact, largest_under
+from lightning_memfit.fitting.size.search import agrees, largest_by_exact, largest_under
+from lightning_memfit.fitting.size.shapes import NoPrediction
 from lightning_memfit.measure.monitor import MemoryMonitor
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes
 from lightning_memfit.memory.attach import exchange_tensors, hide_idle_hooks
@@ -46,7 +47,6 @@ def profile_fit(
     trainer: Trainer,
     module: LightningModule,
     batch: Any,
-    any_micro_batch: bool = False,
     precision: str | None = None,
 ) -> ModelProfile:
     """Profile the training step that a Trainer is about to run.
@@ -58,7 +58,6 @@ def profile_fit(
         trainer: The Trainer that is about to fit.
         module: The Trainer's module, which is not changed.
         batch: A real batch of the size of interest.
-        any_micro_batch: Profile a second size, so that every other can be computed from the two.
         precision: Lightning's name of the precision to trace; by default that of the Trainer.
 
     Raises:
@@ -72,7 +71,7 @@ def profile_fit(
             step_options(trainer, precision),
             emulation_of(trainer),
             techniques,
-            any_micro_batch=any_micro_batch,
+            any_micro_batch=False,
             cache=ProfileCache(),
         )
 
@@ -97,10 +96,7 @@ def _taken_off(techniques: Sequence[Any], trainer: Trainer, module: LightningMod
 
 
 def division_in_run(trainer: Trainer) -> Division | None:
-    """How a run's strategy divides it, to predict a rank from a trace in one of the run's processes.
-
-    Returns:
-        None if one device holds everything.
+    """How a run's strategy divides it, to predict a rank from a trace in one of its processes; None if it doesn't.
 
     Raises:
         NotDividedError: If a rank can't be predicted so.
@@ -129,13 +125,9 @@ class SizePrediction:
     branches on shapes are not affine. So the size that it names is traced as well, and where the two disagree, further
     sizes are, until the largest that fits is bracketed. A trace takes time, but no memory of the device.
 
-    A process keeps the module as it was before anything was configured, without its memory, so that traces can be made
-    in the middle of training, for batches of new shapes. They come as training has them on the device, so that the
-    transfer hooks do nothing there.
-
-    Args:
-        trainer: The Trainer that is about to fit.
-        module: Its module, in a callback's `setup`.
+    A process keeps the module as it was before anything was configured (in a callback's `setup`), without its memory,
+    so that traces can be made in the middle of training, for batches of new shapes. They come as training has them on
+    the device, so that the transfer hooks do nothing there.
 
     Attributes:
         is_divided: Whether the run's device holds less, or more, than a plain step on one device does.
@@ -168,10 +160,10 @@ class SizePrediction:
         self._worker.close()
 
     def begin(self, batch: Any, local_batch_size: int, take: Callable[[Any, int], Any]) -> None:
-        """Predict for a batch from now on; nothing is traced yet, and only a copy in host memory is kept.
+        """Predict for a device's batch from now on; nothing is traced yet, and only a copy in host memory is kept.
 
         Args:
-            batch: A device's batch.
+            batch: The batch.
             local_batch_size: Its samples.
             take: Returns the first samples of a batch as training would split it.
         """
@@ -185,30 +177,18 @@ class SizePrediction:
         return other
 
     def whole(self, batch: Any) -> ModelProfile:
-        """Return the profile of a step on a batch that isn't split.
-
-        Raises:
-            NoPrediction: If the step can't be traced.
-        """
+        """Return the profile of a step on a batch that isn't split."""
         self.begin(batch, 1, lambda batch, _: batch)
         return self._trace(1)
 
     def __call__(self, size: int) -> int:
-        """Return the predicted peak in bytes, from a trace of that size unless a replay is known to be right.
-
-        Raises:
-            NoPrediction: If the step can't be traced.
-        """
+        """Return the predicted peak in bytes, from a trace of that size unless a replay is known to be right."""
         if self._replayed is not None and size < self._local_batch_size:
             return self._peak_bytes(self._replayed, size)
         return self._traced_bytes(size)
 
     def largest_under(self, limit_bytes: int, upper: int) -> int:
-        """Return the largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is.
-
-        Raises:
-            NoPrediction: If the step can't be traced.
-        """
+        """Return the largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is."""
         whole = self._local_batch_size
         if upper >= whole and self._traced_bytes(whole) <= limit_bytes:
             return whole
@@ -238,13 +218,12 @@ class SizePrediction:
         return found
 
     def tell_monitors(self, trainer: Trainer, size: int) -> None:
-        """Pass the prediction for the size in use to every `MemoryMonitor` of the Trainer; without one, nothing.
+        """Pass the prediction for the size in use to every `MemoryMonitor` of the Trainer, if it is exact.
 
-        Nor is one passed that isn't exact: what a strategy divides is not in it, which suffices to look for a size.
+        What a strategy divides is not in it, which suffices to look for a size.
         """
-        if self._take_of is None or not any(isinstance(c, MemoryMonitor) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            return
-        if is_divided(trainer):
+        has_monitor = any(isinstance(callback, MemoryMonitor) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if self._take_of is None or not has_monitor or is_divided(trainer):
             return
         try:
             known = self._replayed if size < self._local_batch_size else None
@@ -382,12 +361,10 @@ def runtime_of(trainer: Trainer) -> RuntimeMemory | None:
 class MemoryPrediction(Callback):
     """Predict the peak memory of a run before it starts, for the report at its end.
 
-    It passes its figure to every `MemoryMonitor` of the Trainer. Where a batch can't be read before the run, as the
-    module makes the data in its own `setup`, or they come from a queue, it says so and predicts from the first batch
-    that training gets. If the step can't be traced, or the run has several ranks, whose memory depends on the strategy
-    (`memfit estimate` has it), it says so, and the run continues without a prediction. DeepSpeed on one device, which
-    may keep parts of the model elsewhere, is predicted as `memfit estimate` does. With `MicroBatching`, which predicts
-    for the size it chooses, it does nothing.
+    It passes its figure to every `MemoryMonitor` of the Trainer. Where a batch can't be read before the run, it says so
+    and predicts from the first batch that training gets. If the step can't be traced, or the run has several ranks
+    (`memfit estimate` predicts these), it says so, and the run continues without a prediction. DeepSpeed on one device
+    is predicted as `memfit estimate` does. With `MicroBatching`, which predicts its own size, it does nothing.
 
     Attributes:
         estimate: The prediction; None before `fit` and if there is none.
@@ -395,13 +372,11 @@ class MemoryPrediction(Callback):
 
     def __init__(self) -> None:
         self.estimate: Estimate | None = None
-        self._no_build = ""
         hide_idle_hooks(self)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Predict in another process."""
-        self._no_build = ""
         vars(self)["on_train_batch_start"] = None
         if stage != "fit" or finds_its_size(trainer):
             return
@@ -429,11 +404,8 @@ class MemoryPrediction(Callback):
             precision = None if division is None else division.traced_precision(str(trainer.precision))
             profile = profile_fit(trainer, pl_module, batch, precision=precision)
         except (TraceError, ValueError) as error:
-            words = f"MemoryPrediction: no prediction for this run. {error}"
-            if isinstance(error, TraceError) and error.in_build:
-                self._no_build = words  # Lightning is about to build the module, and to end in the same mistake
-            else:
-                rank_zero_warn(words)
+            if not getattr(error, "in_build", False):  # else Lightning is about to end in the same mistake
+                rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
             return
         self._predict(trainer, profile, division)
 
@@ -475,12 +447,6 @@ class MemoryPrediction(Callback):
             f"MemoryPrediction: peak {format_bytes(self.estimate.allocated_bytes)} in {self.estimate.phase} at "
             f"micro-batch {self.estimate.micro_batch_size}, predicted in {profile.seconds:.1f} s"
         )
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say why there is no prediction, if the module was built after all."""
-        if self._no_build:
-            rank_zero_warn(self._no_build)
 
 
 def finds_its_size(trainer: Trainer) -> bool:

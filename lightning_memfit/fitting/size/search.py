@@ -1,25 +1,22 @@
 """Find the largest micro-batch size that fits while the first steps of training run, each of which trains.
 
 The search is pure: predictions come in as a function, and what steps took as numbers. It assumes one thing only, that a
-larger size never needs less memory. `longest_samples` makes the batch to predict for, which needs the most memory.
+larger size never needs less memory.
 """
 
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-from torch.utils.data import DataLoader, Subset
-
+from lightning_memfit.fitting.size.shapes import NoPrediction
 from lightning_memfit.memory.oom import release
 
 PeakPredictor = Callable[[int], int]
 """From a micro-batch size to the predicted peak of a training step in bytes; must not decrease as the size grows."""
 
-MAX_MEASURED = 5  # steps that are measured where sizes are drawn from them alone
+MAX_MEASURED = 6  # steps that are measured where sizes are drawn from them alone
 MAX_STEPS = 8  # after which a search ends, however little the batches were alike
 _FEWEST = 2  # samples of the first step where nothing is predicted: layers of batch statistics can't run one
 _MAX_RAISES = 2
@@ -34,29 +31,17 @@ _AGREES = 0.01  # of the growth since the smallest size: where a rough predictio
 _MAX_EXACT = 20  # exact predictions, each of which may take seconds
 
 
-class NoPrediction(Exception):
-    """There is no prediction for a size; the message says why."""
-
-
 class ExactPredictor(Protocol):
-    """A prediction of any curve, one traced size at a time."""
+    """A prediction of any curve, one traced size at a time; raises `NoPrediction` if the step can't be traced."""
 
     def __call__(self, size: int) -> int:
-        """Return the predicted peak in bytes.
-
-        Raises:
-            NoPrediction: If the step can't be traced.
-        """
+        """Return the predicted peak in bytes."""
 
     def calibrate(self, live_bytes: int, is_after_step: bool) -> None:
         """Say how many bytes are alive before the first step, or between two."""
 
     def largest_under(self, limit_bytes: int, upper: int) -> int:
-        """Return the largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is.
-
-        Raises:
-            NoPrediction: If the step can't be traced.
-        """
+        """Return the largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +70,7 @@ class SizeSearch:
     states: if its error leaves room for a size that saves a micro-batch, training goes on with that. Where the
     optimizer step is the peak, what forward and backward took alone says how far one can go. If a predicted size fails,
     the next one is 3 % lower, then a quarter, then half. Without a prediction the first step has micro-batches of two
-    samples, and up to five steps of growing sizes replace it. Where a failure ends the run, training begins with two
+    samples, and up to six steps of growing sizes replace it. Where a failure ends the run, training begins with two
     samples as well, and 3 % of the memory beyond what they take is left free.
 
     Args:
@@ -260,9 +245,9 @@ class SizeSearch:
         """Name the next size from steps alone.
 
         The bytes that forward and backward need beyond what is alive between steps are taken to grow at most with the
-        square of the size, so that the second size is safe for any such curve. The later ones follow what was measured:
-        a parabola where the curve is smooth, whole steps where it has some (batches padded to a multiple). A curve with
-        steps can't be found exactly by so few: the result fits, but may be some steps too low.
+        square of the size, so that the second size is safe for any such curve. The later ones follow a parabola through
+        what was measured. A curve with steps (batches padded to a multiple) can't be found exactly by so few: the
+        result fits, but may be some steps too low.
         """
         limit_bytes = self._limit_bytes
         if not self._can_fail:
@@ -270,7 +255,7 @@ class SizeSearch:
         room = max(limit_bytes - self._rest_bytes, 1)
         taken = {one.size: max(one.work_bytes - one.rest_bytes, 1) for one in self._measured}
         points = sorted(taken.items())
-        named = _by_growth(points, room, self._failed, is_free=self._failed > self._upper)
+        named = _by_growth(points, room, self._failed)
         if not self._can_fail:  # then not even one sample may be too many
             size, used = points[-1]
             line = largest_under(_through(dict(points[-2:])), int(room), self._upper)
@@ -373,21 +358,18 @@ def _through(values: Mapping[int, int]) -> PeakPredictor:
 
 # --- growth without a prediction ------------------------------------------------------------------------------------
 
-_BETWEEN = 0.35  # from what is safe for a parabola (0) to what a line promises (1)
 _MARGIN = 0.04  # of an extrapolated distance
-_FAR = 2.2  # times the largest size measured
-_FLAT = 0.02  # growth that shows a step, as a share of proportional growth
-_STEP = 8  # batches are padded to multiples of this
+_FAR, _FARTHEST = 2.2, 8  # times the largest size measured: from where a size is approached, and up to where
+_BACK = 0.6  # of the way from what a parabola would allow at most to what the curve promises
 
 
-def _by_growth(points: Sequence[tuple[int, int]], room: float, failed: int, is_free: bool) -> int:
+def _by_growth(points: Sequence[tuple[int, int]], room: float, failed: int) -> int:
     """Name the next size to try.
 
     Args:
         points: Sizes that fit, rising, and the bytes that forward and backward took beyond what was alive.
         room: The bytes that they may take.
         failed: The smallest size that failed; the next trial is below.
-        is_free: Whether none has failed yet.
     """
     if not points:
         return max(1, min(2, failed - 1))
@@ -395,62 +377,11 @@ def _by_growth(points: Sequence[tuple[int, int]], room: float, failed: int, is_f
     safe = size * math.sqrt(room / used)
     if len(points) == 1:
         return max(size + 1, int(safe))
-    if any(after - before <= _FLAT * before * (b - a) / a for (a, before), (b, after) in pairwise(points)):
-        return _by_steps(points, room, failed, is_free)
     before_size, before = points[-2]
-    line = max(safe, size + (room - used) * (size - before_size) / (used - before))
-    if len(points) == 2:
-        return max(size + 1, int(safe ** (1 - _BETWEEN) * line**_BETWEEN)) if is_free else int(safe)
+    line = size + (room - used) * (size - before_size) / max(used - before, 1)
     curve = _through(dict(points[-3:]))
-    named = largest_under(lambda n: curve(n) if n > size else 0, int(room), int(line))
-    named = int(max(named, safe))
+    named = largest_under(lambda n: curve(n) if n > size else 0, int(room), int(max(safe, min(line, _FARTHEST * size))))
     # What is far from all that was measured is approached, and never from above.
-    margin = _MARGIN * (named - size) if named <= _FAR * size else (named - safe) / 2
-    named -= math.ceil(margin) if named > size + _STEP else int(margin)
-    if named < failed:
-        return named
-    # The curve was wrong: by a little if it had been measured nearby, else by a jump that lies anywhere between.
-    is_near = size > failed / 2 and named <= (1 + _CLOSE) * failed
-    return int(_STEP_BACK * failed if is_near else max(safe, (size + failed) / 2))
-
-
-def _by_steps(points: Sequence[tuple[int, int]], room: float, failed: int, is_free: bool) -> int:
-    """Name the next size for memory that grows in equal steps, each as high as the first measured."""
-    size, used = points[-1]
-    height = points[0][1]
-    named = size * max(1, int(room / height + _FLAT)) / max(1, round(used / height))
-    at_edge = -(-int(named) // _STEP) * _STEP
-    if at_edge <= max(1.15 * named, 3 * _STEP):
-        named = at_edge
-    return max(size + 1, int(named if is_free else min(named, (size + failed) / 2)))
-
-
-# --- the batch that needs the most memory: the longest sequences the data can give ----------------------------------
-
-
-def longest_samples(loader: Any, num_samples: int) -> Any | None:
-    """Collate the longest samples of a loader's data set, independently of the loader's own iteration.
-
-    Lengths come from the data set's attribute `lengths` or its column `length`; without either the result is None.
-
-    Args:
-        loader: The training loader.
-        num_samples: Number of samples.
-    """
-    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
-        return None
-    lengths = _lengths(loader.dataset)
-    if lengths is None or len(lengths) < num_samples or loader.collate_fn is None:
-        return None
-    order = torch.as_tensor(lengths).argsort(descending=True, stable=True)
-    return loader.collate_fn([loader.dataset[int(index)] for index in order[:num_samples]])
-
-
-def _lengths(dataset: Any) -> Sequence[int] | None:
-    if isinstance(dataset, Subset):
-        lengths = _lengths(dataset.dataset)
-        return None if lengths is None else [lengths[index] for index in dataset.indices]
-    lengths = getattr(dataset, "lengths", None)
-    if lengths is None and "length" in (getattr(dataset, "column_names", None) or ()):
-        lengths = dataset["length"]
-    return lengths if lengths is None or hasattr(lengths, "__len__") else None
+    named -= math.ceil(_MARGIN * (named - size) if named <= _FAR * size else max(0.0, named - safe) * _BACK)
+    named = max(named, int(safe))
+    return named if named < failed else int(max(safe, (size + failed) / 2))

@@ -7,23 +7,22 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_memfit.fitting.size.search import NoPrediction
-
 _NO_CAP = 1 << 62
 _NEAR = 0.75  # a larger shape's size is good enough for a smaller one from this share of what it may at most have
 _MAX_KNOWN = 4096
 _MAX_PREDICTIONS = 64
 
 
-class ShapeGuard:
-    """Gives every batch the micro-batch size that its shape has room for.
+class NoPrediction(Exception):
+    """There is no prediction for a size; the message says why."""
 
-    A search knows what fits for the shapes of one batch. Sequences may be longer in the next one, or images larger.
+
+class ShapeGuard:
+    """Gives every batch the micro-batch size that its shape has room for, which is never above the one in use.
+
     A batch that is in no dimension larger than one that is known to fit needs no more memory. For any other the size is
     predicted, once for each shape, and it holds for batches of that shape only. Without a prediction, memory is taken
     to grow with the square of the number of elements, which is safe for attention.
-
-    The sizes only ever lower the size in use: none is larger than the one that is known to fit.
 
     Args:
         shape: `shape_of` the batch that is known to fit.
@@ -43,10 +42,6 @@ class ShapeGuard:
 
         It takes about a microsecond for a shape that came before, and a few traces of the step (seconds) for a
         larger one that did not.
-
-        Args:
-            batch: The loader batch.
-            current: The size in use.
         """
         shape = shape_of(batch)
         cap = self._caps.get(shape)
@@ -91,25 +86,18 @@ class ShapeGuard:
 
 def shape_of(value: Any) -> Any:
     """The shapes of all tensors in a batch, hashable; equal shapes stand for equal memory."""
-    kind = type(value)
-    if kind is Tensor:
-        return value.shape
-    if kind is list or kind is tuple:
-        return tuple([one.shape if type(one) is Tensor else shape_of(one) for one in value])
-    if kind is dict:
-        return tuple([one.shape if type(one) is Tensor else shape_of(one) for one in value.values()])
     if isinstance(value, Tensor):
         return value.shape
-    if isinstance(value, Mapping):
-        return tuple(shape_of(one) for one in value.values())
-    if isinstance(value, (list, tuple)):
-        return tuple(shape_of(one) for one in value)
-    if kind.__module__ == "numpy" and hasattr(value, "ndim"):
-        return tuple(value.shape)
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and not isinstance(value, type) and not callable(value):
-        return tuple(one.shape for one in attributes.values() if isinstance(one, Tensor))
-    return ()
+    if type(value) is not dict and not isinstance(value, (list, tuple)):
+        if isinstance(value, Mapping):
+            value = dict(value)
+        elif type(value).__module__ == "numpy" and hasattr(value, "ndim"):
+            return tuple(value.shape)
+        else:
+            attributes = {} if isinstance(value, type) or callable(value) else getattr(value, "__dict__", {})
+            return tuple(one.shape for one in attributes.values() if isinstance(one, Tensor))
+    items = value.values() if type(value) is dict else value
+    return tuple([one.shape if type(one) is Tensor else shape_of(one) for one in items])
 
 
 def _is_within(shape: Any, other: Any) -> bool:

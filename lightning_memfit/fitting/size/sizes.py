@@ -8,12 +8,7 @@ def prefer(local_batch_size: int, largest: int) -> int:
     """Return the best micro-batch size up to `largest` for a device's batch.
 
     Of the sizes that need no more micro-batches than `largest` does, those that divide the batch come first (all
-    micro-batches equal), then multiples of 8 (tensor cores), then `largest` itself. The number of micro-batches
-    stays the same.
-
-    Args:
-        local_batch_size: At least 1.
-        largest: At least 1.
+    micro-batches equal), then multiples of 8 (tensor cores), then `largest` itself.
     """
     largest = min(largest, local_batch_size)
     fewest = -(-local_batch_size // -(-local_batch_size // largest))

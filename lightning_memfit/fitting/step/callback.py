@@ -229,7 +229,7 @@ class MicroBatching(KeepsRandomNumbers):
     def _agree_by(self, trainer: Trainer, is_evaluation: bool = False) -> RankConsensus:
         if isinstance(trainer.strategy, SingleDeviceStrategy):
             return RankConsensus(1)
-        from lightning_memfit.fitting.recovery.lockstep import consensus_for  # for several ranks, or divided weights
+        from lightning_memfit.fitting.recovery.ranks import consensus_for  # for several ranks, or divided weights
 
         if is_evaluation and isinstance(trainer.strategy, DeepSpeedStrategy):
             return consensus_for(trainer, is_evaluation)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memfit.fitting.recovery.rollback import RandomState
 from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.fitting.size.search import SizeSearch, StepMemory, longest_samples
+from lightning_memfit.fitting.size.search import SizeSearch, StepMemory
 from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
 from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
@@ -79,9 +78,9 @@ class FirstSteps:
         )
 
     def begin(self, request: StepRequest) -> tuple[int, str]:
-        """Name the size of the first step, predicted for the longest samples of the data, and say why."""
+        """Name the size of the first step, and say why."""
         search, memory, local_batch_size = self.search, self._memory, self._sizes.local_batch_size
-        batch = self._worst_case(request.batch)
+        batch = request.batch
         if self._prediction is not None:
             self._prediction.begin(batch, local_batch_size, self._splitter.first)
         has_states = any(optimizer.state for optimizer in self._loop.trainer.optimizers)  # of a run that is resumed
@@ -89,7 +88,7 @@ class FirstSteps:
         if search.no_prediction:
             why = f"for there is no prediction: {search.no_prediction}"
             rank_zero_info(f"MicroBatching: the size grows in the first steps, {why}")
-        self._shape = shape_of(batch if search.is_predicted else request.batch)
+        self._shape = shape_of(batch)
         self._step.shapes = guard_of(self._splitter, self._prediction, self._shape, largest, self._limit_bytes)
         self._sizes.name_smaller = lambda failed: prefer(local_batch_size, search.fail(failed))
         size = prefer(local_batch_size, largest)
@@ -169,11 +168,3 @@ class FirstSteps:
 
     def _agreed(self, choose: Callable[[list[float]], float], number: int) -> int:
         return int(choose([theirs for (theirs,) in self._consensus.exchange(number, at=At.BATCH)]))
-
-    def _worst_case(self, batch: Any) -> Any:
-        random = RandomState(self._loop.trainer.strategy.root_device)  # from which data sets and collators may draw
-        try:
-            longest = longest_samples(self._loop.trainer.train_dataloader, self._sizes.local_batch_size)
-            return batch if longest is None else self._loop.to_device(longest)
-        finally:
-            random.restore()

@@ -6,11 +6,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.step.session import check_global_batch, local_batch_size_for
-from tests.helpers.fitting import Sentences, Tagger
+from tests.helpers.fitting import Tagger
 from tests.helpers.trainers import difference, fit
 
 
@@ -68,25 +67,3 @@ def test_a_global_batch_that_a_callback_multiplies_is_refused():
     with pytest.raises(MisconfigurationException, match=r"`global_batch_size=16` is one number, .*\{0: 2\}"):
         fit(Tagger(), *callbacks, max_steps=1, max_epochs=-1)
     fit(Tagger(), GradientAccumulationScheduler({3: 1}), callbacks[1], max_steps=1, max_epochs=-1)
-
-
-class Augmented(Sentences):
-    """Draws random numbers for each sample, and knows their lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lengths = self.sizes.tolist()
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        found = super().__getitem__(index)
-        return found | {"labels": found["labels"].where(torch.rand(6) < 0.7, -100)}
-
-
-def test_the_longest_samples_are_tried_with_no_trace_in_random_numbers():
-    modules = []
-    for size in ("auto", 16):
-        module, fitting = Tagger(), MicroBatching(micro_batch_size=size, limit_bytes=1 << 30)
-        torch.manual_seed(3)
-        fit(module, fitting, loader=DataLoader(Augmented(), 16))
-        modules.append(module)
-    assert difference(*modules) == 0.0

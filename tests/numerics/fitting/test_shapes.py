@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memfit.fitting.size.search import NoPrediction
-from lightning_memfit.fitting.size.shapes import ShapeGuard, _described, shape_of
+from lightning_memfit.fitting.size.shapes import NoPrediction, ShapeGuard, _described, shape_of
 
 
 def tokens(length: int, samples: int = 16) -> dict[str, Tensor]:
