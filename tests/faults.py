@@ -135,7 +135,6 @@ GROUPS: dict[str, tuple[Case, ...]] = {
                 "both end at the same step; resumed bitwise",
                 "test_a_signal_for_one_of_two_ranks_ends_both",
             ),
-            ("while a size is looked for", "it ends, and nothing is lost", "test_inside_the_search_for_a_size"),
             ("before its first step", "it ends at once", "test_before_the_first_step_the_run_ends_at_once"),
             (
                 "by the end of its terminal",

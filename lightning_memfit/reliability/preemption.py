@@ -10,15 +10,10 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_memfit.memory.attach import hide_idle_hooks
@@ -65,16 +60,14 @@ class PreemptedError(KeyboardInterrupt):
 class Preemption(KeepsRandomNumbers):
     """End a run that gets a signal at its next step boundary, with a checkpoint from which it goes on exactly.
 
-    A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows, the start
-    of a validation, and the end of one of its batches; the run that goes on validates anew, so that whatever looks at
-    its figures sees them. Where a callback validates with other weights (`WeightAveraging`), or where a scheduler on a
-    plateau steps after the validation by what the batch before it has logged, the run ends after the next step. With
-    several ranks, of which one that gets a signal ends all together, no validation is broken off, as they may have
-    different numbers of batches: the next step's end comes after it. What the signal meets (forward, backward, the
-    optimizer, a save) is finished first. Before the first step there is nothing to save, and the run ends at once. A
-    second signal, and the end of the grace time, end it without a checkpoint; once the checkpoint is being saved, the
-    grace time counts no longer. Processes that load data go on meanwhile, except after a SIGTERM that they get
-    themselves.
+    A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows, and the
+    start of a validation; the run that goes on validates anew, so that whatever looks at its figures sees them. Where a
+    scheduler on a plateau steps after the validation by what the batch before it has logged, the run ends after the
+    next step. One rank that gets a signal ends all together. What the signal meets (forward, backward, the optimizer, a
+    save, a validation that has begun) is finished first. Before the first step there is nothing to save, and the run
+    ends at once. A second signal, and the end of the grace time, end it without a checkpoint; once the checkpoint is
+    being saved, the grace time counts no longer. Processes that load data go on meanwhile, except after a SIGTERM that
+    they get themselves.
 
     In a run that goes on within an epoch, by whichever checkpoint, schedulers on a plateau step at that epoch's end as
     they would have; Lightning alone leaves that step out. Means over an epoch (`self.log(..., on_epoch=True)`) are
@@ -91,8 +84,7 @@ class Preemption(KeepsRandomNumbers):
     Put it last among the callbacks: those after it don't see the end of a run that got its signal in its last step.
 
     Args:
-        grace_seconds: How long a signal may wait for a step boundary. It has to cover a validation where callbacks
-            exchange weights for it, or where a scheduler on a plateau steps after it, as above.
+        grace_seconds: How long a signal may wait for a step boundary; it has to cover a validation.
         dirpath: Folder or URL of the checkpoint; a folder is tried before training. Null: that of the first
             `ModelCheckpoint`, else `checkpoints` in the run's.
         signals: Names of the signals.
@@ -131,7 +123,6 @@ class Preemption(KeepsRandomNumbers):
         self._timer: threading.Timer | None = None
         self._requeue: Callable[[], Any] | None = None
         self._is_requeued = False
-        self._trained: list[Tensor] = []
         self._terminals: list[int] = []
         hide_idle_hooks(self)
 
@@ -150,13 +141,8 @@ class Preemption(KeepsRandomNumbers):
         self.follow_random_numbers(trainer, stage)
         if stage == "fit":
             loop = trainer.fit_loop.epoch_loop.val_loop
-            self._layers.append(wrap_method(loop, "reset", partial(self._begin_to_validate, pl_module)))
+            self._layers.append(wrap_method(loop, "reset", partial(self._begin_to_validate, trainer)))
             self._layers.append(after_batch_hooks(trainer, partial(self._end_batch, trainer)))
-
-    def _begin_to_validate(self, module: LightningModule, reset: Callable[[], None]) -> None:
-        """Note samples of the weights before any hook of a validation, which may exchange them."""
-        self._trained = _samples(module)
-        reset()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -182,12 +168,8 @@ class Preemption(KeepsRandomNumbers):
                 self._before.setdefault(number, handler)
                 signal.signal(number, self._handle)
         handler = None if requeue is None else signal.getsignal(requeue)
-        if (
-            requeue is not None
-            and is_requeued
-            and callable(handler)
-            and handler not in (self._handle_requeue, self._handle)
-        ):
+        is_lightnings = callable(handler) and handler not in (self._handle_requeue, self._handle)
+        if requeue is not None and is_requeued and callable(handler) and is_lightnings:
             self._before[requeue] = handler  # Lightning's, which is there from the start of training
             self._requeue = partial(handler, requeue, None)
             signal.signal(requeue, self._handle_requeue)
@@ -289,32 +271,16 @@ class Preemption(KeepsRandomNumbers):
             self._end_if_told(trainer, prepare=partial(step_plateau_schedulers, trainer, "step"))
         inner()
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the run before a validation, which is after a step, if a rank has got a signal."""
-        if _is_in_fit(trainer):
-            validation_begins(trainer)
-            self._end_before_validation(trainer)
-
-    @override
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """End the run in the middle of a validation, if this is its only rank."""
-        if trainer.world_size == 1 and _is_in_fit(trainer):
-            self._end_before_validation(trainer)
-
-    def _end_before_validation(self, trainer: Trainer) -> None:
+    def _begin_to_validate(self, trainer: Trainer, reset: Callable[[], None]) -> None:
+        """End the run before a validation, which is after a step, and before hooks that may exchange weights for it."""
+        reset()
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        validation_begins(trainer)
         is_boundary = self._has_stepped and not trainer.fit_loop._should_accumulate()
         if is_boundary and not a_plateau_waits_for_a_step(trainer):
             with before_validation(trainer):
-                self._end_if_told(trainer, validates=True)
+                self._end_if_told(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -327,21 +293,10 @@ class Preemption(KeepsRandomNumbers):
         """End the run as told, if the signal came after its last step."""
         self._end_if_told(trainer)
 
-    def _are_trained(self, module: nn.Module) -> bool:
-        """Whether a module holds the weights of training in a validation, from which alone a run goes on."""
-        now = _samples(module)
-        return len(now) == len(self._trained) and all(map(torch.equal, now, self._trained))
-
-    def _end_if_told(
-        self, trainer: Trainer, validates: bool = False, prepare: Callable[[], None] = lambda: None
-    ) -> None:
+    def _end_if_told(self, trainer: Trainer, prepare: Callable[[], None] = lambda: None) -> None:
         told, is_requeued = self._received is not None, self._is_requeued
-        is_told = told or is_requeued
-        has_others = validates and is_told and not self._are_trained(trainer.lightning_module)
         if self._consensus is not None:
-            told, is_requeued, has_others = self._consensus.any_of([told, is_requeued, has_others])
-        if has_others:  # the next step's end comes after the validation
-            return
+            told, is_requeued = self._consensus.any_of([told, is_requeued])
         if is_requeued and self._requeue is not None:
             self._is_requeued = False
             self._requeue()
@@ -353,18 +308,6 @@ class Preemption(KeepsRandomNumbers):
         path = unused_checkpoint(trainer, folder, f"preempted-step={trainer.global_step}")
         trainer.save_checkpoint(path)
         raise self._ends(self._received or signal.SIGTERM, f"saved {path}. Go on with `--ckpt_path {path}`.")
-
-
-def _samples(module: nn.Module) -> list[Tensor]:
-    """Copies of the first value of each plain weight, on its device and as bytes; of a divided one this rank's."""
-    parts = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters() if not is_lazy(p))
-    plain = (p.detach() for p in parts if p.layout == torch.strided and not is_traceable_wrapper_subclass(p))
-    # As bytes: float8 has no comparison.
-    return [p[(0,) * p.ndim].clone().reshape(1).view(torch.uint8) for p in plain if p.numel()]
-
-
-def _is_in_fit(trainer: Trainer) -> bool:
-    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:

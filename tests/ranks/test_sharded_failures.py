@@ -258,19 +258,3 @@ def test_unequal_loaders_are_refused_where_ranks_would_wait(strategy: str, refus
         assert [message[: len(start)] for message, start in zip(process.result, expected, strict=True)] == expected
         assert process.result[-1] == ""
         assert bool(process.result[1]) == ("validation" in refused)
-
-
-class HookOfParts(Tagger):
-    def on_train_start(self) -> None:
-        for weight in self.parameters():
-            weight.register_post_accumulate_grad_hook(lambda part: (part.grad.mul_(0.5), None)[1])
-
-
-def test_hooks_of_parts_that_change_sums_are_refused_where_the_batch_is_split(tmp_path: Path) -> None:
-    def refused() -> None:
-        train(HookOfParts(), MicroBatching(micro_batch_size=8))  # the whole batch
-        with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="hook on weights changes them"):
-            train(HookOfParts(), MicroBatching(micro_batch_size=4))
-
-    (only,) = run_ranks(refused, 1, tmp_path, seconds=60)
-    assert not only.error, only.output[-5000:]

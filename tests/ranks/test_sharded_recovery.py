@@ -223,26 +223,6 @@ def test_ranks_agree_while_a_shape_is_new(tmp_path: Path) -> None:
 # --- the size -------------------------------------------------------------------------------------------------------
 
 
-def find_a_size() -> tuple[int | None, int, float]:
-    """Run out of memory on one rank in the first step, with all 8 samples; it is repeated with fewer."""
-    whole = train(Tagger(), MicroBatching(micro_batch_size=8))
-    moments = Moments(1, "backward", (2,), run_out_of_memory)
-    callback = MicroBatching(limit_bytes=1 << 30)
-    module = Tagger(moments)
-    run = train(module, callback)
-    return callback.micro_batch_size_in_use, moments.failures, close(run, whole)
-
-
-def test_a_size_is_found_that_fits_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(find_a_size, 2, tmp_path)
-    for process in (first, second):
-        assert process.code == 0, process.output[-5000:]
-        assert process.result[0] < 8
-        assert process.result[2] < TOLERANCE
-    assert first.result[0] == second.result[0]
-    assert second.result[1] == 1
-
-
 def climb() -> tuple[int, float, str]:
     """Run out of memory with two samples, and then with one."""
     whole = train(Tagger(), MicroBatching(micro_batch_size=8))

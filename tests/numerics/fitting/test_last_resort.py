@@ -32,14 +32,6 @@ def test_it_is_done_once_and_put_back() -> None:
     assert forwards(module) == [None] * 4
 
 
-def test_what_is_not_allowed_or_finds_no_block_does_nothing() -> None:
-    forbidden, empty = made(is_allowed=False), made(nn.Linear(4, 4))
-    for recomputation in (forbidden, empty):
-        assert recomputation.start() is None
-    assert forbidden.summary() == "."
-    assert empty.summary() == ". No recomputation: there is no repeated block that keeps activations."
-
-
 class OtherRank(RankConsensus):
     """Another rank that answers for itself."""
 

@@ -89,21 +89,6 @@ def test_the_runs_numbers_are_left_alone(tmp_path):
     assert torch.equal(after, torch.rand(1))
 
 
-def test_other_errors_are_none_of_its_business(tmp_path, capsys):
-    report = OutOfMemoryReport()
-    with pytest.raises(RuntimeError, match="shapes"):
-        fit(tmp_path, report, module=Narrow())
-    assert report.text is None
-    assert "OutOfMemoryReport" not in capsys.readouterr().err
-
-
-class Narrow(Wide):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch.device.type == "cpu" and self.trainer.global_step >= 0 and type(batch) is torch.Tensor:
-            raise RuntimeError("shapes don't match")
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize("where", ["epoch", "validation"])
 def test_errors_outside_of_a_step_are_told_without_one(tmp_path, where):
     report, module = OutOfMemoryReport(), Wide(fail_in=where)
@@ -185,28 +170,6 @@ def test_on_cuda_a_full_disk_does_not_hide_the_error(tmp_path, cpu_as_cuda, monk
     assert list((tmp_path / "snapshots").iterdir()) == []
 
 
-def test_a_part_of_the_report_that_fails_does_not_hide_the_error(tmp_path, monkeypatch):
-    def fails(*_):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors ...")
-
-    monkeypatch.setattr(oom_report, "held_bytes", fails)
-    report = OutOfMemoryReport()
-    with pytest.raises(MemoryError, match="no more"):
-        fit(tmp_path, report, module=Wide(fail_in="epoch"))
-    said = "could not be made: RuntimeError: CUDA error: an illegal memory access was encountered."
-    assert said in report.text
-    assert "The largest tensors" in report.text
-
-
-def test_on_cuda_an_allocator_that_records_no_history_is_no_obstacle(tmp_path, cpu_as_cuda, monkeypatch):
-    def refuse(*_, **__):
-        raise RuntimeError("cudaMallocAsync does not yet support recordHistory.")
-
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
-    with pytest.warns(UserWarning, match="without a history of allocations: .* does not yet support recordHistory"):
-        fit(tmp_path, OutOfMemoryReport())
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_the_snapshot_names_lines_of_code(tmp_path):
@@ -223,10 +186,3 @@ def test_on_cuda_the_snapshot_names_lines_of_code(tmp_path):
     assert snapshot["segments"]
     frames = {frame["filename"] for trace in snapshot["device_traces"] for entry in trace for frame in entry["frames"]}
     assert any(name.endswith("test_oom_report.py") for name in frames)
-
-
-def test_alike_tensors_of_numbered_modules_are_told_together():
-    from lightning_memfit.fitting.recovery.postmortem import _largest
-
-    found = [(4, "(2, 2) kept by `layer.0.mlp`"), (5, "(3,) kept by `head2`"), (4, "(2, 2) kept by `layer.1.mlp`")]
-    assert _largest(found) == [(8, "2 x (2, 2) kept by `layer.*.mlp`"), (5, "(3,) kept by `head2`")]

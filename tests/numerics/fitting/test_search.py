@@ -109,17 +109,6 @@ def test_the_whole_share_is_tried_at_once() -> None:
     assert train(search, device.peak, device.limit) == [64, 64]
 
 
-def test_without_measured_peaks_the_first_good_size_is_the_last() -> None:
-    search = SizeSearch(100, 50, Exact(lambda n: n), can_fail=True, is_measured=False)
-    assert train(search, lambda n: n, 50) == [50]
-    assert search.largest == 50
-
-
-def test_largest_under() -> None:
-    for limit in range(0, 130, 7):
-        assert largest_under(lambda n: 3 * n, limit, 40) == min(limit // 3, 40)
-
-
 # --- curves that are not lines --------------------------------------------------------------------------------------
 
 CURVES: dict[str, Callable[[int], int]] = {
@@ -179,20 +168,6 @@ def test_a_traced_prediction_of_any_curve_is_right_at_once(name: str, true: int)
     assert set(tried) == {search.tried}
     assert len(tried) == 2
     assert len(set(curve.asked)) <= 20
-
-
-def test_a_straight_line_is_traced_at_one_size_more() -> None:
-    curve = Curve(CURVES["line"], 200)
-    assert curve.largest_under(curve.limit, 1024) == 200
-    assert curve.asked == [200]
-
-
-def test_few_values_are_asked_for_however_little_they_say() -> None:
-    asked = []
-    found = largest_by_exact(lambda n: asked.append(n) or n, 700, 10**9, {})  # type: ignore[func-returns-value]
-    assert is_near(found, 700)
-    assert len(asked) <= 20
-    assert largest_by_exact(lambda n: n, 700, 1024, {500: 500}, is_out_of_time=lambda: True) == 500
 
 
 def test_a_traced_prediction_that_is_wrong_is_corrected_by_what_was_measured() -> None:

@@ -34,20 +34,6 @@ def test_a_longer_batch_gets_what_it_has_room_for_and_the_next_one_all() -> None
     assert model.asked == [(250, 10), (125, 10)]
 
 
-def test_it_never_raises_the_size() -> None:
-    guard = ShapeGuard(shape_of(tokens(100)), 10, Model())
-    assert [guard.size_for(tokens(n), 3) for n in (50, 100, 250, 500)] == [3, 3, 3, 2]
-    assert guard.size_for(tokens(5000), 3) == 1
-
-
-def test_fewer_samples_need_no_more() -> None:
-    model = Model()
-    guard = ShapeGuard(shape_of(tokens(100)), 10, model)
-    assert guard.size_for(tokens(100, samples=7), 10) == 10
-    assert guard.size_for(tokens(90, samples=16), 10) == 10
-    assert model.asked == []
-
-
 def test_many_lengths_need_few_predictions() -> None:
     model = Model()
     guard = ShapeGuard(shape_of(tokens(10)), 100, model)
@@ -55,13 +41,6 @@ def test_many_lengths_need_few_predictions() -> None:
         size = guard.size_for(tokens(length), 100)
         assert 0.7 * (1000 // length) <= size <= max(1, 1000 // length)
     assert len(model.asked) <= 40
-
-
-def test_a_shape_that_fits_at_full_size_is_proven_for_smaller_ones() -> None:
-    asked = []
-    guard = ShapeGuard(shape_of(tokens(100)), 10, lambda batch, upper: asked.append(1) or upper)  # type: ignore[func-returns-value]
-    assert [guard.size_for(tokens(n), 10) for n in (200, 150, 200, 120)] == [10] * 4
-    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("is_asked", [True, False])

@@ -15,23 +15,6 @@ def test_preferred_sizes_cost_nothing(local_batch_size: int) -> None:
         assert math.ceil(local_batch_size / size) == math.ceil(local_batch_size / min(largest, local_batch_size))
 
 
-def test_divisors_come_before_multiples_of_eight() -> None:
-    assert prefer(64, 60) == 32
-    assert prefer(60, 31) == 30
-    assert prefer(1000, 470) == 334 or 1000 % prefer(1000, 470) == 0 or prefer(1000, 470) % 8 == 0
-    assert prefer(5000, 450) == 448
-
-
-def test_shrinking_always_ends() -> None:
-    for local_batch_size in range(1, 200):
-        sizes = MicroBatchSize(local_batch_size, local_batch_size)
-        steps = 0
-        while sizes.shrink(sizes.current):
-            steps += 1
-        assert sizes.current == 1
-        assert steps < 30
-
-
 @given(local=st.integers(2, 4096), share=st.floats(0.01, 1.0), needs=st.floats(0.0, 1.0))
 def test_what_failed_is_lowered_to_what_fits_and_no_further_than_half(local: int, share: float, needs: float) -> None:
     target = max(1, int(local * share))

@@ -66,38 +66,6 @@ def test_what_stays_finite_is_left_alone():
     assert torch.equal(module.mean, torch.full((3,), 2.0))
 
 
-def test_statistics_that_tell_no_version():
-    """As those of torch's batch norm, whose kernel writes them."""
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    module[1].eval()
-    copies = BufferCopies(module)
-    for _ in range(3):
-        copies.take()
-        module[0](torch.randn(4, 2))
-    module[1].train()  # changes from now on
-    for _ in range(2):
-        copies.take()
-        module(torch.randn(4, 2))
-    copies.take()
-    before = {name: value.clone() for name, value in module.named_buffers()}
-    module(torch.full((4, 2), torch.nan))
-    assert copies.put_back() == (True, [])
-    assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
-
-
-def test_a_tensor_that_is_replaced_and_lives_on():
-    module = Keeps()
-    copies, replaced = BufferCopies(module), []
-    for _ in range(3):
-        copies.take()
-        replaced.append(module.mean)
-        module.mean = module.mean + 1
-    copies.take()
-    in_place(module)
-    assert copies.put_back() == (True, [])
-    assert torch.equal(module.mean, torch.full((3,), 4.0))
-
-
 def test_a_large_one_that_was_never_copied_is_named():
     module = Keeps()
     copies = BufferCopies(module)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import cli.fit  # noqa: F401  before processes are forked
 from cli.main import main
-from lightning_memfit import MemoryPrediction, MicroBatching, Preemption, WholeSteps, strategies
+from lightning_memfit import MemoryPrediction, Preemption, WholeSteps, strategies
 from lightning_memfit.data.batched import EffectiveBatchSampler, ResumableLoader
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
@@ -185,7 +185,6 @@ def watched(folder: Path, place: str = "", step: int = 0, interval: float | int 
         ("validation", 12, 1.0),
         ("end of validation", 12, 1.0),
         ("end of epoch", 12, 1.0),
-        ("validation", 10, 4),
         ("step", 5, 4),  # the last of an epoch that no validation follows
         ("end of epoch", 18, 1.0),
     ],
@@ -438,26 +437,6 @@ def test_signals_that_a_process_ignores_stay_ignored(tmp_path):
     assert ended.result is True, ended.output
 
 
-def test_inside_the_search_for_a_size(tmp_path):
-    """Trial steps take errors for their own; a signal waits for the first whole step."""
-
-    class Probed(Told):
-        def reach(self, place):
-            if place == "forward" and self.place:
-                self.place = ""
-                os.kill(os.getpid(), self.number)
-
-    def run():
-        preemption = Preemption(dirpath=str(tmp_path))
-        try:
-            train(Probed("forward"), MicroBatching(limit_bytes=1 << 30), preemption)
-        except SystemExit:
-            raise AssertionError(f"ended with {preemption.error.exit_code}") from None
-
-    (ended,) = run_ranks(run, 1, tmp_path / "run")
-    assert "ended with 143" in ended.error, ended.output
-
-
 def test_before_the_first_step_the_run_ends_at_once(tmp_path):
     """Here while the step is traced."""
 
@@ -566,12 +545,3 @@ def test_the_command_ends_with_the_signals_code(number, tmp_path, monkeypatch):
     (ended,) = run_ranks(lambda: main(["fit", "--config", "recipe.yaml"]), 1, tmp_path / "run")
     assert ended.result == 128 + number, ended.output
     assert [path.name for path in tmp_path.rglob("preempted-*.ckpt")] == ["preempted-step=2.ckpt"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"grace_seconds": float("nan")}, "grace_seconds=nan"), ({"signals": ["SIGNOTHING"]}, "'SIGNOTHING' is unknown")],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Preemption(**arguments)

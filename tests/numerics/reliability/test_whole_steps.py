@@ -112,11 +112,6 @@ def test_a_save_inside_a_window_warns(tmp_path):
     assert (tmp_path / "a.ckpt").exists()
 
 
-@pytest.mark.filterwarnings("error:WholeSteps")
-def test_at_the_end_of_a_window_nothing_is_said(tmp_path):
-    train(WholeSteps(), SavesItself(tmp_path / "a.ckpt", 3))
-
-
 def test_an_error_says_what_its_checkpoint_lacks(tmp_path):
     class Fails(Callback):
         def on_before_zero_grad(self, trainer, *_):
