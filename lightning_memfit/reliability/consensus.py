@@ -14,6 +14,10 @@ from typing_extensions import override
 from lightning_memfit.memory.oom import is_out_of_memory
 
 T = TypeVar("T")
+
+TRAINING = "training_step"
+"""Name of actions that begin with all weights divided."""
+
 _PATIENCE = timedelta(seconds=30)
 _MOST_NUMBERS = 4
 _ASTRAY = (
@@ -66,7 +70,7 @@ class Astray(PeerFailed):
 
 
 def require_as_many_batches(is_last: Sequence[float], number: int, option: str) -> None:
-    """Refuse a batch that is the last one on some ranks and not on others, before they part.
+    """Refuse a batch that is the last one on some ranks and not on others, before they part, on all ranks alike.
 
     Args:
         is_last: For each rank, whether this batch is its last one.
@@ -74,7 +78,7 @@ def require_as_many_batches(is_last: Sequence[float], number: int, option: str) 
         option: The Trainer's argument that limits the number of batches.
 
     Raises:
-        MisconfigurationException: On all ranks alike.
+        MisconfigurationException: If it is so.
     """
     if len(set(map(bool, is_last))) > 1:
         ended = [bool(one) for one in is_last]
@@ -196,12 +200,7 @@ class RankConsensus:
 
 
 class OfModule(RankConsensus):
-    """A consensus about a module whose weights may be divided.
-
-    Args:
-        module: The module in training.
-        world_size: Number of ranks. With more than one, all of them must construct this together.
-    """
+    """A consensus about a module whose weights may be divided."""
 
     def __init__(self, module: nn.Module, world_size: int) -> None:
         super().__init__(world_size)
@@ -238,13 +237,7 @@ class Apart(OfModule):
     def together(
         self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True
     ) -> tuple[T | None, Exception | None]:
-        """Do what all ranks do at this point; an error that is not for memory is raised.
-
-        Args:
-            action: What to do.
-            key: Not used.
-            is_risky: Not used.
-        """
+        """Do what all ranks do at this point; an error that is not for memory is raised."""
         try:
             return action(), None
         except Exception as error:

@@ -201,11 +201,6 @@ def _leave_to_scaler(scaler: Any, optimizer: Optimizer, parameters: list[torch.n
 
     Optimizers that unscale by themselves (fused ones) are looked at within the scaler's `step`, which asserts that it
     finds gradients. Where only another rank's are not finite, this rank's scaler finds one, too.
-
-    Args:
-        scaler: The precision plugin's, or None.
-        optimizer: The optimizer that is about to step.
-        parameters: Its parameters with a gradient.
     """
     if scaler is None or not scaler.is_enabled() or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from torch import distributed, nn
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.ranks import TRAINING
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.fitting.upstream.torch import FORGETS_PASSES, forget_pass
 from lightning_memfit.memory.collectives import listen
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.reliability.consensus import (
+    TRAINING,
     Apart,
     Astray,
     At,

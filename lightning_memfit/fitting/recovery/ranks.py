@@ -8,9 +8,6 @@ from lightning_memfit.memory.replicas import ranks_together
 from lightning_memfit.reliability.consensus import Apart, RankConsensus
 from lightning_memfit.reliability.upstream.deepspeed import shards_weights
 
-TRAINING = "training_step"
-"""Name of actions that begin with all weights divided."""
-
 
 def consensus_for(trainer: Trainer, is_evaluation: bool = False) -> RankConsensus:
     """Return what the ranks of a run agree by, once the strategy has set the module up; all ranks call this together.

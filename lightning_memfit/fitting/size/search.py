@@ -364,12 +364,10 @@ _BACK = 0.6  # of the way from what a parabola would allow at most to what the c
 
 
 def _by_growth(points: Sequence[tuple[int, int]], room: float, failed: int) -> int:
-    """Name the next size to try.
+    """Name the next size to try, below the smallest that failed.
 
-    Args:
-        points: Sizes that fit, rising, and the bytes that forward and backward took beyond what was alive.
-        room: The bytes that they may take.
-        failed: The smallest size that failed; the next trial is below.
+    Points are sizes that fit, rising, with the bytes that forward and backward took beyond what was alive, for which
+    there is some room.
     """
     if not points:
         return max(1, min(2, failed - 1))
