@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memfit.estimate.architectures import known_configuration
-from lightning_memfit.hub import asked_once
+from lightning_memfit.hub import offline_if_unreachable
 from lightning_memfit.profile.fake import fake_pretrained_weights
 from lightning_memfit.profile.replaced import replaced
 
@@ -73,7 +73,7 @@ def without_weights() -> Iterator[Weightless]:
 
     weightless = Weightless()
     with (
-        asked_once(),
+        offline_if_unreachable(),
         replaced(PretrainedConfig, "get_config_dict", classmethod(get_config_dict)),
         fake_pretrained_weights("meta", weightless.models.append),
     ):

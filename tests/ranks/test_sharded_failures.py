@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException

@@ -29,7 +29,7 @@ from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes
 from lightning_memfit.fitting.step.window import PastBatch, Window
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import TRAINING, At, RankConsensus
+from lightning_memfit.reliability.consensus import At, RankConsensus
 
 if TYPE_CHECKING:
     from lightning_memfit.fitting.size.shapes import ShapeGuard

@@ -167,8 +167,6 @@ def test_named_model(capsys):
     assert report["largest_micro_batch_size"] > 2
 
 
-
-
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
 
