@@ -1,10 +1,13 @@
 """`ParameterInfo`: the table of a module's parameters, from which sizes of states, gradients and shards follow."""
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,15 @@ def trained(parameters: Collection[ParameterInfo]) -> list[ParameterInfo]:
     return [p for p in parameters if p.trainable and not p.shared_with]
 
 
-def groups_of(optimizer: Optimizer) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Package and class, as `torch.AdamW`, and hyper-parameters of each parameter group."""
-    cls = type(optimizer)
-    name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
-    return tuple((name, {key: v for key, v in group.items() if key != "params"}) for group in optimizer.param_groups)
+_OPTION_TYPES = (bool, int, float, str, tuple, type(None))
+
+
+def groups_of(optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
+    """Package and class, as `torch.AdamW`, and hyper-parameters of each kind of parameter group, tensors left out."""
+    cls, found = type(optimizer), []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if isinstance(value, _OPTION_TYPES)}
+        entry = f"{cls.__module__.partition('.')[0]}.{cls.__name__}", options
+        if entry not in found:
+            found.append(entry)
+    return found

@@ -319,7 +319,8 @@ def fit_sizes(first: EventList, traced: Callable[[int], EventList], first_size: 
         aligned = _aligned(traces, range(first_size, first_size + len(traces)))
         events, scratch, bounded = aligned[0], is_scratch(aligned[0]), _is_bounded(aligned[0])
         sizes = np.stack([one.sizes for one in aligned])
-        found = _differences(sizes)
+        # Differences of first and higher order at the first of equally spaced sizes; shape (orders, storages).
+        found = np.stack([np.diff(sizes, order, axis=0)[0] for order in range(1, len(sizes))]).astype(np.float64)
         found[1:, scratch & (found[-1] != 0)] = 0  # kernels work in tiles
         found[:, bounded] = 0
         events = replace(events, sizes=np.where(bounded, sizes.max(axis=0), events.sizes))
@@ -343,11 +344,6 @@ def fit_sizes(first: EventList, traced: Callable[[int], EventList], first_size: 
         f"tensors grow faster than the micro-batch, and by no rule that the sizes {first_size} to "
         f"{first_size + _MORE_TRACES - 1} show"
     )
-
-
-def _differences(sizes: Integers) -> Floats:
-    """Differences of first and higher order at the first of equally spaced sizes; shape (orders, storages)."""
-    return np.stack([np.diff(sizes, order, axis=0)[0] for order in range(1, len(sizes))]).astype(np.float64)
 
 
 def at_size(events: EventList, slopes: Floats, traced_size: int, micro_batch_size: int) -> EventList:

@@ -61,10 +61,6 @@ _NOT_OF_MODULE = (Category.ACTIVATION, Category.TEMPORARY, Category.BUFFER)
 """Categories of what a strategy makes, before the first batch or later, until it is known to be for communication."""
 
 
-_OPTION_TYPES = (bool, int, float, str, tuple, type(None))
-"""Types of hyper-parameters; others, such as tensors and what a group's owner keeps there, are left out."""
-
-
 class Mark(NamedTuple):
     """A moment of a recording."""
 
@@ -176,10 +172,7 @@ class EventRecorder(Uncompiled, StorageLedger):
     def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Enter the optimizer's states and note its class."""
         self.optimizers.append(type(optimizer).__name__)
-        for name, group in groups_of(optimizer):
-            entry = name, {key: value for key, value in group.items() if isinstance(value, _OPTION_TYPES)}
-            if entry not in self.optimizer_groups:
-                self.optimizer_groups.append(entry)
+        self.optimizer_groups += [one for one in groups_of(optimizer) if one not in self.optimizer_groups]
         super().track_optimizer(optimizer)
 
     def _follow(self, name: str, module: torch.nn.Module) -> None:
@@ -634,9 +627,7 @@ def _bytes_of(values: Any) -> int:
 
 
 def _requiring_grad(values: Any) -> Iterator[torch.Tensor]:
-    for value in tree_leaves(values):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            yield value
+    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor) and value.requires_grad)
 
 
 def _owning_blocks(module: torch.nn.Module, blocks: dict[int, int]) -> dict[str, int]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_memfit.checkpointing.recompute import in_trace
 from lightning_memfit.memory.wrapping import wrap_method
+from lightning_memfit.strategies.launched import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,7 +154,7 @@ class SequenceParallel:
             )
         if self._is_whole:
             return inner(*args, **kwargs)
-        if labels is not None and not self._is_checked and not in_trace():
+        if labels is not None and not self._is_checked and not is_traced():
             self._check_on(model, ids[:1, : 4 * self.size])
         length = ids.shape[1]
         fill = -length % self.size

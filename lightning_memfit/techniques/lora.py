@@ -65,7 +65,9 @@ class Lora(TechniqueCallback):
         train: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if alpha <= 0:  # of the other numbers peft and torch say so
+        if rank < 1:  # before a trace, whose error would name peft's code
+            raise ValueError(f"`rank={rank}` must be at least 1.")
+        if alpha <= 0:
             raise ValueError(f"`alpha={alpha}` must be positive.")
         require("peft", "Lora")
         # Not first within a trace: an error that this import catches and logs leads to the frames around it, and who

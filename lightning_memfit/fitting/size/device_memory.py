@@ -1,11 +1,10 @@
 """`DeviceMemory`: how much device memory there is and how much is in use."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.memory.kind import CUDA, DeviceKind
 
 
@@ -59,8 +58,8 @@ class CudaMemory:
 
 def find_device_memory(trainer: Trainer) -> DeviceMemory | None:
     """Return the memory of the Trainer's device: a `MemoryLimit`'s simulated device, CUDA's allocator, or None."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        ledger: DeviceMemory | None = callback.ledger if isinstance(callback, MemoryLimit) else None
+    for callback in _limits(trainer):
+        ledger: DeviceMemory | None = callback.ledger
         if ledger is not None:
             return ledger
     device = trainer.strategy.root_device
@@ -78,4 +77,10 @@ def rounding_of(trainer: Trainer) -> int:
 
 
 def _is_limited(trainer: Trainer) -> bool:
-    return any(isinstance(callback, MemoryLimit) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return bool(_limits(trainer))
+
+
+def _limits(trainer: Trainer) -> list[Any]:
+    """The Trainer's `MemoryLimit`, known by its name: a run without one loads no simulated device."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [one for one in callbacks if any(kind.__name__ == "MemoryLimit" for kind in type(one).__mro__)]

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memfit.extras import is_installed
 from lightning_memfit.memory.kind import CUDA, DeviceKind, compute_capability
-from lightning_memfit.memory.parameters import groups_of
 from lightning_memfit.techniques.core.hooks import gradient_hooks
 
 Options = Mapping[str, Any]
@@ -158,7 +157,7 @@ def run_facts(
         automatic_optimization=getattr(module, "automatic_optimization", True),
         gradient_hooks=tuple(gradient_hooks(module, callbacks)),
         optimizers=tuple(names.split(" + ")) if names else (),
-        groups=groups_of(optimizer) if isinstance(optimizer, Optimizer) else (),
+        groups=_groups(optimizer) if isinstance(optimizer, Optimizer) else (),
         gradient_clip_val=gradient_clip_val,
         gradient_clip_algorithm=algorithm,
         loaders=tuple(LoaderFacts.of(one) for one in flat_loaders(loader)),
@@ -201,6 +200,12 @@ def run_of(trainer: Any, module: Any) -> Run:
         callbacks=tuple(type(one).__name__ for one in given),
         arguments={type(callback).__name__: arguments_of(callback) for callback in techniques},
     )
+
+
+def _groups(optimizer: Optimizer) -> tuple[tuple[str, Options], ...]:
+    from lightning_memfit.memory.parameters import groups_of  # no run gives its optimizer
+
+    return tuple(groups_of(optimizer))
 
 
 def _given_loader(trainer: Any) -> Any:
