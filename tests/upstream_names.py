@@ -42,6 +42,7 @@ NAMES: dict[str, str] = {
     "_epilogue_ran_this_backward": "deepspeed.runtime.base_optimizer.ZeROOptimizer",
     "_offload_accumulated_param_ids": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
     "_get_zero_frozen_param_attributes": "deepspeed.DeepSpeedEngine",
+    "_remove_autograd_hooks": "torch.nn.parallel.DistributedDataParallel",
     "_reset_parameters": "torch.nn.Transformer",
     "_get_zero_param_shapes": "deepspeed.DeepSpeedEngine",
     "_BatchNorm": "torch.nn.modules.batchnorm",
@@ -95,12 +96,10 @@ NAMES: dict[str, str] = {
     "_foreach_mul_": "torch",
     "_foreach_supported_types": "torch.optim.optimizer",
     "_compute_groups_create_state_ref": "torchmetrics.MetricCollection",
-    "_forward_cache": "torchmetrics.Metric",
     "_groups_checked": "torchmetrics.MetricCollection",
     "_merge_compute_groups": "torchmetrics.MetricCollection",
     "_state_is_copy": "torchmetrics.MetricCollection",
     "_forward_hooks": "torch.nn.Module",
-    "_forward_hooks_with_kwargs": "torch.nn.Module",
     "_forward_pre_hooks": "torch.nn.Module",
     "_from_config": "transformers.PreTrainedModel",
     "_keep_in_fp32_modules": "diffusers.ModelMixin",
@@ -198,7 +197,7 @@ NAMES: dict[str, str] = {
 
 
 # Written by us on others' objects, of ours in another folder, or documented by Python in spite of the underscore.
-_NOT_UPSTREAM = ("_", "_exit", "_fields", "_make")
+_NOT_UPSTREAM = ("_", "_exit", "_fields", "_make", "_replace")
 
 
 @cache

@@ -34,12 +34,13 @@ def trained(parameters: Collection[ParameterInfo]) -> list[ParameterInfo]:
 _OPTION_TYPES = (bool, int, float, str, tuple, type(None))
 
 
-def groups_of(optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
+def groups_of(optimizer: Optimizer) -> tuple[tuple[str, dict[str, Any]], ...]:
     """Package and class, as `torch.AdamW`, and hyper-parameters of each kind of parameter group, tensors left out."""
-    cls, found = type(optimizer), []
+    cls = type(optimizer)
+    found: list[tuple[str, dict[str, Any]]] = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if isinstance(value, _OPTION_TYPES)}
         entry = f"{cls.__module__.partition('.')[0]}.{cls.__name__}", options
         if entry not in found:
             found.append(entry)
-    return found
+    return tuple(found)

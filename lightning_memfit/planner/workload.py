@@ -185,7 +185,7 @@ class Workload:
 
         Without them no rule could tell that a technique would exchange, say, SGD for AdamW.
         """
-        facts = replace(self.facts, sequence_length=profile.sequence_length)
+        facts = replace(self.facts, sequence_length=profile.sequence_length or 0)
         if profile.optimizer and not facts.optimizers:
             names = tuple(profile.optimizer.split(" + "))
             facts = replace(facts, optimizers=names, groups=profile.optimizer_groups)

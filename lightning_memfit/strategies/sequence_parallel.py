@@ -103,8 +103,8 @@ class SequenceParallel:
             self._undo.append(partial(model.set_attn_implementation, before))
             for child in model.modules():  # attention asks the module that it is called for
                 if hasattr(child, "is_causal"):
-                    vars(child)["_sequence_parallel"] = self
-                    self._undo.append(partial(vars(child).pop, "_sequence_parallel", None))
+                    vars(child)["divided_sequences"] = self
+                    self._undo.append(partial(vars(child).pop, "divided_sequences", None))
             signature = inspect.signature(model.forward)
             self._undo.append(wrap_method(model, "forward", partial(self._run, model, signature)))
 
@@ -262,7 +262,7 @@ def _register() -> None:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    parallel: SequenceParallel = module._sequence_parallel
+    parallel: SequenceParallel = module.divided_sequences
     return parallel.attention(query, key, value, options.get("scaling"), options.get("dropout", 0.0))
 
 

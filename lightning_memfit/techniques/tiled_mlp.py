@@ -166,10 +166,10 @@ def unsupported(run: Run, options: Options) -> str | None:
     if facts.mlp_width == 0:
         return _NO_MLP
     length, width = facts.sequence_length, facts.mlp_width
-    if options.get("num_tiles") is None and length is not None and width is not None and length <= width:
+    if options.get("num_tiles") is None and length is not None and length <= (width or length):
         return (
-            f"sequences of {length} tokens are no longer than feed-forward layers are wide ({width}), and run in one "
-            "tile. Leave it out, or set `num_tiles`."
+            f"sequences of {length} tokens are not known to be longer than feed-forward layers are wide ({width}), and "
+            "run in one tile. Leave it out, or set `num_tiles`."
         )
     return None
 

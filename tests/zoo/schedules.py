@@ -206,3 +206,19 @@ class StepsByHand(Manual):
 
     def configure_optimizers(self):
         return None
+
+
+PEAKS = {
+    EveryFourth: 8,
+    TwoOptimizers: 4,
+    CriticFirst: 10,
+    GeneratorFirst: 11,
+    ThreeOptimizers: 4,
+    Bank: 9,
+    Quasi: 12,
+    StepsInItsBackward: 3,
+    StepsByHand: 3,
+}
+"""Modules, and after how many batches their peak has come."""
+REFUSED = (NeverSteps, Swallows, SkipsItsEpochs, OneIsIdle, LoopsOnAFloat)
+"""Modules whose steps don't end, or change without an end."""

@@ -174,7 +174,9 @@ class PartStates:
     """
 
     def __init__(self, places: dict[str, Place], saved: Saved) -> None:
-        start = {name: saved.get(name, (place, None)) for name, place in places.items()}
+        # What is there and was not saved is an object, such as the state that layers of bitsandbytes make and keep.
+        there = {name: place for name, place in places.items() if name in saved or place.read() is MISSING}
+        start = {name: saved.get(name, (place, None)) for name, place in there.items()}
         self._saved = {name: one for name, one in start.items() if not _goes_on(one[0].read())}
         self._numbers: dict[str, list[float]] = {}
         self._sums: dict[str, tuple[int, Any]] = {}

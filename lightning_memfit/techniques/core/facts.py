@@ -85,7 +85,7 @@ class Facts:
     mlp_width: int | None = None
     """Features of a token that goes into the narrowest feed-forward layer; 0 where none is known by its class."""
     sequence_length: int | None = None
-    """Tokens of a sample; in plans alone."""
+    """Tokens of a sample, in plans alone; 0 where samples are no sequences of tokens."""
     batch_statistics: tuple[str, ...] = ()
     """Names of layers that normalise with statistics of their micro-batch while training."""
 
@@ -149,17 +149,20 @@ def run_facts(
     callbacks: Sequence[Any] = (),
 ) -> Facts:
     """Facts of a module, whether `configure_model` has built its layers yet or not."""
-    names = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else optimizer
-    algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm")
+    groups: tuple[tuple[str, Options], ...] = ()
+    if isinstance(optimizer, Optimizer):
+        from lightning_memfit.memory.parameters import groups_of  # no run gives its own
+
+        groups, optimizer = groups_of(optimizer), type(optimizer).__name__
     return Facts(
         device=device,
         capability=capability,
         automatic_optimization=getattr(module, "automatic_optimization", True),
         gradient_hooks=tuple(gradient_hooks(module, callbacks)),
-        optimizers=tuple(names.split(" + ")) if names else (),
-        groups=_groups(optimizer) if isinstance(optimizer, Optimizer) else (),
+        optimizers=tuple(optimizer.split(" + ")) if optimizer else (),
+        groups=groups,
         gradient_clip_val=gradient_clip_val,
-        gradient_clip_algorithm=algorithm,
+        gradient_clip_algorithm=str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm"),
         loaders=tuple(LoaderFacts.of(one) for one in flat_loaders(loader)),
         compiler=has_compiler(device),
         callbacks=tuple(type(callback).__name__ for callback in callbacks if not hasattr(callback, "refusal")),
@@ -200,12 +203,6 @@ def run_of(trainer: Any, module: Any) -> Run:
         callbacks=tuple(type(one).__name__ for one in given),
         arguments={type(callback).__name__: arguments_of(callback) for callback in techniques},
     )
-
-
-def _groups(optimizer: Optimizer) -> tuple[tuple[str, Options], ...]:
-    from lightning_memfit.memory.parameters import groups_of  # no run gives its optimizer
-
-    return tuple(groups_of(optimizer))
 
 
 def _given_loader(trainer: Any) -> Any:

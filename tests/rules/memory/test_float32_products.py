@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lightning_memfit.memory import float32_products
 from lightning_memfit.memory.float32_products import exact_products, precision_on_cuda, products_kept
 
 BACKENDS = (
@@ -58,10 +57,3 @@ def test_settings_of_the_newer_interface_are_put_back() -> None:
     assert precision_on_cuda() == "ieee"
     restore()
     assert precision_on_cuda() == "tf32"
-
-
-def test_a_step_is_traced_with_settings_of_the_newer_interface() -> None:
-    from lightning_memfit.profile.kernels import _switches
-
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert float32_products.precisions_on_host() in _switches()
