@@ -123,8 +123,6 @@ class SequenceParallel:
             reason = f"its attention is {model.config._attn_implementation!r}; set `attn_implementation` to 'sdpa'"
         elif model.config.is_encoder_decoder or not hasattr(model, "lm_head"):
             reason = "only causal language models with an `lm_head` can be"
-        elif (getattr(config, "sliding_window", None) or 0) and any("sliding" in kind for kind in _kinds(config)):
-            reason = "layers with a sliding window can't be yet"
         elif getattr(config, "attn_logit_softcapping", None):
             reason = "attention with a soft cap can't be"
         if reason:
@@ -154,9 +152,14 @@ class SequenceParallel:
             )
         if self._is_whole:
             return inner(*args, **kwargs)
+        length, window = ids.shape[1], _window(model.config.get_text_config())
+        if window is not None and length > window:
+            raise MisconfigurationException(
+                f"`sequence_parallel_size={self.size}`: layers of {type(model).__name__} see {window} tokens, which "
+                f"sequences of {length} exceed: that can't be divided. Cut them to {window}, or train it without."
+            )
         if labels is not None and not self._is_checked and not is_traced():
             self._check_on(model, ids[:1, : 4 * self.size])
-        length = ids.shape[1]
         fill = -length % self.size
         positions, mask = given.pop("position_ids", None), given.pop("attention_mask", None)
         self._mask = _mask(positions, mask, length, fill)
@@ -176,29 +179,36 @@ class SequenceParallel:
         return output
 
     def _check_on(self, model: Any, ids: Tensor) -> None:
-        """Compare logits of a few tokens, divided and whole, once.
+        """Compare logits and loss of a few tokens, divided and whole, once.
 
         Raises:
-            MisconfigurationException: If they differ: layers such as Mamba's pass something on to later tokens.
+            MisconfigurationException: If they differ: layers such as Mamba's pass something on to later tokens, and a
+                loss may have parts that are no sum over tokens, such as that which balances experts.
         """
+
+        def run(rows: int) -> list[Tensor]:
+            given = {"input_ids": ids.expand(rows, -1), "use_cache": False}
+            return [model(**given).logits[:1], model(**given, labels=given["input_ids"]).loss]
+
         self._is_checked = True
         modes = [(child, child.training) for child in model.modules()]
         model.eval()
         try:
             with torch.no_grad():
-                divided = model(input_ids=ids).logits
+                divided = run(1)
                 self._is_whole = True
-                whole, beside = (model(input_ids=ids.expand(rows, -1), use_cache=False).logits[:1] for rows in (1, 2))
+                whole, beside = run(1), run(2)
         finally:
             self._is_whole = False
             for child, training in modes:
                 child.training = training
-        difference, rounding = (float((one - whole).abs().max() / whole.abs().max()) for one in (divided, beside))
-        if not difference <= max(10 * rounding, 8 * torch.finfo(whole.dtype).eps):
-            raise MisconfigurationException(
-                f"`sequence_parallel_size={self.size}`: in {type(model).__name__} a token depends on others in layers "
-                f"other than attention (logits differ by {difference:.1e}). Train it without."
-            )
+        for what, one, other, again in zip(("logits", "loss"), divided, whole, beside, strict=True):
+            difference, rounding = (float((value - other).abs().max() / other.abs().max()) for value in (one, again))
+            if not difference <= max(10 * rounding, 8 * torch.finfo(other.dtype).eps):
+                raise MisconfigurationException(
+                    f"`sequence_parallel_size={self.size}`: in {type(model).__name__} a token depends on others in "
+                    f"layers other than attention, or in its loss ({what}: {difference:.1e} apart). Train it without."
+                )
 
     def _part(self, tokens: Tensor, fill: int, value: int) -> Tensor:
         """This rank's part of `(batch, tokens)`, after as many tokens at the end as make the parts equal."""
@@ -249,8 +259,10 @@ def _outermost(module: nn.Module) -> list[Any]:
     return [model for child in module.children() for model in _outermost(child)]
 
 
-def _kinds(config: Any) -> list[str]:
-    return getattr(config, "layer_types", None) or ["sliding"]
+def _window(config: Any) -> int | None:
+    """Tokens that layers with a sliding window see; None if all layers see all tokens before theirs."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) if any("sliding" in kind for kind in kinds) else None
 
 
 def _register() -> None:

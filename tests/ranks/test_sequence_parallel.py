@@ -158,6 +158,16 @@ def test_models_that_cannot_be_divided(change: Any, size: int, said: str, monkey
         attach(nn.Linear(2, 2))
 
 
+def test_a_window_holds_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "new_subgroups", lambda size: (None, []))
+    module = Chat()
+    module.model.config.sliding_window, module.model.config.layer_types = 16, ["sliding_attention", "full_attention"]
+    attach(module)
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    with pytest.raises(MisconfigurationException, match=f"see 16 tokens, which sequences of {LENGTH} exceed"):
+        module.model(input_ids=ids, labels=ids)
+
+
 class Shifting(nn.Module):
     """Adds the token before, as RWKV and the convolutions of Mamba do."""
 
@@ -180,6 +190,25 @@ def shifted(_: Any) -> None:
 def test_layers_that_pass_something_on_are_refused(tmp_path: Path) -> None:
     for ended in run_ranks(shifted, 2, tmp_path, None):
         assert "a token depends on others in layers other than attention" in ended.error
+        assert "(logits: " in ended.error
+
+
+def balanced(_: Any) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    module = Chat()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(
+        vocab_size=64, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, **sizes
+    )
+    module.model = MixtralForCausalLM(config)
+    strategy = DataParallelStrategy(sequence_parallel_size=2, process_group_backend="gloo")
+    quiet_trainer(max_steps=1, strategy=strategy, devices=2).fit(module, rows(2))
+
+
+def test_losses_that_are_no_sum_over_tokens_are_refused(tmp_path: Path) -> None:
+    for ended in run_ranks(balanced, 2, tmp_path, None):
+        assert "or in its loss (loss: " in ended.error
 
 
 def unequal(_: Any) -> None:
