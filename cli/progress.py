@@ -52,7 +52,8 @@ class ProgressLine:
         now = self._clock()
         if self._is_quiet:
             return
-        line = f"memfit: {self._doing} for {now - self._began:.0f} s: {words}"
+        seconds = round(now - self._began)
+        line = f"memfit: {self._doing}{f' for {seconds} s' if seconds else ''}: {words}"
         if self._stream.isatty():
             print(f"{_ERASE}{line[: get_terminal_size().columns - 1]}", end="", file=self._stream, flush=True)
         elif now - self._said >= _BETWEEN:

@@ -51,7 +51,7 @@ def test_an_estimate_says_at_once_what_it_traces() -> None:
     stream = io.StringIO()
     with ProgressLine("estimating", stream) as line:
         line.tell("tracing a step of Net")
-    assert stream.getvalue() == "memfit: estimating for 0 s: tracing a step of Net\n"
+    assert stream.getvalue() == "memfit: estimating: tracing a step of Net\n"
     with ProgressLine("estimating", stream, is_quiet=True) as line:
         line.tell("something else")
     assert "else" not in stream.getvalue()
