@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
@@ -205,7 +205,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Real values of a fake tensor, if known; for a real tensor, such as a literal, a copy of it."""
         if not isinstance(tensor, FakeTensor):
-            if is_traceable_wrapper_subclass(tensor):  # such as a quantized state, which may be made of fakes
+            if hasattr(tensor, "__tensor_flatten__"):  # such as a quantized state, which may be made of fakes
                 return None
             known = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() <= _MAX_FLOATS
             with _disable_current_modes():
@@ -215,7 +215,7 @@ class RealIntegers(Uncompiled, TorchDispatchMode):
 
     def _may_be_known(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._values or not (
-            isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+            isinstance(tensor, FakeTensor) or hasattr(tensor, "__tensor_flatten__")
         )
 
     def _basis_of(self, tensors: list[torch.Tensor]) -> frozenset[str]:
