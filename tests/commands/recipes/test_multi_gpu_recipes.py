@@ -69,7 +69,7 @@ def test_two_processes_compute_together(tmp_path):
     arguments = [*command, "--trainer.devices=2"]
     run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-4000:]
-    assert "2 blocks like GPT-2's among 2 ranks each" in run.stdout + run.stderr
+    assert "2 blocks of GPT-2 among 2 ranks each" in run.stdout + run.stderr
     (folder,) = (tmp_path / "runs" / TOGETHER).rglob("*.ckpt")
     assert (folder / "meta.pt").is_file()
     assert "summary/measured_peak_gib" in next(folder.parents[1].glob("metrics.csv")).read_text()
