@@ -1,9 +1,9 @@
 """What a training step may change besides weights in training and gradients: one short list, and how it is put back.
 
 It is buffers and frozen parameters, and attributes of modules that are numbers, texts, tensors, arrays, generators of
-random numbers, or lists, dicts, sets, deques and tuples of these. Objects of other classes, iterators, files, globals
-and what a step itself writes to weights in training are not put back when a batch is repeated; metrics and the global
-generators are (`rollback`).
+random numbers, or lists, dicts, sets, deques and tuples of these. Objects of other classes, iterators, files and
+globals are not put back when a batch is repeated; metrics, the global generators and weights that a step was seen to
+write are (`rollback`).
 """
 
 import math
@@ -145,6 +145,8 @@ class StepState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._weights: dict[str, Tensor] = {}
+        self._writes_weights = False
         self._num_saves = 0
         self._looked: Saved | None = None
         self.watched: dict[str, Place] = {}
@@ -155,10 +157,25 @@ class StepState:
             self.watched |= changed_since(self._looked, self._module)
             self._looked = None
         self._num_saves += 1
+        trained = list(self._trained()) if self._writes_weights else []
         if is_look(self._num_saves):
+            self._weights = sampled_weights(self._module)
             self._looked = held(places_of(self._module).values(), copies_frozen_weights(self._module))
-            return dict(self._looked)
-        return held(self.watched.values()) if self.watched else {}
+            return self._looked | held(trained)
+        return held([*self.watched.values(), *trained]) if self.watched or trained else {}
+
+    def look_at_weights(self) -> None:
+        """Find out, before the optimizer steps, whether the step has written to weights in training."""
+        if self._weights:
+            now = sampled_weights(self._module)
+            self._writes_weights |= any(not one.equal(now[name]) for name, one in self._weights.items() if name in now)
+            self._weights = {}
+
+    def _trained(self) -> Iterator[Place]:
+        for path, child in self._module.named_modules():
+            for key, parameter in child._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    yield Place(f"{path}.{key}", child._parameters, key)
 
 
 class PartStates:

@@ -164,6 +164,7 @@ class EffectiveStep:
         request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
         result, local_batch, start = self._run_to_success(request, local_batch, start, size, is_repeated)
         self._guard.learn(request.kept)
+        self._rollback.state.look_at_weights()
         self._outputs.commit()
         if self._loop.has_after_backward:
             self._loop.after_backward()
