@@ -137,8 +137,8 @@ class Plain(LanguageModel):
 def test_wrong_arguments_name_the_argument():
     with pytest.raises(ValueError, match="`alpha=0`"):
         Lora(alpha=0)
-    with pytest.raises(ValueError, match="positive integer"):
-        fit([Lora(0)], model)
+    with pytest.raises(ValueError, match="`rank=0`"):
+        Lora(0)
     with pytest.raises(ValueError, match="List Lora beside it"):
         fit([QuantizedWeights(4)], model)
     with pytest.raises(AttributeError, match="haed"):
