@@ -80,7 +80,6 @@ class SequenceParallel:
         self.size, self.place = size, rank % size
         self._group: ProcessGroup | None = None
         self._undo: list[Callable[[], object]] = []
-        self._mask: Tensor | None = None
         self._is_checked = self._is_whole = False
 
     def attach(self, module: nn.Module) -> None:
@@ -162,7 +161,9 @@ class SequenceParallel:
             self._check_on(model, ids[:1, : 4 * self.size])
         fill = -length % self.size
         positions, mask = given.pop("position_ids", None), given.pop("attention_mask", None)
-        self._mask = _mask(positions, mask, length, fill)
+        mask = _mask(positions, mask, length, fill)
+        if mask is not None:  # which layers get as it is, and checkpointing with them
+            given["attention_mask"] = mask
         if positions is None:
             positions = torch.arange(length, device=ids.device).unsqueeze(0)
         given |= {"input_ids": self._part(ids, fill, 0), "position_ids": self._part(positions, fill, 0)}
@@ -222,7 +223,7 @@ class SequenceParallel:
     # --- attention --------------------------------------------------------------------------------------------------
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
     ) -> tuple[Tensor, None]:
         """Attention of whole sequences, some heads on each rank.
 
@@ -230,6 +231,7 @@ class SequenceParallel:
             query: `(batch, heads, tokens of the part, width)`, as `key` and `value` are.
             key: It may have fewer heads, as may `value`.
             value: See above.
+            mask: Which tokens see which, of whole sequences; None if each sees all before it.
             scaling: Of scores; None for torch's own.
             dropout: Share of scores that are left out.
 
@@ -244,7 +246,7 @@ class SequenceParallel:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
         query, key, value = (self._exchanged(one, 1, 2) for one in (query, key, value))
         found = F.scaled_dot_product_attention(
-            query, key, value, self._mask, dropout, self._mask is None, scale=scaling, enable_gqa=True
+            query, key, value, mask, dropout, mask is None, scale=scaling, enable_gqa=True
         )
         return self._exchanged(found, 2, 1).transpose(1, 2).contiguous(), None
 
@@ -275,7 +277,7 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     parallel: SequenceParallel = module.divided_sequences
-    return parallel.attention(query, key, value, options.get("scaling"), options.get("dropout", 0.0))
+    return parallel.attention(query, key, value, attention_mask, options.get("scaling"), options.get("dropout", 0.0))
 
 
 def _mask(positions: Tensor | None, padding: Tensor | None, length: int, fill: int) -> Tensor | None:

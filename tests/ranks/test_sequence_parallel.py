@@ -49,11 +49,14 @@ class Chat(pl.LightningModule):
             sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
             config = LlamaConfig(vocab_size=64, num_key_value_heads=2, use_cache=False, **sizes)
             self.model = LlamaForCausalLM(config)
+        self.is_twice = kind == "twice"
         self.losses: list[float] = []
         self.validated: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss = self.model(**batch).loss
+        if self.is_twice:  # without the mask of packed documents, before backward has recomputed with it
+            loss = (loss + self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss) / 2
         self.losses.append(loss.item())
         return loss
 
@@ -114,6 +117,7 @@ RECOMPUTED = (ActivationCheckpointing(), ChunkedLoss(3), TiledMLP(3))
         pytest.param("fsdp2", "llama", 4, (), id="fsdp2-2x2"),
         pytest.param("fsdp2_of_4", "llama", 4, (), id="fsdp2-1x4"),
         pytest.param("fsdp2", "llama", 2, RECOMPUTED, id="fsdp2-recomputed"),
+        pytest.param("ddp", "twice", 2, RECOMPUTED, id="ddp-recomputed-twice"),
         pytest.param("fsdp2", "llama", 2, (MicroBatching(micro_batch_size=1),), id="fsdp2-micro-batches"),
         pytest.param("zero_3", "llama", 2, (), id="zero_3"),
     ],
