@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memfit.memory.modes import evaluating
+
 _LENGTH = 8
 
 
@@ -26,7 +28,6 @@ def refuse_mixing(module: nn.Module, like: torch.Tensor) -> None:
     ids, num_ids = torch.arange(_LENGTH, device=like.device, dtype=like.dtype), max(2, int(like.max()) + 1)
     first, other, second = ids % num_ids, torch.full_like(ids, num_ids - 1), (3 * ids + 1) % num_ids
     others = [other, torch.zeros_like(ids), first.flip(0)]
-    training = {part: part.training for part in module.modules()}
 
     def moved(beginnings: list[torch.Tensor], changed: list[torch.Tensor]) -> float:
         """Return by how much the first sample's second conversation changes, beyond the last digit of its logits."""
@@ -36,15 +37,10 @@ def refuse_mixing(module: nn.Module, like: torch.Tensor) -> None:
         change, last_digit = (before - after).abs().max(), torch.finfo(before.dtype).eps * before.abs().max()
         return float(change) if change > last_digit else 0.0
 
-    module.eval()
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            size = min(2, len(like))
-            effect = moved([first] * size, [other, first][:size])
-            rounding = max(moved([first, first], [first, one]) for one in others)  # in any case: ranks run alike
-    finally:
-        for part, was_training in training.items():
-            part.training = was_training
+    with evaluating(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        size = min(2, len(like))
+        effect = moved([first] * size, [other, first][:size])
+        rounding = max(moved([first, first], [first, one]) for one in others)  # in any case: ranks run alike
     if effect > 10 * rounding:
         attention = getattr(getattr(getattr(module, "network", module), "config", None), "_attn_implementation", None)
         name = type(getattr(module, "network", module)).__name__

@@ -152,11 +152,10 @@ def _choices(workload: Workload, base: Setting) -> tuple[list[list[TechniqueChoi
                     # On a GPU that knows a recipe's half precision, float32 is no faster, and none of its numbers.
                     if is_own and on_gpu and conflict(base.choose(found.name, **found.options), workload) is None:
                         is_optional = False
-        kept = options
         if not is_optional and own is not None and own.endswith("-true"):
             # Mixed precision takes more memory and time than that, and changes the recipe's numbers.
-            kept = [option for option in kept if not option.technique.trainer["precision"].endswith("-mixed")]
-        choices.append([None, *kept] if is_optional else [*kept])
+            options = [option for option in options if not option.technique.trainer["precision"].endswith("-mixed")]
+        choices.append([None, *options] if is_optional else [*options])
     return choices, dropped
 
 

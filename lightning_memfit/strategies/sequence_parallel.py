@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_memfit.memory.modes import evaluating
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.strategies.launched import is_traced
 
@@ -80,7 +81,8 @@ class SequenceParallel:
         self.size, self.place = size, rank % size
         self._group: ProcessGroup | None = None
         self._undo: list[Callable[[], object]] = []
-        self._is_checked = self._is_whole = False
+        self._checked: set[int] = set()
+        self._is_whole = False
 
     def attach(self, module: nn.Module) -> None:
         """Let the Hugging Face models of a module run on this rank's part of their tokens.
@@ -89,7 +91,9 @@ class SequenceParallel:
             MisconfigurationException: If there is none, or one can't be divided.
         """
         self._group, _ = dist.new_subgroups(self.size)
-        models = _outermost(module)
+        from lightning_memfit.techniques.core.model_facts import outermost_pretrained  # most runs divide no sequences
+
+        models = outermost_pretrained(module)
         if not models:
             raise MisconfigurationException(
                 "`sequence_parallel_size`: the module holds no Hugging Face model, whose attention could be divided."
@@ -104,8 +108,8 @@ class SequenceParallel:
                 if hasattr(child, "is_causal"):
                     vars(child)["divided_sequences"] = self
                     self._undo.append(partial(vars(child).pop, "divided_sequences", None))
-            signature = inspect.signature(model.forward)
-            self._undo.append(wrap_method(model, "forward", partial(self._run, model, signature)))
+            known = model, inspect.signature(model.forward), _window(model.config.get_text_config())
+            self._undo.append(wrap_method(model, "forward", partial(self._run, *known)))
 
     def detach(self) -> None:
         """Give the models their own way back."""
@@ -130,7 +134,13 @@ class SequenceParallel:
     # --- the model --------------------------------------------------------------------------------------------------
 
     def _run(
-        self, model: Any, signature: inspect.Signature, inner: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        model: Any,
+        signature: inspect.Signature,
+        window: int | None,
+        inner: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run a model on this rank's part; its loss is that of all tokens, on every rank of the group.
 
@@ -151,13 +161,13 @@ class SequenceParallel:
             )
         if self._is_whole:
             return inner(*args, **kwargs)
-        length, window = ids.shape[1], _window(model.config.get_text_config())
+        length = ids.shape[1]
         if window is not None and length > window:
             raise MisconfigurationException(
                 f"`sequence_parallel_size={self.size}`: layers of {type(model).__name__} see {window} tokens, which "
                 f"sequences of {length} exceed: that can't be divided. Cut them to {window}, or train it without."
             )
-        if labels is not None and not self._is_checked and not is_traced():
+        if labels is not None and id(model) not in self._checked and not is_traced():
             self._check_on(model, ids[:1, : 4 * self.size])
         fill = -length % self.size
         positions, mask = given.pop("position_ids", None), given.pop("attention_mask", None)
@@ -191,18 +201,14 @@ class SequenceParallel:
             given = {"input_ids": ids.expand(rows, -1), "use_cache": False}
             return [model(**given).logits[:1], model(**given, labels=given["input_ids"]).loss]
 
-        self._is_checked = True
-        modes = [(child, child.training) for child in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                divided = run(1)
-                self._is_whole = True
+        self._checked.add(id(model))
+        with evaluating(model), torch.no_grad():
+            divided = run(1)
+            self._is_whole = True
+            try:
                 whole, beside = run(1), run(2)
-        finally:
-            self._is_whole = False
-            for child, training in modes:
-                child.training = training
+            finally:
+                self._is_whole = False
         for what, one, other, again in zip(("logits", "loss"), divided, whole, beside, strict=True):
             difference, rounding = (float((value - other).abs().max() / other.abs().max()) for value in (one, again))
             if not difference <= max(10 * rounding, 8 * torch.finfo(other.dtype).eps):
@@ -253,12 +259,6 @@ class SequenceParallel:
     def _exchanged(self, tensor: Tensor, scattered: int, gathered: int) -> Tensor:
         found: Tensor = _Exchange.apply(tensor, self._group, scattered, gathered)  # type: ignore[no-untyped-call]
         return found
-
-
-def _outermost(module: nn.Module) -> list[Any]:
-    if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
-        return [module]
-    return [model for child in module.children() for model in _outermost(child)]
 
 
 def _window(config: Any) -> int | None:

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_memfit.checkpointing.apply import CheckpointedForward
 from lightning_memfit.checkpointing.blocks import select_blocks
 from lightning_memfit.checkpointing.recompute import in_trace
+from lightning_memfit.memory.modes import evaluating
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
 from lightning_memfit.techniques.core.cost import Cost, Work
@@ -130,15 +131,9 @@ class _Tiles:
             ValueError: If it isn't.
         """
         self._is_checked = True
-        modes = [(child, child.training) for child in self.layer.modules()]
-        self.layer.eval()  # without dropout
-        try:
-            with torch.no_grad():
-                two = self._tile.inner(hidden[..., :2, :])
-                one = self._tile.inner(hidden[..., 1:2, :])
-        finally:
-            for child, training in modes:
-                child.training = training
+        with evaluating(self.layer), torch.no_grad():
+            two = self._tile.inner(hidden[..., :2, :])
+            one = self._tile.inner(hidden[..., 1:2, :])
         if not isinstance(two, Tensor) or two.shape[:-1] != hidden[..., :2, :].shape[:-1]:
             raise ValueError(self._refusal("returns something else than a tensor with a row for each token"))
         difference = (two[..., 1:2, :] - one).float().norm() / one.float().norm().clamp(min=1e-30)
