@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memfit.device.limit import MemoryLimit
+from lightning_memfit.fitting import auto
 from lightning_memfit.fitting.auto import MemFit
 from lightning_memfit.fitting.size.prediction import MemoryPrediction
 from lightning_memfit.fitting.step.callback import MicroBatching
@@ -42,6 +44,7 @@ def samples() -> DataLoader[Any]:
 def no_fork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in a process that uses CUDA: forks read data only."""
     monkeypatch.setattr(process, "can_fork", lambda backward=True: not backward)
+    monkeypatch.setattr(auto, "rates_of", cache(auto.rates_of))  # a busy CPU measures other rates, and plans by them
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
 
 
