@@ -29,7 +29,7 @@ examples:
   memfit fit --config gpt2xl --config plan.yaml
   memfit plan --config mine.yaml --device 24GiB --allow exact,bf16 --json
   memfit plan --config mine.yaml --with chunked_loss --device 24GiB
-  memfit plan --config mine.yaml --device 24GiB --tolerance 0%         (the fastest, whatever it changes)
+  memfit plan --config mine.yaml --device 24GiB --prefer speed         (the fastest of what may change by default)
   memfit plan --config mine.yaml --device "2x RTX 3090" --host-memory 64GiB
   memfit plan --config mine.yaml --device 8GiB --disk 500GiB --disk-writes-per-day 1TiB
 
@@ -90,13 +90,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow",
         metavar="CLASSES",
-        help="numerics that may change, of exact, tf32, bf16, fp16, stochastic, 8bit, 4bit, optimizer, lora "
-        "(default: exact,tf32,bf16,stochastic,8bit)",
+        help="numerics that may change where that is faster, of exact, tf32, bf16, fp16, stochastic, 8bit, 4bit, "
+        "optimizer, lora (default: exact,tf32,bf16,stochastic,8bit, and only if nothing else fits)",
     )
     parser.add_argument(
-        "--tolerance",
-        metavar="SHARE",
-        help="how much longer a step may take if that keeps the recipe's own numbers (default: 5%%)",
+        "--prefer",
+        metavar="WHAT",
+        help="numbers: the recipe's own, wherever they fit; speed: change what may change if that gains over 5%% "
+        "(default: speed with --allow, else numbers)",
     )
     _add_limits(parser)
     add_batch_options(parser)

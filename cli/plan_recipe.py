@@ -26,14 +26,14 @@ from lightning_memfit.planner.search import Progress, unseen
 from lightning_memfit.planner.tried import Explored, tried_of
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
-    DEFAULT_TOLERANCE,
+    KEEP_NUMBERS,
     Devices,
     Limits,
     Workload,
     check_allow,
-    check_tolerance,
     check_trainable,
     facts_of,
+    tolerance_of,
 )
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.profile.cache import ProfileCache
@@ -60,7 +60,7 @@ class PlanRequest(RecipeRequest):
     """What a command line asks of a plan, read once; sizes in bytes."""
 
     allow: frozenset[Numerics] = DEFAULT_ALLOW
-    tolerance: float = DEFAULT_TOLERANCE
+    tolerance: float = KEEP_NUMBERS
     host_bytes: int | None = None
     """None for what is free here."""
     limits: Limits = field(default_factory=Limits)
@@ -75,10 +75,10 @@ class PlanRequest(RecipeRequest):
             text = getattr(arguments, name)
             return None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
 
-        allow, tolerance = arguments.allow, arguments.tolerance
+        allow = arguments.allow
         return cls(
             allow=DEFAULT_ALLOW if allow is None else check_allow(allow.split(",")),
-            tolerance=DEFAULT_TOLERANCE if tolerance is None else check_tolerance(tolerance, "--tolerance"),
+            tolerance=tolerance_of(arguments.prefer, allow, "--prefer"),
             host_bytes=size("host_memory"),
             limits=Limits(None, size("disk"), size("disk_writes_per_day"), size("pinned_memory")),
             nvme_path=arguments.nvme_path,

@@ -21,7 +21,15 @@ from lightning_memfit.memory import GIB
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.rates import rates_of
-from lightning_memfit.planner.workload import Devices, Limits, Workload, check_allow, facts_of, parse_device_count
+from lightning_memfit.planner.workload import (
+    KEEP_NUMBERS,
+    Devices,
+    Limits,
+    Workload,
+    check_allow,
+    facts_of,
+    parse_device_count,
+)
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
 
@@ -72,7 +80,8 @@ def workload() -> Workload:
     options = StepOptions("bf16-mixed", 16, 1.0)
     target = named_target("12GiB")
     batch = {"input_ids": ids, "labels": ids.clone()}
-    return Workload(module, batch, options, 64, target, rates_of(target), facts_of(module, target, options))
+    facts = facts_of(module, target, options)
+    return Workload(module, batch, options, 64, target, rates_of(target), facts, tolerance=KEEP_NUMBERS)
 
 
 def on_machine(plain: Workload, case: Case) -> Workload:

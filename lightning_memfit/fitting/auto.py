@@ -32,13 +32,13 @@ from lightning_memfit.planner.plan import Plan, technique_classes
 from lightning_memfit.planner.rates import calibrated, rates_of
 from lightning_memfit.planner.workload import (
     DEFAULT_ALLOW,
-    DEFAULT_TOLERANCE,
     Devices,
     Limits,
+    Preference,
     Workload,
     check_allow,
-    check_tolerance,
     facts_of,
+    tolerance_of,
 )
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.cache import ProfileCache
@@ -73,10 +73,11 @@ class MemFit(pl.Callback):
     It works on any Trainer and module; list it before callbacks that measure.
 
     Args:
-        allow: Numerics that may change; `memfit plan --help` lists them.
+        allow: Numerics that may change; `memfit plan --help` lists them. By default they change only if nothing else
+            fits; those that are named also where that is faster.
         host_memory: RAM that the plan's offloading may use, such as `16GiB`; by default all that is free.
-        tolerance: How much longer a step may take if that keeps the Trainer's precision and the module's own optimizer
-            states, as a share such as `0.05` or `5%`.
+        prefer: `numbers` keeps the Trainer's precision and the module's own optimizer states wherever a plan with them
+            fits; `speed` changes what is allowed where that gains over 5 %. By default `speed` if `allow` is given.
 
     Attributes:
         plan: The plan in use; None before `fit`, and where the run can't be planned.
@@ -89,11 +90,11 @@ class MemFit(pl.Callback):
         self,
         allow: Sequence[str] | None = None,
         host_memory: str | int | None = None,
-        tolerance: float | str = DEFAULT_TOLERANCE,
+        prefer: Preference | None = None,
     ) -> None:
         self.allow = DEFAULT_ALLOW if allow is None else check_allow(allow)
         self.host_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
-        self.tolerance = check_tolerance(tolerance)
+        self.tolerance = tolerance_of(prefer, allow)
         self.plan: Plan | None = None
         self._undo: Callable[[], None] | None = None
 

@@ -1,8 +1,9 @@
 """`NumericsOf`: how far a setting's numbers are from the recipe's, and how much faster it must be to be taken for that.
 
 A setting keeps the recipe's numbers if its precision and its adapters are the recipe's own and everything else in it is
-`exact`. Any other is lossy: the search takes `1 + tolerance` times its time, in bounds as well as in solutions, so that
-one branch and bound proves that no setting that keeps the numbers is within the tolerance of the fastest lossy one.
+`exact` or of a class that the recipe's own techniques have. Any other is lossy: the search takes `1 + tolerance` times
+its time, in bounds as well as in solutions, so that one branch and bound proves that no setting that keeps the numbers
+is within the tolerance of the fastest lossy one. With `KEEP_NUMBERS` a lossy one wins only if nothing else fits.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class NumericsOf:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._own, self._adapter = workload.options.precision, workload.adapter
+        self._classes = frozenset() if workload.own is None else workload.own.numerics
         self._divided = workload.division is not None
         self.tolerance = max(workload.tolerance, UNSURE if workload.devices.total > 1 else 0.0)
         self._known: dict[Setting, float] = {}
@@ -64,7 +66,8 @@ class NumericsOf:
         """Classes of numerics, other than exact ones and the recipe's own, that a technique needs."""
         if choice == self._adapter or (choice.technique.kind == "precision" and not self._other_precision(setting)):
             return frozenset()
-        return choice.technique.numerics - {"exact"}
+        own = frozenset() if choice.technique.kind == "precision" else self._classes
+        return choice.technique.numerics - own - {"exact"}
 
     def _other_precision(self, setting: Setting) -> str:
         """How a setting's precision is not the recipe's own, in words; empty if it is.

@@ -6,13 +6,12 @@ what a user names: allowed numerics, the module, the number of devices.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.division import Division
@@ -35,8 +34,14 @@ NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 DEFAULT_ALLOW: frozenset[Numerics] = frozenset({"exact", "tf32", "bf16", "stochastic", "8bit"})
 """What a plan may change by default: neither what is trained nor the optimizer's formula."""
 
-DEFAULT_TOLERANCE = 0.05
-"""Share of its time that a plan may take longer to keep the recipe's own numbers."""
+Preference = Literal["numbers", "speed"]
+"""What a plan is to keep: the recipe's numbers wherever anything that keeps them fits, or speed beyond `TOLERANCE`."""
+
+TOLERANCE = 0.05
+"""Share of its time that a plan for speed may take longer to keep the recipe's own numbers."""
+
+KEEP_NUMBERS = 1e6
+"""The same for a plan that keeps them at any price."""
 
 _RESERVE = 0.03
 """Share of a device left free beyond its safety margin, because a plan put together from several traces has errors."""
@@ -111,8 +116,8 @@ class Workload:
     """Whether strategies are searched as well; if not, a plan is for one device alone."""
     division: Division | None = None
     """How the strategy that the run already has divides it; no other is searched then."""
-    tolerance: float = DEFAULT_TOLERANCE
-    """Share of its time that a plan may take longer to keep the recipe's own numbers."""
+    tolerance: float = TOLERANCE
+    """Share of its time that a plan may take longer to keep the recipe's own numbers; `KEEP_NUMBERS` for any."""
     own: Setting | None = None
     """The recipe's own techniques and sizes, to compare plans with; None if they are not known."""
 
@@ -321,26 +326,22 @@ def spell_allow(allow: frozenset[Numerics]) -> str:
     return ",".join(name for name in NUMERICS if name in allow)
 
 
-def check_tolerance(value: float | str, argument: str = "tolerance") -> float:
-    """Read a share of time: `5%`, `0.05` or the number.
+def tolerance_of(prefer: Preference | None, allow: object = None, argument: str = "prefer") -> float:
+    """How much longer a step may take if that keeps the recipe's numbers, as a share.
 
     Args:
-        value: What the user wrote.
+        prefer: What the user wrote; None means speed where the user said what may change, else the numbers.
+        allow: What the user said may change; None if nothing.
         argument: Name used in the error message.
 
     Raises:
-        ValueError: If it is no such share.
+        ValueError: If it is no preference.
     """
-    text = str(value).strip()
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = math.nan
-    if isinstance(value, bool) or not 0 <= share < 100:
-        raise ValueError(
-            f"`{argument}={value}` is no share of time. Write for example 5% or 0.05; 0 counts speed alone."
-        )
-    return share
+    if prefer is None:
+        prefer = "numbers" if allow is None else "speed"
+    if prefer not in get_args(Preference):
+        raise ValueError(f"`{argument}={prefer}` is none of numbers, speed.")
+    return KEEP_NUMBERS if prefer == "numbers" else TOLERANCE
 
 
 def facts_of(module: Any, target: Target, options: StepOptions, optimizer: str = "") -> Facts:

@@ -1,4 +1,4 @@
-"""Beside every plan: the recipe as it is, the best exact plan, and the best allowed plan."""
+"""Beside every plan: the recipe as it is, the best that keeps its numbers, and the fastest allowed plan."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.plan import Plan, Row, label
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.solve import Solution
-from lightning_memfit.planner.workload import Workload
+from lightning_memfit.planner.workload import KEEP_NUMBERS, Workload
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memfit.techniques.chunked_loss import ChunkedLoss
 from lightning_memfit.techniques.core.setting import Setting
@@ -44,11 +44,11 @@ def compared(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan,
 def test_with_room_the_exact_plan_is_the_plan_and_the_fastest_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, rows, asked = compared(mixed(40_000), monkeypatch)
     assert plan.setting is not None
-    assert rows["the best exact plan"].label == label(plan.setting)
-    assert rows["the best exact plan"].seconds_per_step == pytest.approx(plan.seconds_per_step)
+    assert rows["the best that keeps its numbers"].label == label(plan.setting)
+    assert rows["the best that keeps its numbers"].seconds_per_step == pytest.approx(plan.seconds_per_step)
     assert rows["the recipe as it is"].label == "bf16_mixed, micro-batch 4 x 2"
     assert rows["the recipe as it is"].fits
-    allowed = rows["the best allowed plan"]
+    allowed = rows["the fastest allowed plan"]
     assert 0.95 * plan.seconds_per_step < allowed.seconds_per_step < plan.seconds_per_step
     assert "at most 1% faster" in allowed.note
     assert plan.numbers() == "precision bf16-mixed, optimizer AdamW; changes in the numbers: nothing"
@@ -72,14 +72,26 @@ def test_the_best_exact_plan_is_found_although_the_search_ended_before(
             if isinstance(solution, Solution) and (best is None or solution.cost < best.cost):
                 best = solution
     assert best is not None
-    row = rows["the best exact plan"]
+    row = rows["the best that keeps its numbers"]
     assert row.fits
     assert row.changes == ()
     assert row.seconds_per_step == pytest.approx(best.time.total, rel=0.005)
     assert row.seconds_per_step > 1.05 * plan.seconds_per_step
-    assert rows["the best allowed plan"].label == label(plan.setting)  # type: ignore[arg-type]
+    assert rows["the fastest allowed plan"].label == label(plan.setting)  # type: ignore[arg-type]
     assert plan.numbers().startswith(f"precision {plan.setting.precision}, optimizer AdamW as ")  # type: ignore[union-attr]
     assert plan.numbers().endswith(", ".join(plan.changes))
+
+
+def test_what_is_faster_than_a_plan_that_keeps_the_numbers_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By closed forms alone a plan in bfloat16 was 64 % faster, and 40 % by its trace."""
+    plan, rows, _ = compared(made_workload(40_000, tolerance=KEEP_NUMBERS), monkeypatch)
+    assert plan.setting is not None
+    assert not plan.changes
+    faster = rows["the fastest allowed plan"]
+    assert faster.changes
+    assert faster.note.endswith("`--prefer speed` plans it")
+    best, _, _ = compared(made_workload(40_000, tolerance=0.0), monkeypatch)
+    assert faster.seconds_per_step == pytest.approx(best.seconds_per_step, rel=0.02)
 
 
 def test_what_does_not_fit_says_what_it_needs(
@@ -89,9 +101,9 @@ def test_what_does_not_fit_says_what_it_needs(
     plan, rows, asked = compared(mixed(500, own, allow=frozenset({"exact"})), monkeypatch)
     assert not plan.fits
     assert all(row.fits is False for row in rows.values())
-    assert "over" in rows["the best exact plan"].note
+    assert "over" in rows["the best that keeps its numbers"].note
     recipe = rows["the recipe as it is"]
-    assert recipe.changes == ("8-bit optimizer states (optimizer_8bit)",)
+    assert recipe.changes == ()
     assert "of CUDA context and workspaces alone need" in recipe.note
     assert not any(entry[0] == "exactly" for entry in asked)  # a closed form refuses it
     print_plan({**plan.to_dict(), "overlay": None})
@@ -101,7 +113,8 @@ def test_what_does_not_fit_says_what_it_needs(
 
 
 def test_a_recipe_of_unknown_parts_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(compared(mixed(40_000, None), monkeypatch)[1]) == {"the best exact plan", "the best allowed plan"}
+    _, rows, _ = compared(mixed(40_000, None), monkeypatch)
+    assert set(rows) == {"the best that keeps its numbers", "the fastest allowed plan"}
 
 
 def test_a_recipes_callbacks_as_a_setting() -> None:
