@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memfit.memory import Category
+from lightning_memfit.memory import Category, Tier
 from lightning_memfit.profile.events import CATEGORIES, EventList, Integers
 from lightning_memfit.profile.record import ModelProfile
 
@@ -128,6 +128,8 @@ class SteadyState:
     """Bytes of a strategy's buckets and gathered weights."""
     other_bytes: int = 0
     """Bytes of what else a step leaves for the next one, such as tensors that a module or a callback holds on to."""
+    host_state_bytes: int = 0
+    """Bytes of optimizer states in host memory, paged ones included."""
     released_gradients: ReleasedGradients = ()
     """Bytes of gradients that are stepped and freed during backward; empty if gradients are kept."""
 
@@ -152,6 +154,7 @@ class SteadyState:
             buffer_bytes=alive.get(Category.BUFFER),
             gradient_bytes=alive.get(Category.GRADIENT),
             other_bytes=alive.total() - sum(alive.get(category) for category in LASTING),
+            host_state_bytes=profile.host.get(Tier.HOST, {}).get(Category.OPTIMIZER_STATE, 0),
             released_gradients=() if keeps else released_gradients_of(live[first - 1 : stop]),
         )
 

@@ -311,13 +311,15 @@ class MemoryModel:
         own = self._store.stepping(self._setting, self._rounding)
         if not self._cuda:
             return own
-        if self._setting.pages_states:
+        if self._setting.pages_states and not own.host_state_bytes:  # traced as states that are not paged
             less = own.state_bytes
             return replace(
                 own,
                 kept_bytes=own.kept_bytes - less,
                 backward_bytes=own.backward_bytes - less,
                 step_bytes=own.step_bytes - less,
+                state_bytes=0,
+                host_state_bytes=less,
             )
         return own
 
@@ -329,7 +331,7 @@ class MemoryModel:
         states = self._host_masters[Category.OPTIMIZER_STATE]
         buffers = self._passes.steady_state.buffer_bytes
         kept = weights + buffers
-        on_device = SteadyState(kept, kept + 2 * largest, kept, states, weights, buffers)
+        on_device = SteadyState(kept, kept + 2 * largest, kept, 0, weights, buffers)
         if self._cuda:
             return on_device
         here = self._host_masters  # and all of that on the same host
@@ -339,6 +341,7 @@ class MemoryModel:
             kept_bytes=on_device.kept_bytes + more,
             backward_bytes=on_device.backward_bytes + more,
             step_bytes=on_device.step_bytes + more,
+            state_bytes=states,
             parameter_bytes=on_device.parameter_bytes + here[Category.PARAMETER],
             buffer_bytes=on_device.buffer_bytes + here[Category.BUFFER],
             gradient_bytes=here[Category.GRADIENT],
@@ -382,7 +385,7 @@ class MemoryModel:
             on_host = MemoryBreakdown.on(Tier.HOST, self._host_masters)
             return on_host + MemoryBreakdown.pinned(Category.COMMUNICATION, staging)
         if self._setting.pages_states:
-            states = {Category.OPTIMIZER_STATE: self._standing[0].state_bytes}
+            states = {Category.OPTIMIZER_STATE: self._standing[0].host_state_bytes}
             return MemoryBreakdown.on(Tier.HOST, states)
         return MemoryBreakdown()
 
@@ -449,7 +452,7 @@ class MemoryModel:
             Category.PARAMETER: steady.parameter_bytes,
             Category.BUFFER: steady.buffer_bytes,
             Category.GRADIENT: 0 if self._cuda and self._setting.frees_gradients else steady.gradient_bytes,
-            Category.OPTIMIZER_STATE: 0 if self._has_moved_states else steady.state_bytes,
+            Category.OPTIMIZER_STATE: steady.state_bytes,
             Category.COMMUNICATION: steady.communication_bytes,
             Category.INPUT: self._passes.input_bytes(size),
         }
@@ -462,11 +465,6 @@ class MemoryModel:
         for choice, count in Counter(choices).items():
             work += self._passes.recomputed(choice, size) * (count / len(choices))
         return work
-
-    @property
-    def _has_moved_states(self) -> bool:
-        """Whether the steady state's optimizer states are in host memory."""
-        return self._placement is None and bool(self.off_device().total(Tier.HOST))
 
     def _step_bytes(self, size: int) -> int:
         traced = self.none.micro_batch_size

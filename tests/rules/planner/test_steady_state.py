@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
+from lightning_memfit.memory import MemoryBreakdown, Tier
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner import trace_store
 from lightning_memfit.planner.rates import rates_of
@@ -57,9 +58,9 @@ def test_callbacks_that_keep_something_are_part_of_steps_alone() -> None:
 class Remembering(pl.LightningModule):
     """Keeps what its first step has made."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(16, 16)
+        self.layer = torch.nn.Linear(width, width)
         self.table: torch.Tensor | None = None
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -79,6 +80,18 @@ def test_what_steps_leave_for_each_other_stays_whoever_steps() -> None:
     setting = Setting(micro_batch_size=2).choose("fused_adamw")
     exact = estimate_step(search.store.exactly(setting), 2).tensor_bytes
     assert exact <= search.solver.models.of(setting).peak_bytes(2) < exact + 4096
+
+
+def test_paged_states_take_host_memory_of_either_width() -> None:
+    """Of 32-bit ones only those too small to be paged were counted: plans of GPT-2 XL had 8 MiB instead of 12 GiB."""
+    module, target, options = Remembering(400), named_target("12GiB"), StepOptions("32-true", 1)
+    facts = facts_of(module, target, options)
+    search = Search(TraceStore(Workload(module, torch.zeros(2, 400), options, 2, target, rates_of(target), facts)))
+    for name in ("paged_optimizer", "paged_optimizer_8bit"):
+        setting = Setting(micro_batch_size=2).choose(name)
+        planned = search.solver.models.of(setting).off_device().total(Tier.HOST)
+        exact = MemoryBreakdown.from_dict(search.store.exactly(setting).host).total(Tier.HOST)
+        assert 160_000 < exact <= planned < 1.05 * exact
 
 
 def test_only_a_copy_loses_blocks() -> None:
