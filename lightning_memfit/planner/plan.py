@@ -38,7 +38,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting that every plan is compared with: the recipe's own, the best exact or the best allowed one."""
+    """A setting that every plan is compared with: the recipe's own, the best with its numbers, or the fastest."""
 
     name: str
     label: str
