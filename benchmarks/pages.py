@@ -3,72 +3,49 @@
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
-from benchmarks import bench_pages, readme
-from benchmarks.checkpointing_budget import table as checkpointing_budget
-from benchmarks.estimator import example
-from benchmarks.estimator import table as estimator
-from benchmarks.gpt2xl_from_plan import table as gpt2xl_from_plan
-from benchmarks.gpt2xl_live_bytes import table as gpt2xl_live_bytes
-from benchmarks.gpt2xl_zero_infinity import table as gpt2xl_zero_infinity
+from benchmarks import bench_pages, checkpointing_budget, exactness, precision, recipe_sizes, techniques
+from benchmarks.estimator import accuracy, example
+from benchmarks.finder import run as finder
+from benchmarks.gpt2xl import from_disk, on_cpu
 from benchmarks.gpu import pages as gpu
-from benchmarks.marks import RESULTS, ROOT, insert
-from benchmarks.memory_zoo import table as memory_zoo
-from benchmarks.micro_batching import table as micro_batching
-from benchmarks.offload_host_memory import table as offload_host_memory
-from benchmarks.planner import pairs_table
-from benchmarks.planner import table as planner
-from benchmarks.planner.models import SETS
-from benchmarks.precision import table as precision
+from benchmarks.host_memory import peaks
+from benchmarks.memory_zoo import run as memory_zoo
+from benchmarks.planner import gpt2xl_plans, pairs
+from benchmarks.runner import read
 from benchmarks.sharded_traces import published
-from benchmarks.sharded_traces import table as sharded_traces
-from benchmarks.step_cost import table as step_cost
-from benchmarks.techniques import pages as techniques
+from benchmarks.sharded_traces import run as sharded_traces
+from benchmarks.step_cost import run as step_cost
 from benchmarks.techniques_sweep import architectures, combinations
-from benchmarks.techniques_sweep import table as techniques_sweep
+from benchmarks.text import RESULTS, ROOT, insert
 from cli.bench import FOLDER as EXPERIMENTS
+from cli.recipe_files import SIZES
 
-
-@dataclass(frozen=True)
-class Part:
-    """What stands between two marks of a page."""
-
-    page: str
-    """From the root of the checkout."""
-    mark: str
-    result: Path
-    """The JSON file that it is made from."""
-    render: Callable[[dict[str, Any]], str]
-
-
-PARTS = (
-    Part("README.md", "techniques", RESULTS / "techniques_cpu.json", readme.techniques),
-    Part("docs/benchmarks/architectures.md", "verdicts", architectures.RESULT, techniques_sweep.architectures),
-    Part("docs/benchmarks/combinations.md", "verdicts", combinations.RESULT, techniques_sweep.combinations),
-    Part("docs/benchmarks/exactness.md", "verdicts", micro_batching.EXACTNESS_RESULT, micro_batching.verdicts),
-    Part("docs/benchmarks/memory_zoo.md", "zoo", memory_zoo.RESULT, memory_zoo.text),
-    Part("docs/benchmarks/sharded_traces.md", "llama31", published.RESULT, published.text),
-    Part("docs/benchmarks/sharded_traces.md", "sharded_traces", sharded_traces.RESULT, sharded_traces.text),
-    Part("docs/guides/estimate.md", "estimate of GPT-2 XL", example.RESULT, example.render),
-    Part("docs/guides/micro_batching.md", "comparison", micro_batching.RESULT, micro_batching.table),
-    Part("docs/guides/nvme.md", "gpt2xl_zero_infinity", gpt2xl_zero_infinity.RESULT, gpt2xl_zero_infinity.render),
-    Part("docs/guides/nvme.md", "offload_host_memory", offload_host_memory.RESULTS, offload_host_memory.render),
-    Part("docs/guides/one_card.md", "live bytes", gpt2xl_live_bytes.RESULT, gpt2xl_live_bytes.render),
-    Part("docs/guides/plan.md", "plans", planner.RESULTS, planner.render),
-    Part("docs/guides/plan.md", "pairs", RESULTS / SETS["known"].file, pairs_table.render),
-    Part("docs/guides/plan.md", "held-out pairs", RESULTS / SETS["held_out"].file, pairs_table.render),
-    Part("docs/guides/plan.md", "from the plan", gpt2xl_from_plan.RESULT, gpt2xl_from_plan.render),
-    Part("docs/techniques/bf16_stochastic_rounding.md", "precision_final_loss", precision.RESULTS, precision.render),
-    Part(
-        "docs/techniques/activation_checkpointing.md",
-        "checkpointing_budget",
-        checkpointing_budget.RESULTS,
-        checkpointing_budget.render,
-    ),
-)
+DOCS = ROOT / "docs"
+PARTS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], str]], ...] = (
+    ("../README.md", "techniques", techniques.RESULT, techniques.readme),
+    ("benchmarks/architectures.md", "verdicts", architectures.RESULT, architectures.text),
+    ("benchmarks/combinations.md", "verdicts", combinations.RESULT, combinations.text),
+    ("benchmarks/exactness.md", "verdicts", exactness.RESULT, exactness.text),
+    ("benchmarks/memory_zoo.md", "zoo", memory_zoo.RESULT, memory_zoo.text),
+    ("benchmarks/sharded_traces.md", "llama31", published.RESULT, published.text),
+    ("benchmarks/sharded_traces.md", "sharded_traces", sharded_traces.RESULT, sharded_traces.text),
+    ("guides/chats.md", "sizes", str(SIZES), recipe_sizes.text),
+    ("guides/estimate.md", "estimate of GPT-2 XL", example.RESULT, example.render),
+    ("guides/micro_batching.md", "comparison", "finder_cpu.json", finder.text),
+    ("guides/nvme.md", "gpt2xl_zero_infinity", from_disk.RESULT, from_disk.text),
+    ("guides/nvme.md", "offload_host_memory", peaks.RESULT, peaks.text),
+    ("guides/one_card.md", "live bytes", on_cpu.RESULT, on_cpu.text),
+    ("guides/plan.md", "plans", gpt2xl_plans.RESULT, gpt2xl_plans.text),
+    ("guides/plan.md", "pairs", pairs.RESULT, pairs.text),
+    ("techniques/bf16_stochastic_rounding.md", "precision_final_loss", precision.RESULT, precision.text),
+    ("techniques/activation_checkpointing.md", "checkpointing_budget", checkpointing_budget.RESULT,
+     checkpointing_budget.text),
+)  # fmt: skip
+"""What stands between two marks of a page: page, mark, file of results, and what makes text of it."""
 
 
 def pages(folder: Path = gpu.FOLDER) -> dict[Path, str]:
@@ -78,19 +55,36 @@ def pages(folder: Path = gpu.FOLDER) -> dict[Path, str]:
         folder: Results of `make gpu`.
     """
     made = {
-        ROOT / "docs" / "accuracy.md": estimator.page(),
-        ROOT / "docs" / "bert_large.svg": readme.picture(),
-        ROOT / "docs" / "benchmarks" / "gpu.md": gpu.page(folder),
-        ROOT / "docs" / "benchmarks" / "step_cost.md": step_cost.page(),
-        **techniques.render(),
+        DOCS / "accuracy.md": accuracy.page(),
+        DOCS / "bert_large.svg": picture(),
+        DOCS / "benchmarks" / "gpu.md": gpu.page(folder),
+        DOCS / "benchmarks" / "step_cost.md": step_cost.page(),
+        **techniques.pages(),
     }
     for file in sorted(EXPERIMENTS.glob("*.yaml")):
-        made[ROOT / "docs" / "benchmarks" / f"{file.stem}.md"] = bench_pages.page(file)
-    for part in PARTS:
-        path = ROOT / part.page
-        text = made.get(path) or path.read_text(encoding="utf-8")
-        made[path] = insert(text, part.mark, part.render(json.loads(part.result.read_text(encoding="utf-8"))))
+        made[DOCS / "benchmarks" / f"{file.stem}.md"] = bench_pages.page(file)
+    for page, mark, result, text_of in PARTS:
+        path = (DOCS / page).resolve()
+        made[path] = insert(made.get(path) or path.read_text(encoding="utf-8"), mark, text_of(read(result)))
     return made
+
+
+def picture() -> str:
+    """Memory of BERT-large by technique, measured (bars) and predicted (marks), as SVG."""
+    files = (json.loads(path.read_text()) for path in (RESULTS / "bert_large_cuda_full").glob("*.json"))
+    rows = sorted(files, key=lambda row: -row["measured"]["allocated_bytes"])
+    title = f"BERT-large on {rows[0]['hardware']['device']}: peak in GiB, measured (bars) and predicted (marks)"
+    head = '<svg xmlns="http://www.w3.org/2000/svg" width="840" height="360" font-family="sans-serif" font-size="13">'
+    shapes = [head, '<rect width="840" height="360" fill="#fff"/>', f'<text x="9" y="24" font-size="16">{title}</text>']
+    for y, row in zip(range(40, 40 + 26 * len(rows), 26), rows, strict=True):
+        measured, predicted = (row[kind]["allocated_bytes"] / 2**30 for kind in ("measured", "predicted"))
+        shapes += [
+            f'<text x="440" y="{y + 14}" text-anchor="end">{escape(row["title"])}</text>',
+            f'<rect x="450" y="{y}" width="{40 * measured:.1f}" height="18" fill="#5b8ff9"/>',
+            f'<rect x="{449 + 40 * predicted:.1f}" y="{y - 2}" width="2" height="22" fill="#222"/>',
+            f'<text x="{458 + 40 * measured:.1f}" y="{y + 14}">{measured:.2f}</text>',
+        ]
+    return "\n".join([*shapes, "</svg>", ""])
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 # In the same folder as this package, both in a checkout and in an installed wheel.
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 SIZES = FOLDER / "sizes.json"
-"""What `python -m benchmarks.recipe_sizes` has written."""
+"""What `python -m benchmarks recipe_sizes` has written."""
 
 
 class Task(NamedTuple):

@@ -25,8 +25,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.marks import insert
-from benchmarks.record import write
+from benchmarks.runner import write
+from benchmarks.text import insert
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"

@@ -1,12 +1,15 @@
 """The runs that estimates are compared with: small real models on the CPU, large ones on a GPU."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
+
+from benchmarks.training import OwnLoss
 
 
 @dataclass(frozen=True)
@@ -35,49 +38,30 @@ class Case:
         parts += [self.kernel or self.attention] if self.kernel or self.attention != "sdpa" else []
         return " ".join(parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields as plain data."""
-        return asdict(self)
 
-
-class HuggingFaceModule(pl.LightningModule):
-    """Any Hugging Face model whose output has a loss, with one of torch's optimizers."""
-
-    def __init__(self, build: Callable[[], nn.Module], optimizer: str) -> None:
-        super().__init__()
-        self.model = build()
-        self.optimizer = optimizer
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Loss of one micro-batch."""
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, or SGD with momentum; the 8-bit form is made by the callback."""
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.optimizer == "adamw_fused" or None)
+def _optimizer(parameters: Any, name: str) -> torch.optim.Optimizer:
+    """AdamW, or SGD with momentum; the 8-bit form is made by the callback."""
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=name == "adamw_fused" or None)
 
 
 class Perceptron(pl.LightningModule):
     """A plain LightningModule without repeated blocks."""
 
-    def __init__(self, optimizer: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(256, 1024), nn.ReLU(), nn.BatchNorm1d(1024), nn.Dropout(0.1), nn.Linear(1024, 512), nn.GELU()
         )
         self.head = nn.Linear(512, 10)
-        self.optimizer = optimizer
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Cross-entropy of one micro-batch."""
         loss = nn.functional.cross_entropy(self.head(self.layers(batch["x"])), batch["y"])
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -158,11 +142,10 @@ _MODELS: dict[str, Callable[[str], nn.Module]] = {
 
 def build_module(case: Case, device: str = "cpu") -> pl.LightningModule:
     """The LightningModule of a case, its weights on `device` (`meta` for estimating)."""
-    if case.model == "mlp":
-        with torch.device(device):
-            return Perceptron(case.optimizer)
     with torch.device(device):
-        return HuggingFaceModule(lambda: _MODELS[case.model](case.attention), case.optimizer)
+        if case.model == "mlp":
+            return Perceptron()
+        return OwnLoss(_MODELS[case.model](case.attention), partial(_optimizer, name=case.optimizer))
 
 
 def build_batch(case: Case) -> dict[str, torch.Tensor]:

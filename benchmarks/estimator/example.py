@@ -1,7 +1,6 @@
-"""Estimate GPT-2 XL as `docs/guides/estimate.md` shows it: `python -m benchmarks.estimator.example`.
+"""The estimate of GPT-2 XL that `docs/guides/estimate.md` shows: what the command prints, and the figures of `--json`.
 
-No GPU, no weights; half a minute. What the command prints goes into `benchmarks/results/estimate_gpt2xl.json`, with the
-figures of `--json`.
+No GPU, no weights; half a minute.
 """
 
 import json
@@ -10,10 +9,10 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.marks import RESULTS, ROOT
-from lightning_memfit.bench.record import versions
+from benchmarks.runner import Benchmark, Named, Options, Row, Stage, named
+from benchmarks.text import ROOT
 
-RESULT = RESULTS / "estimate_gpt2xl.json"
+RESULT = "estimate_gpt2xl.json"
 ARGUMENTS = [
     *("--config", "gpt2xl"),
     *("--config", "benchmarks/gpu/random_gpt2xl.yaml"),
@@ -26,11 +25,12 @@ _LEFT_OUT = "Largest tensors"
 def render(document: dict[str, Any]) -> str:
     """What was printed, without the table of the largest tensors."""
     kept, skipping = [], False
-    for line in (line.rstrip() for line in document["printed"].splitlines()):
+    (row,) = document["rows"]
+    for line in (line.rstrip() for line in row["printed"].splitlines()):
         skipping = line.startswith(_LEFT_OUT) or (skipping and not line.startswith("Peak by phase"))
         if not skipping:
             kept.append(line)
-    return f"```\n$ {document['estimate']}\n" + "\n".join(kept).strip() + "\n```"
+    return f"```\n$ {row['estimate']}\n" + "\n".join(kept).strip() + "\n```"
 
 
 def estimate(*more: str) -> str:
@@ -42,16 +42,9 @@ def estimate(*more: str) -> str:
     return run.stdout
 
 
-def main() -> None:
-    document = {
-        "command": "python -m benchmarks.estimator.example",
-        "estimate": shlex.join(["memfit", "estimate", *ARGUMENTS]),
-        "versions": versions(),
-        "printed": estimate(),
-        "report": json.loads(estimate("--json")),
-    }
-    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+def _row(case: Named, options: Options, row: Row) -> Row:
+    command = shlex.join(["memfit", "estimate", *ARGUMENTS])
+    return {"estimate": command, "printed": estimate(), "report": json.loads(estimate("--json"))}
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(RESULT, lambda options: named(["GPT-2 XL"]), (Stage(_row),), say=lambda row: row["printed"])

@@ -1,7 +1,5 @@
 """BERT-large's published memory figures, predicted for today's software and for that of their time.
 
-    python -m benchmarks.estimator.published
-
 The published figures are NVML's after a run: the CUDA context and what torch's allocator had reserved. "Of its time" is
 what torch 1.10, transformers 4.17 and their Trainer did, as far as memory depends on it, written out here:
 
@@ -9,14 +7,11 @@ what torch 1.10, transformers 4.17 and their Trainer did, as far as memory depen
 - attention is computed operator by operator
 - `zero_grad` fills gradients with zeros instead of letting go of them, so that they are alive in forward, too
 - transformers' own AdamW goes over parameters one by one, so that a step needs scratch memory for the largest only
-
-Writes `benchmarks/results/bert_large_published.json`, from which `docs/accuracy.md` is made.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,16 +19,16 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from benchmarks.record import write
+from benchmarks.runner import Benchmark, Named, Options, Stage, named
+from benchmarks.text import ROOT
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.memory import MIB
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.step import OptimizerFactory, StepOptions
 from lightning_memfit.profile.trace import Emulation
 
-ROOT = Path(__file__).parents[1]
-EXPERIMENT = ROOT / "experiments" / "bert_large.yaml"
-RESULT = ROOT / "results" / "bert_large_published.json"
+EXPERIMENT = ROOT / "benchmarks" / "experiments" / "bert_large.yaml"
+RESULT = "bert_large_published.json"
 CONTEXT_BYTES = 1343 * MIB
 """The CUDA context, which the source measured by itself."""
 V100 = Emulation(capability=(7, 0))
@@ -200,8 +195,7 @@ def summary(document: dict[str, Any]) -> str:
 
     return _PUBLISHED.format(
         rows=len(document["rows"]),
-        file=RESULT.name,
-        command=document["command"],
+        file=RESULT,
         today=span("today"),
         old=span("of_its_time"),
     )
@@ -211,31 +205,33 @@ _PUBLISHED = """
 ## Published figures of older software
 Predictions for today's software are {today} off the {rows} figures that the guide named in
 [BERT-large](benchmarks/bert_large.md) published for a V100. With the rules of its own software they are {old} off
-(`benchmarks/results/{file}`, by `{command}`). Since then fused attention keeps no scores
+(`benchmarks/results/{file}`, by `python -m benchmarks bert_large_published`). Since then fused attention keeps no
+scores
 (36 MiB per layer and sample in fp32), softmax does not keep its input (16 MiB), AdamW updates all parameters at once,
 with scratch memory as large as the weights, and gradients are freed, not filled with zeros. 460 MiB of the row with
 fp16 and four samples are not explained.
 """
 
 
-def main() -> None:
-    experiment = yaml.safe_load(EXPERIMENT.read_text())
-    rows = []
-    for name, row in ROWS.items():
-        entry = experiment["rows"][name]
-        found = {
-            "row": name,
-            "title": entry["title"],
-            "published_mib": entry["reference"]["memory_mb"],
-            "today": predicted(row),
-            "eager": predicted(row, "eager"),
-            "of_its_time": predicted(row, "eager", of_its_time=True),
-        }
-        rows.append(found)
-        totals = ", ".join(f"{key} {found[key]['total_bytes'] / MIB:,.0f}" for key in ("today", "eager", "of_its_time"))
-        print(f"{entry['title']}: published {found['published_mib']:,}, {totals} MiB", flush=True)
-    write(RESULT, {"context_bytes": CONTEXT_BYTES, "rows": rows})
+def _row(case: Named, options: Options, known: dict[str, Any]) -> dict[str, Any]:
+    entry, row = yaml.safe_load(EXPERIMENT.read_text())["rows"][case.name], ROWS[case.name]
+    return {
+        "title": entry["title"],
+        "published_mib": entry["reference"]["memory_mb"],
+        "today": predicted(row),
+        "of_its_time": predicted(row, "eager", of_its_time=True),
+    }
 
 
-if __name__ == "__main__":
-    main()
+def _say(row: dict[str, Any]) -> str:
+    totals = ", ".join(f"{key} {row[key]['total_bytes'] / MIB:,.0f}" for key in ("today", "of_its_time"))
+    return f"published {row['published_mib']:,}, {totals} MiB"
+
+
+BENCHMARK = Benchmark(
+    RESULT,
+    lambda options: named(ROWS),
+    (Stage(_row, timed=False),),
+    lambda rows, options: {"context_bytes": CONTEXT_BYTES, "rows": rows},
+    _say,
+)

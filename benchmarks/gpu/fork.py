@@ -38,7 +38,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.record import trainer_of, write
+from benchmarks.runner import write
+from benchmarks.training import trainer_of
 from lightning_memfit.profile import process
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.course import TraceLimits

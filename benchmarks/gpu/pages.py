@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_pages, slower
+from benchmarks import bench_pages
+from benchmarks.bench_pages import LEAST, reason
 from benchmarks.gpu.fork import PARTS
 from benchmarks.gpu.suite import FOLDER, STEPS
-from benchmarks.marks import shortened
-from benchmarks.notes import reason
+from benchmarks.text import shortened, table
 from cli.bench import FOLDER as EXPERIMENTS
 from cli.bench import read_recipe
 from lightning_memfit.bench.experiment import load_experiment
@@ -24,15 +24,6 @@ _FLAGSHIP = "The plan of `memfit plan --device 12GiB`, run on a card limited to 
 _NOT_YET = "Not measured yet: `make gpu` on a machine with a CUDA device.\n"
 
 
-def _read(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
 def _of(record: dict[str, Any]) -> str:
     """Where a record was made."""
     return f"{record['hardware']['device']}, torch {record['versions']['torch']}.\n\n"
@@ -44,13 +35,14 @@ def at_a_glance(record: list[dict[str, Any]] | None, results: list[Result], sear
     Args:
         record: How the steps of the suite ended.
         results: Rows of `memfit bench` on CUDA.
-        searches: The record of the fitter.
+        searches: The record of the finder.
     """
-    ended = {row["name"]: row["status"] for row in record or []}
-    seconds = {row["name"]: f"{row['name']} ({row.get('seconds', 0):.0f} s)" for row in record or []}
-    named = {
-        status: [seconds[step.name] for step in STEPS if ended.get(step.name) == status] for status in ended.values()
-    }
+    ended = {row["name"]: row for row in record or []}
+    named: dict[str, list[str]] = {}
+    for step in STEPS:
+        if step.name in ended:
+            row = ended[step.name]
+            named.setdefault(row["status"], []).append(f"{step.name} ({row.get('seconds', 0):.0f} s)")
     lines = [f"{status}: {', '.join(names)}." for status, names in sorted(named.items(), key=lambda one: -len(one[1]))]
     absent = [step.name for step in STEPS if step.name not in ended]
     if absent:
@@ -59,10 +51,8 @@ def at_a_glance(record: list[dict[str, Any]] | None, results: list[Result], sear
     for result in results:
         by_experiment.setdefault(result.experiment, []).append(result)
     for name, rows in by_experiment.items():
-        count = len(slower.slower(rows))
-        lines.append(
-            f"[{name}]({name}.md): {count} of {len(rows)} rows are below {slower.LEAST}x of their peer's speed."
-        )
+        count = len(bench_pages.slower(rows))
+        lines.append(f"[{name}]({name}.md): {count} of {len(rows)} rows are below {LEAST}x of their peer's speed.")
     found = "".join(f"- {line}\n" for line in slower_searches(searches["rows"] if searches else []))
     searches_in_words = f"\n**Searches that take longer than one of `BatchSizeFinder`**\n\n{found}" if found else ""
     return "".join(f"- {line}\n" for line in lines) + searches_in_words
@@ -70,15 +60,15 @@ def at_a_glance(record: list[dict[str, Any]] | None, results: list[Result], sear
 
 def slower_searches(rows: list[dict[str, Any]]) -> Iterator[str]:
     """A sentence for each model on which the quickest of Lightning's searches took less time than ours."""
-    by_model: dict[str, list[dict[str, Any]]] = {}
+    by_model: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if "failed" not in row:
-            by_model.setdefault(row["name"].rsplit(", ", 1)[0], []).append(row)
+            model, _, tool = row["name"].rpartition(", ")
+            by_model.setdefault(model, {})[tool] = row
     for model, searches in by_model.items():
-        ours = next((row for row in searches if row["name"].endswith("memfit")), None)
-        quickest = min(searches, key=lambda row: float(row["seconds"]))
-        if ours is not None and quickest["seconds"] < slower.LEAST * ours["seconds"]:
-            name = quickest["name"].rsplit(", ", 1)[1]
+        ours = searches.get("memfit")
+        name, quickest = min(searches.items(), key=lambda one: float(one[1]["seconds"]))
+        if ours is not None and quickest["seconds"] < LEAST * ours["seconds"]:
             yield (
                 f"{model}: {ours['seconds']:.1f} s, which found {ours['largest']}; {name} {quickest['seconds']:.1f} s, "
                 f"which found {quickest['largest']}. {reason('fitter', model)}"
@@ -91,10 +81,8 @@ def cuda_results() -> list[Result]:
     return [result for experiment in experiments for result in bench_pages.results_of(experiment)]
 
 
-def fork(record: dict[str, Any] | None) -> str:
+def fork(record: dict[str, Any]) -> str:
     """What forks of a process that trains could do, before its first backward pass and after."""
-    if record is None:
-        return _NOT_YET
     before, after = (
         [moment.replace("_", " "), *(_cell(record.get(moment, {}).get(part)) for part in PARTS)]
         for moment in ("before_backward", "after_backward")
@@ -106,8 +94,7 @@ def fork(record: dict[str, Any] | None) -> str:
     ]
     difference = record.get("largest_difference")
     parent.append(f"weights of the parent and of a run without a fork differ by {difference}")
-    table = _table(["forks", *PARTS], rows)
-    return _of(record) + table + "".join(f"- {line}\n" for line in parent)
+    return f"{table(['forks', *PARTS], rows)}\n" + "".join(f"- {line}\n" for line in parent)
 
 
 def _cell(tried: dict[str, Any] | None) -> str:
@@ -116,77 +103,62 @@ def _cell(tried: dict[str, Any] | None) -> str:
     return shortened(tried["error"]) if "error" in tried else f"yes, {tried['seconds']:.2f} s"
 
 
-def step_time(record: dict[str, Any] | None) -> str:
+def step_time(record: dict[str, Any]) -> str:
     """Predicted and measured seconds of every setting."""
-    if record is None or not record["rows"]:
-        return _NOT_YET
     rows = []
     for row in record["rows"]:
-        predicted = sum(row["predicted"].values())
-        errors = row["errors"]
-        rows.append(
-            [
-                row["name"],
-                f"{row['seconds']:.4f}",
-                f"{predicted:.4f}",
-                f"{errors['data sheet']:+.1%}",
-                f"{errors['corrected by the others']:+.1%}",
-            ]
-        )
+        if "failed" not in row:
+            seconds = (f"{value:.4f}" for value in (row["seconds"], sum(row["predicted"].values())))
+            errors = (f"{row['errors'][name]:+.1%}" for name in ("data sheet", "corrected by the others"))
+            rows.append([row["name"], *seconds, *errors])
     head = ["setting", "measured s", "by data sheet s", "error", "error, corrected by the other runs"]
-    failed = "".join(f"- {row['name']}: {row['failed']}\n" for row in record["failed"])
+    failed = "".join(f"- {row['name']}: {row['failed']}\n" for row in record["rows"] if "failed" in row)
     note = f"{record['note']}\n\n" if "note" in record else ""
-    return _of(record) + note + _table(head, rows) + failed
+    return f"{note}{table(head, rows)}\n{failed}"
 
 
-def fitter(record: dict[str, Any] | None) -> str:
+def fitter(record: dict[str, Any]) -> str:
     """What each search found of what fits, and at what price."""
-    if record is None or not record["rows"]:
-        return _NOT_YET
-    rows = [
-        [row["name"], "", "", "", "", row["failed"]]
-        if "failed" in row
-        else [
-            row["name"],
-            format_bytes(row["limit_bytes"]),
-            f"{row['largest']} of {row['true_maximum']} ({row['fraction']:.2f})"
-            if "true_maximum" in row
-            else f"{row['largest']}, its maximum not looked for",
-            str(row["steps"]),
-            str(row["errors"]),
-            f"{row['seconds']:.1f}",
-        ]
-        for row in record["rows"]
-    ]
-    return _of(record) + _table(["search", "limit", "found", "steps", "errors", "seconds"], rows)
+    rows = []
+    for row in record["rows"]:
+        if "failed" in row:
+            rows.append([row["name"], *[""] * 4, row["failed"]])
+            continue
+        found = f"{row['largest']}, its maximum not looked for"
+        if "true_maximum" in row:
+            found = f"{row['largest']} of {row['true_maximum']} ({row['fraction']:.2f})"
+        prices = [str(row["steps"]), str(row["errors"]), f"{row['seconds']:.1f}"]
+        rows.append([row["name"], format_bytes(row["limit_bytes"]), found, *prices])
+    return f"{table(['search', 'limit', 'found', 'steps', 'errors', 'seconds'], rows)}\n"
 
 
-def one_run(record: dict[str, Any] | None) -> str:
+def one_run(record: dict[str, Any]) -> str:
     """Predicted and measured memory of one run, and its speed."""
-    if record is None:
-        return _NOT_YET
-    rows = [
-        [
-            row["what"],
-            f"{row['measured_gib']:.2f}",
-            f"{row['predicted_gib']:.2f}",
-            f"{row['predicted_gib'] / row['measured_gib'] - 1:+.1%}",
-        ]
-        for row in record["rows"]
-    ]
-    speed = f"\n{record['tokens_per_s']} tokens/s, {record['step_seconds']:.2f} s per optimizer step.\n"
-    return _of(record) + _table(["memory", "measured GiB", "predicted GiB", "error"], rows) + speed
+    rows = []
+    for row in record["rows"]:
+        measured, predicted = row["measured_gib"], row["predicted_gib"]
+        rows.append([row["what"], f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured - 1:+.1%}"])
+    speed = f"{record['tokens_per_s']} tokens/s, {record['step_seconds']:.2f} s per optimizer step."
+    return f"{table(['memory', 'measured GiB', 'predicted GiB', 'error'], rows)}\n\n{speed}\n"
 
 
 def page(folder: Path = FOLDER) -> str:
     """The whole page, from the suite's folder."""
-    return (
-        f"{_HEAD}\n## At a glance\n"
-        f"{at_a_glance(_read(folder / 'suite.json'), cuda_results(), _read(folder / 'fitter_cuda.json'))}"
-        f"\n## Forks of a process that trains\n{fork(_read(folder / 'fork.json'))}"
-        f"\n## Step time\n{step_time(_read(folder / 'step_time_cuda.json'))}"
-        f"\n## The largest batch\n{fitter(_read(folder / 'fitter_cuda.json'))}"
-        f"\n## GPT-2 XL, fully fine-tuned in 12 GiB\n{_FLAGSHIP}"
-        f"{one_run(_read(folder / 'fit_12gib_cuda.json'))}"
-        f"\n## GPT-2 XL, ZeRO-3 with the optimizer offloaded\n{one_run(_read(folder / 'zero3_offload_cuda.json'))}"
-    )
+
+    def record(name: str) -> Any:
+        file = folder / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+    glance = at_a_glance(record("suite.json"), cuda_results(), record("fitter_cuda.json"))
+    parts = [f"{_HEAD}\n## At a glance\n{glance}"]
+    for title, name, render in (
+        ("Forks of a process that trains\n", "fork.json", fork),
+        ("Step time\n", "step_time_cuda.json", step_time),
+        ("The largest batch\n", "fitter_cuda.json", fitter),
+        (f"GPT-2 XL, fully fine-tuned in 12 GiB\n{_FLAGSHIP}", "fit_12gib_cuda.json", one_run),
+        ("GPT-2 XL, ZeRO-3 with the optimizer offloaded\n", "zero3_offload_cuda.json", one_run),
+    ):
+        found = record(name)
+        is_there = found is not None and found.get("rows", True)
+        parts.append(f"\n## {title}{_of(found) + render(found) if is_there else _NOT_YET}")
+    return "".join(parts)

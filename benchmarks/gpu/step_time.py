@@ -1,33 +1,22 @@
-"""Step times that the planner predicts, beside measured ones: `python -m benchmarks.gpu.step_time`.
+"""Step times that the planner predicts, beside measured ones.
 
-    python -m benchmarks.gpu.step_time [--device cuda|cpu] [--scale full|small] [--output FILE] [--learn]
-
-Every setting is timed in a process of its own. Predictions are given three times: by data sheet, corrected by all
-*other* settings (as a later plan would be by earlier runs), and by a fit to all of them. With `--learn` the
-measurements are kept for later plans on this machine. The exit code is 1 if a setting failed.
+Predictions are given three times: by data sheet, corrected by all *other* settings (as a later plan would be by earlier
+runs), and by a fit to all of them.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import statistics
-import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader
 
-from benchmarks.processes import Job, in_a_process, rows_of
-from benchmarks.record import trainer_of, write_aside
+from benchmarks.runner import DEVICE, SMALL, Benchmark, Options, Row, Stage
+from benchmarks.training import Clock, Repeated, trainer_of
 from lightning_memfit.estimate.target import Target, host_target, live_target
-from lightning_memfit.memory.kind import synchronize
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner.rates import CalibrationFile, Observation, fit_factors, rates_of, uncorrected
 from lightning_memfit.planner.solve import Solver
@@ -37,7 +26,6 @@ from lightning_memfit.profile.build import resize_batch
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
 
-RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 ALLOW = ("exact", "tf32", "bf16", "fp16", "8bit")
 _STEPS, _SKIPPED = 8, 3
 _UNLIMITED = 1 << 40
@@ -69,14 +57,12 @@ def _gpt2(name: str, width: int, layers: int, heads: int, samples: int, tokens: 
     return Model(name, sizes, samples, tokens)
 
 
-MODELS = {
-    "full": (
-        _gpt2("gpt2", 768, 12, 12, 16, 1024, 50257),
-        _gpt2("gpt2-medium", 1024, 24, 16, 8, 1024, 50257),
-        _gpt2("gpt2-large", 1280, 36, 20, 4, 1024, 50257),
-    ),
-    "small": (_gpt2("gpt2-tiny", 64, 3, 2, 4, 32, 128),),
-}
+MODELS = (
+    _gpt2("gpt2", 768, 12, 12, 16, 1024, 50257),
+    _gpt2("gpt2-medium", 1024, 24, 16, 8, 1024, 50257),
+    _gpt2("gpt2-large", 1280, 36, 20, 4, 1024, 50257),
+)
+SMALL_MODEL = _gpt2("gpt2-tiny", 64, 3, 2, 4, 32, 128)
 
 
 @dataclass(frozen=True)
@@ -85,7 +71,6 @@ class Case:
 
     model: Model
     setting: Setting
-    device: str
 
     @property
     def name(self) -> str:
@@ -95,20 +80,21 @@ class Case:
         return f"{self.model.name}, {' + '.join(parts)}, {sizes}"
 
 
-def cases(scale: str, device: str) -> Iterator[Case]:
+def cases(options: Options) -> Iterator[Case]:
     """Precisions, optimizers, checkpointing and micro-batches of every model."""
-    for model in MODELS[scale]:
+    for model in [SMALL_MODEL] if options.small else MODELS:
         whole = Setting(micro_batch_size=model.samples, accumulate_grad_batches=1)
         half = Setting(micro_batch_size=model.samples // 2, accumulate_grad_batches=2)
-        yield Case(model, whole, device)
-        yield Case(model, half.choose("bf16_mixed"), device)
-        if scale == "small":
+        mixed = whole.choose("bf16_mixed")
+        yield Case(model, whole)
+        yield Case(model, half.choose("bf16_mixed"))
+        if options.small:
             continue
-        yield Case(model, whole.choose("bf16_mixed").choose("activation_checkpointing"), device)
-        yield Case(model, whole.choose("tf32"), device)
-        yield Case(model, whole.choose("bf16_mixed"), device)
-        yield Case(model, whole.choose("bf16_mixed").choose("fused_adamw"), device)
-        yield Case(model, whole.choose("bf16_mixed").choose("optimizer_8bit"), device)
+        yield Case(model, mixed.choose("activation_checkpointing"))
+        yield Case(model, whole.choose("tf32"))
+        yield Case(model, mixed)
+        yield Case(model, mixed.choose("fused_adamw"))
+        yield Case(model, mixed.choose("optimizer_8bit"))
 
 
 def target_of(device: str) -> Target:
@@ -125,97 +111,34 @@ def target_of(device: str) -> Target:
     return target
 
 
-def describe(case: Case) -> dict[str, Any]:
-    """What is planned for, found in a process that ends: one that has a CUDA context can't be forked."""
-    return {"name": case.name, "target": target_of(case.device)}
-
-
-def predict(case: Case, target: Target) -> dict[str, Any]:
+def predict(case: Case, options: Options, row: Row) -> Row:
     """Seconds of one setting by data sheet, and what they are made of."""
-    _quiet(case.device)
-    options, rates = StepOptions("32-true", 1), rates_of(target)
-    module, batch = case.model.build(), case.model.batch()
-    facts = facts_of(module, target, options)
-    workload = Workload(module, batch, options, case.model.samples, target, rates, facts, allow=check_allow(ALLOW))
+    target: Target = options.found["target"]
+    steps, rates, model = StepOptions("32-true", 1), rates_of(target), case.model
+    module, allow = model.build(), check_allow(ALLOW)
+    facts = facts_of(module, target, steps)
+    workload = Workload(module, model.batch(), steps, model.samples, target, rates, facts, allow=allow)
     predicted = Solver(TraceStore(workload)).solve_uniform(case.setting).time.seconds
-    return {"name": case.name, "rates": rates.name, "predicted": dict(uncorrected(predicted, rates))}
+    return {"rates": rates.name, "predicted": dict(uncorrected(predicted, rates))}
 
 
-def measure(case: Case, row: dict[str, Any]) -> dict[str, Any]:
-    """The row of a prediction with the seconds that the setting takes."""
-    _quiet(case.device)
-    return {**row, "seconds": statistics.median(_timed(case)[_SKIPPED:])}
-
-
-def run(chosen: Sequence[Case], seconds: float, processes: int) -> Iterator[dict[str, Any]]:
-    """Rows of all cases: predicted several at a time, then timed one after the other.
-
-    Args:
-        chosen: Cases of one device.
-        seconds: A prediction or measurement that takes longer is killed.
-        processes: Predictions at a time.
-    """
-    with torch.device("meta"):
-        chosen[0].model.build().configure_model()  # imports here what every process would import again
-    about = in_a_process(describe, chosen[0], seconds=seconds)
-    if "failed" in about:
-        yield about
-        return
-    predicted = rows_of([Job(predict, case, (about["target"],)) for case in chosen], seconds, processes)
-    rows = {row["name"]: row for row in predicted}
-    for case in chosen:
-        row = rows[case.name]
-        yield row if "failed" in row else in_a_process(measure, case, row, seconds=seconds)
-
-
-def _quiet(device: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    if device == "cpu":
-        torch.set_num_threads(1)
-
-
-class _Clock(pl.Callback):
-    """Seconds of every optimizer step, the device's work included."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._step, self._last = 0, 0.0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step != self._step:
-            synchronize(trainer.strategy.root_device)
-            now = time.perf_counter()
-            self.seconds.append(now - self._last)
-            self._step, self._last = trainer.global_step, now
-
-
-def _timed(case: Case) -> list[float]:
+def measure(case: Case, options: Options, row: Row) -> Row:
+    """The seconds that the setting takes."""
     torch.manual_seed(0)
-    setting, clock = case.setting, _Clock()
+    setting, clock, module = case.setting, Clock(time.perf_counter), case.model.build()
     assert setting.micro_batch_size is not None
     batch = resize_batch(case.model.batch(), case.model.samples, setting.micro_batch_size)
-    loader: DataLoader[Any] = DataLoader(
-        [batch] * (_STEPS * setting.accumulate_grad_batches),  # type: ignore[arg-type]
-        batch_size=None,
-    )
-    trainer = trainer_of(
-        *Setting(chosen=setting.chosen).callbacks(),
-        clock,
-        max_steps=_STEPS,
-        device=case.device,
-        precision=setting.precision,
-        accumulate_grad_batches=setting.accumulate_grad_batches,
-    )
-    module = case.model.build()
-    if case.device == "cuda":  # random numbers for a billion weights take minutes on a CPU
+    count = setting.accumulate_grad_batches
+    others = {"precision": setting.precision, "accumulate_grad_batches": count, "device": options.device}
+    trainer = trainer_of(*Setting(chosen=setting.chosen).callbacks(), clock, max_steps=_STEPS, **others)
+    if options.device == "cuda":  # random numbers for a billion weights take minutes on a CPU
         with torch.device("cuda"):
             module.configure_model()
-    trainer.fit(module, loader)
-    return clock.seconds
+    trainer.fit(module, Repeated(batch, _STEPS * count))
+    seconds = statistics.median(clock.seconds[_SKIPPED:])
+    if options.learn:
+        CalibrationFile(row["rates"]).add(row["predicted"], seconds)
+    return {"seconds": seconds}
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -244,32 +167,23 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--scale", choices=tuple(MODELS), default="full")
-    parser.add_argument(
-        "--output", type=Path, default=None, help="default: step_time_DEVICE.json in the results of the GPU suite"
-    )
-    parser.add_argument("--learn", action="store_true", help="keep the measurements for later plans on this machine")
-    parser.add_argument("--case-seconds", type=float, default=60.0, help="a setting that takes longer is killed")
-    parser.add_argument("--processes", type=int, default=1, help="predictions at a time (default: 1)")
-    arguments = parser.parse_args(argv)
-    output = arguments.output or RESULTS / f"step_time_{arguments.device}.json"
-    rows, failed = list[dict[str, Any]](), list[dict[str, Any]]()
-    found: dict[str, Any] = {"rows": rows}
-    for row in run(list(cases(arguments.scale, arguments.device)), arguments.case_seconds, arguments.processes):
-        (failed if "failed" in row else rows).append(row)
-        what = row.get("failed") or f"{row['seconds']:.4f} s, {sum(row['predicted'].values()):.4f} s by data sheet"
-        print(f"{row['name']}: {what}", flush=True)
-        if rows and arguments.learn and row is rows[-1]:
-            CalibrationFile(row["rates"]).add(row["predicted"], row["seconds"])
-        found = compared(rows) if rows else found
-        write_aside(output, {"device": arguments.device, "scale": arguments.scale, **found, "failed": failed})
-    for name, error in found.get("median_error", {}).items():
-        print(f"{name}: median error {error:.1%}, largest {found['largest_error'][name]:.1%}")
-    return int(bool(failed) or not rows)
+def _figures(rows: list[Row], options: Options) -> Row:
+    good = [row for row in rows if "failed" not in row]
+    failed = [row for row in rows if "failed" in row]
+    return {"device": options.device, **(compared(good) if good else {}), "rows": [*good, *failed]}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "gpu/step_time_{device}.json",
+    cases,
+    (Stage(predict, timed=False), Stage(measure)),
+    _figures,
+    lambda row: f"{row['seconds']:.4f} s, {sum(row['predicted'].values()):.4f} s by data sheet",
+    describe=lambda options: {"target": target_of(options.device)},
+    seconds=60,
+    arguments=(
+        DEVICE,
+        SMALL,
+        ("--learn", {"action": "store_true", "help": "keep the measurements for later plans on this machine"}),
+    ),
+)

@@ -32,6 +32,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runner import Job, rows_of
+
 FOLDER = Path(__file__).parents[1] / "results" / "gpu"
 
 
@@ -65,14 +67,15 @@ class Step:
         return replace(self, command=self.small, small=())
 
 
-def _bench(name: str, *more: str) -> tuple[str, ...]:
-    options = ("--experiment", name, "--device", "cuda", "--scale", "full", "--folder", "benchmarks/results")
+def _bench(name: str, *more: str, device: str = "cuda") -> tuple[str, ...]:
+    scale, folder = ("full", "benchmarks/results") if device == "cuda" else ("small", "{folder}")
+    options = ("--experiment", name, "--device", device, "--scale", scale, "--folder", folder)
     return ("-m", "cli", "bench", *options, *more)
 
 
-def _bench_small(name: str, *more: str) -> tuple[str, ...]:
-    options = ("--experiment", name, "--device", "cpu", "--scale", "small", "--folder", "{folder}")
-    return ("-m", "cli", "bench", *options, *more)
+def _run(name: str, output: str, *more: str, device: str = "cuda") -> tuple[str, ...]:
+    at_once = ("--processes", "6") if device == "cuda" else ()
+    return ("-m", "benchmarks", name, "--device", device, "--output", f"{{folder}}/{output}", *more, *at_once)
 
 
 def _configs(*files: str) -> tuple[str, ...]:
@@ -88,8 +91,6 @@ _HERE = "benchmarks/gpu"
 _GPT2XL = _configs("recipes/gpt2xl.yaml", f"{_HERE}/random_gpt2xl.yaml")
 _TINY = (*_GPT2XL, *_configs(f"{_HERE}/tiny.yaml"))
 _OFFLOADED = _configs("recipes/gpt2xl_zero3_offload.yaml", f"{_HERE}/random_gpt2xl.yaml", f"{_HERE}/zero_offload.yaml")
-_INFINITY = ("-m", "benchmarks.gpt2xl_zero_infinity.run", "--drive", "{folder}", "--trainer.accelerator=gpu")
-_AT_ONCE = ("--processes", "6")
 _BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
 FIRST = (
     Step(
@@ -98,7 +99,7 @@ FIRST = (
         60,
         ("-m", "benchmarks.gpu.fork", "--device", "cpu", "--output", "{folder}/fork.json"),
     ),
-    Step("peers_speed", _bench("peers_speed", "--fork"), 540, _bench_small("peers_speed", "--fork")),
+    Step("peers_speed", _bench("peers_speed", "--fork"), 540, _bench("peers_speed", "--fork", device="cpu")),
 )
 """What later work waits for."""
 
@@ -106,11 +107,11 @@ ANSWERS = (
     Step(
         "predictions",
         (
-            *("-m", "benchmarks.estimator.run", "--device", "cuda", "--limit-seconds", "150", "--case-seconds", "60"),
-            *("--history", "{folder}/history", *_AT_ONCE),
+            *("-m", "benchmarks", "estimator", "--continue", "--device", "cuda"),
+            *("--until", "150", "--seconds", "60", "--processes", "6"),
         ),
         215,
-        ("-m", "benchmarks.estimator.run", "--device", "cpu", "--only", "mlp b64 32-true", "--out", "{folder}/e.json"),
+        _run("estimator", "e.json", "mlp b64 32-true adamw", device="cpu"),
         timed=False,
     ),
     Step(
@@ -139,31 +140,34 @@ ANSWERS = (
     Step("zero3_offload", _fit("zero3_offload", *_OFFLOADED), 120, writes="{folder}/zero3_offload/config.yaml"),
     Step(
         "step_time",
-        ("-m", "benchmarks.gpu.step_time", "--output", "{folder}/step_time_cuda.json", "--learn", *_AT_ONCE),
+        _run("step_time", "step_time_cuda.json", "--learn"),
         180,
-        ("-m", "benchmarks.gpu.step_time", "--device=cpu", "--scale=small", "--output={folder}/step_time_cpu.json"),
+        _run("step_time", "step_time_cpu.json", "--small", device="cpu"),
     ),
     Step(
         "fitter",
-        ("-m", "benchmarks.gpu.fitter", "--output", "{folder}/fitter_cuda.json", "--search-seconds", "40", *_AT_ONCE),
+        _run("finder", "fitter_cuda.json", "--seconds", "80"),
         135,
-        ("-m", "benchmarks.gpu.fitter", "--device=cpu", "--scale=small", "--output={folder}/fitter_cpu.json"),
+        _run("finder", "fitter_cpu.json", "--small", device="cpu"),
     ),
     Step(
         "bert_large",
         _bench("bert_large", "--fork"),
         250,
-        _bench_small("bert_large", "--only", "vanilla"),
+        _bench("bert_large", "--only", "vanilla", device="cpu"),
     ),
 )
 """What is asked then; they take 20 minutes at most. Offloading at a small scale is tested by its own tests."""
+
+HOST_STATES = ("--only=host_states_ours", "--only=host_states_deepspeed", "--only=host_states_torchao")
+"""Rows of `peers` with float32 weights and states on the host."""
 
 MORE = (
     Step("attention", ("-m", "benchmarks.estimator.attention"), 60),
     Step("gpt2xl", _bench("gpt2xl"), 420),
     Step("activation_budget", _bench("activation_budget"), 300),
-    Step("optimizer_step", ("-m", "benchmarks.optimizer_step.run", "--device", "cuda"), 240),
-    Step("host_master", ("-m", "benchmarks.host_master.run", "--device", "cuda"), 240),
+    Step("optimizer_step", ("-m", "benchmarks", "optimizer_step", "--device", "cuda"), 240),
+    Step("host_master", _bench("peers", *HOST_STATES), 240),
     Step(
         "plan",
         ("-m", "cli", "plan", *_GPT2XL, "--device", "24GiB", "--out", "{folder}/plan.yaml"),
@@ -176,75 +180,48 @@ MORE = (
         240,
         writes="{folder}/plan_fit/config.yaml",
     ),
-    Step("zero_infinity", _INFINITY, 420),
+    Step(
+        "zero_infinity",
+        ("-m", "benchmarks", "gpt2xl_zero_infinity", "--device", "cuda", "--drive", "{folder}"),
+        420,
+    ),
     Step("gpt2xl_24gb", _bench("gpt2xl_24gb"), 300),
     Step("peers", _bench("peers"), 600),
 )
 STEPS = (*FIRST, *ANSWERS, *MORE)
 
 
-class Running:
-    """A step that was started; its whole process group is stopped at the limit."""
-
-    def __init__(self, step: Step, folder: Path, limit_s: float) -> None:
-        """Start it.
-
-        Args:
-            step: What to run.
-            folder: Gets its log.
-            limit_s: Seconds that it may take.
-        """
-        self.step, self._folder, self._limit_s, self._started = step, folder, limit_s, time.monotonic()
-        if step.writes:
-            Path(step.writes.replace("{folder}", str(folder))).unlink(missing_ok=True)
-        self._log = folder / f"{step.name}.log"
-        # Asking NVML whether there is a device leaves a process without CUDA context, which can still be forked.
-        environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        with self._log.open("w") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, *step.arguments(folder)],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment,
-            )
-
-    def row(self) -> dict[str, Any] | None:
-        """How it ended, or None while it runs."""
-        seconds = time.monotonic() - self._started
-        status = "out of time"
-        if self._process.poll() is not None:
-            status = "failed" if self._process.returncode else "passed"
-        elif seconds < self._limit_s:
-            return None
-        else:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        return {
-            "name": self.step.name,
-            "command": " ".join(["python", *self.step.arguments(self._folder)]),
-            "status": status,
-            "exit_code": self._process.returncode,
-            "seconds": round(seconds, 1),
-            "last_lines": self._log.read_text(errors="replace").splitlines()[-15:],
-        }
+def run_step(step: Step, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run a step, whose whole process group is stopped at the limit, and say how it ended."""
+    if step.writes:
+        Path(step.writes.replace("{folder}", str(folder))).unlink(missing_ok=True)
+    log, started, status = folder / f"{step.name}.log", time.monotonic(), "out of time"
+    # Asking NVML whether there is a device leaves a process without CUDA context, which can still be forked.
+    environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    command = [sys.executable, *step.arguments(folder)]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+    try:
+        status = "failed" if process.wait(limit_s) else "passed"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return {
+        "name": step.name,
+        "command": " ".join(["python", *command[1:]]),
+        "status": status,
+        "exit_code": process.returncode,
+        "seconds": round(time.monotonic() - started, 1),
+        "last_lines": log.read_text(errors="replace").splitlines()[-15:],
+    }
 
 
 def run_together(steps: Sequence[Step], folder: Path, ends: float) -> Iterator[dict[str, Any]]:
-    """Start steps at once and say of each how it ended, as it does.
-
-    Args:
-        steps: What to run.
-        folder: Gets their logs.
-        ends: `time.monotonic()` after which none may run.
-    """
-    running = [Running(step, folder, min(step.limit_s, ends - time.monotonic())) for step in steps]
-    while running:
-        for one in list(running):
-            if (row := one.row()) is not None:
-                running.remove(one)
-                yield row
-        time.sleep(0.05)
+    """Start steps at once and say of each how it ended, as it does; none may run when `time.monotonic()` is `ends`."""
+    jobs = [Job(run_step, step, (folder, min(step.limit_s, ends - time.monotonic()))) for step in steps]
+    return rows_of(jobs, float("inf"), len(jobs))
 
 
 def run_suite(steps: Sequence[Step], folder: Path, minutes: float, again: bool = False) -> list[dict[str, Any]]:

@@ -51,12 +51,12 @@ PEERS = {
 }
 """Tools by name, in the order of a table's columns."""
 
-_MODULES = {
-    "torch": "torch_loop",
-    "lightning": "plain_lightning",
-    "hf_trainer": "hf_trainer",
-    "deepspeed": "deepspeed_by_hand",
-    "torchao": "torchao_loop",
+_PLACES = {
+    "torch": "loops.TORCH",
+    "lightning": "plain_lightning.PEER",
+    "hf_trainer": "hf_trainer.PEER",
+    "deepspeed": "deepspeed_by_hand.PEER",
+    "torchao": "loops.TORCHAO",
 }
 
 
@@ -68,6 +68,7 @@ def peer_named(name: str) -> Peer:
     """
     if name not in PEERS:
         raise ValueError(f"`peer={name}` is no tool that is known. {closest(name, list(PEERS))}")
-    peer = import_module(f"benchmarks.peers.{_MODULES[name]}").PEER
+    module, attribute = _PLACES[name].split(".")
+    peer = getattr(import_module(f"benchmarks.peers.{module}"), attribute)
     assert isinstance(peer, Peer)
     return peer

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from benchmarks.peers.by_hand import ByHand
+from benchmarks.peers.loops import ByHand
 from benchmarks.peers.peer import Options, Peer
 from benchmarks.peers.task import Task
 from benchmarks.peers.watch import Watch
@@ -23,19 +23,16 @@ class HandWritten(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Build the model."""
         if self.model is None:
             self.model = self._by_hand.prepare(self._task.network())
 
     @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the mean loss of a micro-batch."""
         loss: torch.Tensor = self.model(**batch).loss
         return loss
 
     @override
     def configure_optimizers(self) -> Any:
-        """Return one optimizer at a constant learning rate."""
         return self._by_hand.make_optimizer(self.model, self._task)
 
 
@@ -77,7 +74,6 @@ class _Watching(Callback):
 def train(task: Task, options: Options, watch: Watch) -> None:
     """Train with `lightning.pytorch.Trainer`."""
     by_hand = ByHand.read("lightning", options)
-    by_hand.import_code()
     task.import_model_code()
     loader = task.loader
     watch.starts()

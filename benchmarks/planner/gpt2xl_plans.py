@@ -1,23 +1,19 @@
-"""Plan GPT-2 XL (random weights, 64 x 1024 tokens per step) for devices of many sizes, on no device at all.
+"""Plans of GPT-2 XL (random weights, 64 x 1024 tokens per step) for devices of many sizes, on no device at all.
 
-`python -m benchmarks.planner.gpt2xl_plans` writes `benchmarks/results/planner_gpt2xl.json`. Traces are shared between
-devices through a cache of its own, so that the first plan takes longest.
+Traces are shared between devices through a cache of its own, so that the first plan takes longest.
 """
 
-import logging
-import sys
-import tempfile
 import time
-import warnings
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.record import write
+from benchmarks.runner import Benchmark, Options, Row, Stage
+from benchmarks.text import table
 from lightning_memfit.device.runtime import safety_margin_bytes
 from lightning_memfit.estimate.target import named_target
-from lightning_memfit.memory import GIB
+from lightning_memfit.memory import GIB, format_bytes
 from lightning_memfit.models import CausalLM
 from lightning_memfit.planner.make import make_plan
 from lightning_memfit.planner.rates import rates_of
@@ -33,8 +29,7 @@ from lightning_memfit.planner.workload import (
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "planner_gpt2xl.json"
+RESULT = "planner_gpt2xl.json"
 
 CONFIG = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024, "vocab_size": 50257}
 
@@ -51,6 +46,12 @@ class Case:
     """Of host memory; on the CPU all there is."""
     allow: tuple[str, ...] = DEFAULT
     disk_gib: int = 0
+
+    @property
+    def name(self) -> str:
+        """What there is."""
+        disk = f", {self.disk_gib} GiB of disk" if self.disk_gib else ""
+        return f"{self.device}, {self.host_gib} GiB of host memory{disk}; {', '.join(self.allow)}"
 
 
 CASES = (
@@ -102,21 +103,39 @@ def on_machine(plain: Workload, case: Case) -> Workload:
     )
 
 
-def main() -> int:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    plain, rows = workload(), []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in CASES:
-            started = time.perf_counter()
-            plan = make_plan(on_machine(plain, case), ProfileCache(Path(folder)))
-            seconds = round(time.perf_counter() - started, 1)
-            asked = {"host_gib": case.host_gib, "disk_gib": case.disk_gib, "allow": sorted(case.allow)}
-            rows.append({**asked, "planned_s": seconds, "plan": plan.to_dict()})
-            print(f"{case}: {plan.summary()} ({seconds} s)", flush=True)
-    write(RESULTS, {"rows": rows})
-    return 0
+def plan(case: Case, options: Options, row: Row) -> Row:
+    """The plan of a case."""
+    started = time.perf_counter()
+    found = make_plan(on_machine(workload(), case), ProfileCache(options.folder))
+    asked = {"host_gib": case.host_gib, "disk_gib": case.disk_gib, "allow": sorted(case.allow)}
+    return {**asked, "planned_s": round(time.perf_counter() - started, 1), "plan": found.to_dict()}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def text(document: dict[str, Any]) -> str:
+    """One row per GPU with what is allowed by default: what there is, the plan, and what it needs per device."""
+    rows = (row for row in document["rows"] if row["allow"] == sorted(DEFAULT) and row["plan"]["device"] != "CPU")
+    head = ["device", "host, disk", "plan", "micro-batch", "device", "host", "disk", "tokens/s"]
+    return table(head, map(_cells, rows))
+
+
+def _cells(row: Row) -> list[str]:
+    plan = row["plan"]
+    count = f"{plan['devices']} x " if plan["devices"] > 1 else ""
+    disk = f", {row['disk_gib']} GiB" if row["disk_gib"] else ""
+    start = [f"{count}{plan['device'].removeprefix('device of ')}", f"{row['host_gib']} GiB{disk}"]
+    if not plan["fits"]:
+        return [*start, "nothing fits", *[""] * 5]
+    setting, tiers = plan["setting"], plan["breakdown"]
+    host, disk_bytes = (
+        sum(sum(tiers.get(name, {}).values()) for name in names) for names in (("pinned_host", "host"), ("disk",))
+    )
+    return [
+        *start,
+        ", ".join(setting["techniques"]) or "plain",
+        f"{setting['micro_batch_size']} x {setting['accumulate_grad_batches']}",
+        *(format_bytes(size) if size else "" for size in (plan["needed_bytes"], host, disk_bytes)),
+        f"{plan['tokens_per_s']:.0f}",
+    ]
+
+
+BENCHMARK = Benchmark(RESULT, lambda options: CASES, (Stage(plan),), seconds=1800)

@@ -1,9 +1,6 @@
-"""Small modules of many kinds for `pairs`: what a plan is held against on the CPU."""
-
-from __future__ import annotations
+"""Small modules of many kinds for `pairs`, none of which gave the planner its costs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from benchmarks.training import WithAdamW
 from lightning_memfit.models import CausalLM, Seq2SeqLM
 
 SHARE = 16
@@ -21,76 +19,6 @@ _TOKENS = 32
 def _language(**config: Any) -> tuple[pl.LightningModule, Any]:
     ids = torch.randint(0, 512, (SHARE, _TOKENS), generator=torch.Generator().manual_seed(0))
     return CausalLM(config=config), {"input_ids": ids, "labels": ids.clone()}
-
-
-def gpt2() -> tuple[pl.LightningModule, Any]:
-    return _language(model_type="gpt2", n_layer=6, n_embd=192, n_head=3, vocab_size=512, n_positions=_TOKENS)
-
-
-def gpt2_wide() -> tuple[pl.LightningModule, Any]:
-    return _language(model_type="gpt2", n_layer=3, n_embd=384, n_head=6, vocab_size=4096, n_positions=_TOKENS)
-
-
-def llama() -> tuple[pl.LightningModule, Any]:
-    return _language(
-        model_type="llama",
-        num_hidden_layers=4,
-        hidden_size=192,
-        intermediate_size=512,
-        num_attention_heads=3,
-        vocab_size=512,
-        max_position_embeddings=_TOKENS,
-    )
-
-
-class Perceptron(pl.LightningModule):
-    """Blocks of two linear layers."""
-
-    def __init__(self, width: int = 256, layers: int = 8) -> None:
-        super().__init__()
-        blocks = [
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-            for _ in range(layers)
-        ]
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(width, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return nn.functional.mse_loss(self.head(self.blocks(batch["x"])), batch["y"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class Encoder(pl.LightningModule):
-    """Transformer encoder over patches, as in BERT and ViT."""
-
-    def __init__(self, width: int = 192, layers: int = 6, patch: int = 48) -> None:
-        super().__init__()
-        self.embed = nn.Linear(patch, width)
-        layer = nn.TransformerEncoderLayer(width, 3, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 10)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        logits = self.head(self.encoder(self.embed(batch["x"])).mean(1))
-        return nn.functional.cross_entropy(logits, batch["y"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-def perceptron() -> tuple[pl.LightningModule, Any]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SHARE * 16, 256, generator=generator)
-    x = x.reshape(SHARE, 16, 256)
-    return Perceptron(), {"x": x, "y": x.mean(-1, keepdim=True)}
-
-
-def encoder() -> tuple[pl.LightningModule, Any]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SHARE, _TOKENS, 48, generator=generator)
-    return Encoder(), {"x": x, "y": torch.randint(0, 10, (SHARE,), generator=generator)}
 
 
 def t5() -> tuple[pl.LightningModule, Any]:
@@ -128,7 +56,7 @@ class Residual(nn.Module):
         return x + self.second(nn.functional.silu(self.norms[1](hidden)))
 
 
-class UNet(pl.LightningModule):
+class UNet(WithAdamW):
     """Predicts the noise in images; what each level has computed skips to the way up."""
 
     def __init__(self, widths: tuple[int, ...] = (32, 64, 96), depth: int = 2) -> None:
@@ -155,9 +83,6 @@ class UNet(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return nn.functional.mse_loss(self(batch["x"] + batch["noise"]), batch["noise"])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
 
 def unet() -> tuple[pl.LightningModule, Any]:
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +105,7 @@ def qwen2() -> tuple[pl.LightningModule, Any]:
     )
 
 
-class Recurrent(pl.LightningModule):
+class Recurrent(WithAdamW):
     """Language model of long short-term memory."""
 
     def __init__(self, width: int = 256, layers: int = 3, vocabulary: int = 1024) -> None:
@@ -192,9 +117,6 @@ class Recurrent(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self.head(self.rnn(self.embed(batch["ids"]))[0])
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 def lstm() -> tuple[pl.LightningModule, Any]:
@@ -218,26 +140,6 @@ def mixtral() -> tuple[pl.LightningModule, Any]:
     )
 
 
-@dataclass(frozen=True)
-class ModelSet:
-    """Models, and the limits that each is planned for, as shares of its plain setting's measured peak."""
-
-    models: dict[str, Callable[[], tuple[pl.LightningModule, Any]]]
-    limits: tuple[float, ...]
-    file: str
-    """Name of the file of its results."""
-
-
-SETS: dict[str, ModelSet] = {
-    "known": ModelSet(
-        {one.__name__: one for one in (gpt2, gpt2_wide, llama, perceptron, encoder)},
-        (0.35, 0.42, 0.5, 0.7, 1.05),
-        "planner_pairs.json",
-    ),
-    "held_out": ModelSet(
-        {one.__name__: one for one in (t5, unet, qwen2, lstm, mixtral)},
-        (0.4, 0.46, 0.53, 0.6, 0.68, 0.78, 0.9, 1.05),
-        "planner_pairs_held_out.json",
-    ),
+MODELS: dict[str, Callable[[], tuple[pl.LightningModule, Any]]] = {
+    one.__name__: one for one in (t5, unet, qwen2, lstm, mixtral)
 }
-"""`known` are the kinds of modules with which the planner's costs were found, `held_out` are others."""

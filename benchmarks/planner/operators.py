@@ -1,26 +1,22 @@
 """What issuing operators costs the program, plain and recomputed, in models so narrow that computing takes no time.
 
-`python -m benchmarks.planner.operators` writes `benchmarks/results/planner_operators.json`. Forward and backward of one
-sample are timed in turns, plain and with every block checkpointed; operators are those that the planner's traces count,
-so that `planner.time` can multiply the one with the other. Times are processor time of one thread, the first quartile.
+Forward and backward of one sample are timed in turns, plain and with every block checkpointed; operators are those that
+the planner's traces count, so that `planner.time` can multiply the one with the other. Times are processor time of one
+thread, the first quartile.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import statistics
-import sys
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
+from torch import nn
 
-from benchmarks.planner.models import Perceptron
-from benchmarks.record import write
+from benchmarks.runner import Benchmark, Named, Options, Row, Stage, named
 from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
@@ -33,8 +29,6 @@ from lightning_memfit.planner.workload import Workload, facts_of
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "planner_operators.json"
 CHOICES: tuple[Choice, ...] = ("none", "full", "keep_matmul_attention")
 _CONFIG = {
     "gpt2": {"model_type": "gpt2", "n_layer": 6, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8},
@@ -51,11 +45,27 @@ _CONFIG = {
 _ROUNDS = 60
 
 
+class Perceptron(pl.LightningModule):
+    """Blocks of two linear layers."""
+
+    def __init__(self, width: int = 16, layers: int = 6) -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(layers)
+        ]
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.head(self.blocks(batch["x"])), batch["y"])
+
+
 def module_of(name: str) -> Any:
     """A model of six narrow blocks."""
     torch.manual_seed(0)
     if name == "perceptron":
-        return Perceptron(width=16, layers=6)
+        return Perceptron()
     module = CausalLM(config=_CONFIG[name])
     module.configure_model()
     return module
@@ -95,13 +105,12 @@ def seconds(name: str) -> dict[str, float]:
     return {choice: statistics.quantiles(values, n=4)[0] for choice, values in taken.items()}
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Operators and seconds by choice."""
-    operators, taken = counts(name), seconds(name)
-    return {"model": name, "operators": operators, "seconds": taken}
+def measure(case: Named, options: Options, row: Row) -> Row:
+    """Operators and seconds by choice, of six blocks."""
+    return {"operators": counts(case.name), "seconds": seconds(case.name), "num_blocks": 6}
 
 
-def weights(models: list[dict[str, Any]]) -> dict[str, list[float]]:
+def weights(models: list[Row]) -> dict[str, list[float]]:
     """Plain operators that a recomputed operator and a recomputed block cost, by choice: least squares."""
     found = {}
     for choice in CHOICES[1:]:
@@ -114,15 +123,12 @@ def weights(models: list[dict[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def main() -> int:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    models = [{**measure(name), "num_blocks": 6} for name in (*_CONFIG, "perceptron")]
-    write(RESULTS, {"weights": weights(models), "models": models})
-    print(json.dumps(weights(models), indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "planner_operators.json",
+    lambda options: named((*_CONFIG, "perceptron")),
+    (Stage(measure),),
+    lambda rows, options: {
+        "weights": weights([row for row in rows if "failed" not in row]),
+        "rows": rows,
+    },
+)

@@ -1,8 +1,5 @@
 """How good plans are: pairs of a small model and a memory limit on the simulated device (CPU, one thread).
 
-`python -m benchmarks.planner.pairs known` (or `held_out`, `benchmarks.planner.models.SETS`) writes that set's file in
-`benchmarks/results`; models named after the set are measured anew, and the others in the file stay as they are.
-
 The CPU is measured first, as `memfit doctor --measure` does; no step of these models is known to the planner. For every
 model a grid of settings (optimizer x checkpointing of its repeated blocks x micro-batch, gradient release where a step
 is one pass) is measured without a limit: peak of live bytes and time of an optimizer step, the median of five. For each
@@ -13,15 +10,8 @@ measured again in turns, so that what else the machine does meanwhile slows all 
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
 import statistics
-import sys
-import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,10 +19,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader
 
-from benchmarks.planner.models import SETS, SHARE, ModelSet
-from benchmarks.record import write
+from benchmarks.planner.models import MODELS, SHARE
+from benchmarks.runner import Benchmark, Named, Options, Row, Stage
+from benchmarks.training import Clock, Repeated, trainer_of
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.target import host_target
 from lightning_memfit.planner.make import make_plan
@@ -41,18 +31,17 @@ from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.rates import CalibrationFile, Rates, calibrated, cpu_name, cpu_rates
 from lightning_memfit.planner.solve import Solver
 from lightning_memfit.planner.trace_store import TraceStore
-from lightning_memfit.planner.workload import Workload, check_allow, facts_of
+from lightning_memfit.planner.workload import DEFAULT_TOLERANCE, Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
-from lightning_memfit.techniques.core.precision import trainer_options
 from lightning_memfit.techniques.core.setting import Setting
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-
+RESULT = "planner_pairs.json"
 ALLOW = ("exact", "8bit")
 SIZES = (1, 4, 16)
+LIMITS = (0.4, 0.46, 0.53, 0.6, 0.68, 0.78, 0.9, 1.05)
+"""As shares of the peak that the plain setting has."""
 _UNLIMITED = 1 << 34
 _STEPS, _SKIPPED = 7, 2
 _FINALISTS, _ROUNDS, _MOST_ROUNDS = 2, 2, 6
@@ -62,60 +51,38 @@ _CLOSE = 0.05
 Make = Callable[[], tuple[pl.LightningModule, Any]]
 
 
-class _Clock(pl.Callback):
-    """Processor time of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._last = (0, time.process_time())
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step != self._last[0]:
-            now = time.process_time()
-            self.seconds.append(now - self._last[1])
-            self._last = (trainer.global_step, now)
-
-
 def seconds_of(make: Make, setting: Setting) -> list[float]:
     """Of the optimizer steps of a run without a limit, the first ones left out."""
-    seconds, _ = run(make, setting, None)
-    return seconds
+    clock = Clock()
+    _run(make, setting, _STEPS, clock)
+    return clock.seconds[_SKIPPED:]
 
 
-def peak_of(make: Make, setting: Setting, limit: int = _UNLIMITED) -> int | None:
+def peak_of(make: Make, setting: Setting, limit_bytes: int = _UNLIMITED) -> int | None:
     """Peak of live bytes in two steps; None where they run out of memory."""
-    _, peak = run(make, setting, limit)
-    return peak
+    limit = MemoryLimit(limit_bytes)
+    try:
+        _run(make, setting, 2, limit)
+    except torch.OutOfMemoryError:
+        return None
+    assert limit.ledger is not None
+    return limit.ledger.peak_bytes
 
 
-def run(make: Make, setting: Setting, limit: int | None) -> tuple[list[float], int | None]:
-    """Seconds of steps without a limit; with one, the peak of two steps, or None where memory ran out."""
+def _run(make: Make, setting: Setting, steps: int, callback: pl.Callback) -> None:
     torch.manual_seed(0)
     module, whole = make()
     assert setting.micro_batch_size is not None
-    count, steps = setting.accumulate_grad_batches, 2 if limit else _STEPS
-    batch = resize_batch(whole, SHARE, setting.micro_batch_size)
-    loader: DataLoader[Any] = DataLoader([batch] * (steps * count), batch_size=None)  # type: ignore[arg-type]
-    clock, guard = _Clock(), [MemoryLimit(limit)] if limit else []
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    count = setting.accumulate_grad_batches
+    trainer = trainer_of(
+        callback,
+        *Setting(chosen=setting.chosen).callbacks(),
         max_steps=steps,
         accumulate_grad_batches=count,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
-        **trainer_options([*guard, *Setting(chosen=setting.chosen).callbacks(), clock], setting.precision),
+        precision=setting.precision,
     )
-    try:
-        trainer.fit(module, loader)
-    except torch.OutOfMemoryError:
-        return [], None
-    if guard:
-        assert guard[0].ledger is not None
-        return [], guard[0].ledger.peak_bytes
-    return clock.seconds[_SKIPPED:], None
+    trainer.fit(module, Repeated(resize_batch(whole, SHARE, setting.micro_batch_size), steps * count))
 
 
 def grid(checkpointed: bool) -> Iterator[Setting]:
@@ -142,8 +109,16 @@ def workload(make: Make, rates: Rates, limit: int | None) -> Workload:
     return Workload(module, batch, options, SHARE, target, rates, facts, allow=check_allow(ALLOW))
 
 
-def model_rows(name: str, make: Make, limits: tuple[float, ...], rates: Rates, cache: ProfileCache) -> dict[str, Any]:
+def describe(options: Options) -> Row:
+    """Measure the CPU."""
+    CalibrationFile(cpu_name(), options.folder).keep(measure(torch.device("cpu")))
+    return {}
+
+
+def pairs_of(case: Named, options: Options, known: Row) -> Row:
     """Measure a model's grid, then plan and run for every limit."""
+    make, rates, cache = case.of, calibrated(cpu_rates(), options.folder), ProfileCache(Path(options.folder))
+    started = time.perf_counter()
     store = TraceStore(workload(make, rates, None), cache)
     solver, rows = Solver(store), []
     for setting in grid(store.plain().num_blocks > 0):
@@ -151,19 +126,13 @@ def model_rows(name: str, make: Make, limits: tuple[float, ...], rates: Rates, c
         exact, predicted = not solver.numerics.severity(setting), solver.solve_uniform(setting).time.total
         rows.append({"setting": setting, "seconds": seconds, "peak": peak, "predicted": predicted, "exact": exact})
     plain = next(r["peak"] for r in rows if not r["setting"].chosen and r["setting"].micro_batch_size == SHARE)
-    return {
-        "model": name,
-        "pairs": [_pair(make, rates, cache, rows, int(share * plain)) for share in limits],
-        "grid": [
-            {
-                "setting": _words(row["setting"]),
-                "seconds": row["seconds"],
-                "predicted_s": row["predicted"],
-                "peak_bytes": row["peak"],
-            }
-            for row in rows
-        ],
-    }
+    tried = [
+        {"setting": _words(r["setting"]), "seconds": r["seconds"], "predicted_s": r["predicted"]}
+        | {"peak_bytes": r["peak"]}
+        for r in rows
+    ]
+    pairs = [_pair(make, rates, cache, rows, int(share * plain)) for share in LIMITS]
+    return {"pairs": pairs, "grid": tried, "minutes": round((time.perf_counter() - started) / 60, 1)}
 
 
 def _pair(make: Make, rates: Rates, cache: ProfileCache, rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
@@ -192,7 +161,6 @@ def _pair(make: Make, rates: Rates, cache: ProfileCache, rows: list[dict[str, An
             "best_exact": kept,
             "best_exact_s": None if kept is None else times[kept],
         }
-    print(f"{limit / 2**20:.0f} MiB: {row}", flush=True)
     return row
 
 
@@ -227,37 +195,51 @@ def _words(setting: Setting) -> str:
     return label(setting).replace(choice.name, f"{choice.name} ({mode})")
 
 
-def measured_before(file: Path, chosen: ModelSet, names: list[str]) -> list[dict[str, Any]]:
-    """Rows of the other models of a set that a file already has."""
-    before = json.loads(file.read_text())["models"] if names and file.exists() else []
-    return [row for row in before if row["model"] in chosen.models and row["model"] not in names]
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def main() -> int:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", choices=tuple(SETS))
-    parser.add_argument("models", nargs="*", help="those of the set to measure; all by default")
-    arguments = parser.parse_args()
-    chosen, names = SETS[arguments.set], arguments.models
-    unknown = [name for name in names if name not in chosen.models]
-    if unknown:
-        parser.error(f"{', '.join(unknown)} is none of {', '.join(chosen.models)}")
-    file, order = RESULTS / chosen.file, list(chosen.models)
-    rows = measured_before(file, chosen, names)
-    with tempfile.TemporaryDirectory() as folder:
-        CalibrationFile(cpu_name(), Path(folder)).keep(measure(torch.device("cpu")))
-        rates = calibrated(cpu_rates(), Path(folder))
-        for name in names or order:
-            started = time.perf_counter()
-            row = model_rows(name, chosen.models[name], chosen.limits, rates, ProfileCache(Path(folder)))
-            minutes = round((time.perf_counter() - started) / 60, 1)
-            rows = sorted([*rows, row | {"minutes": minutes}], key=lambda one: order.index(one["model"]))
-            write(file, {"load": round(os.getloadavg()[0], 2), "models": rows})  # known, should this end early
-    return 0
+def text(document: dict[str, Any]) -> str:
+    """Sentences with the totals; the rows are in the file."""
+    models = document["rows"]
+    pairs = [pair for model in models for pair in model["pairs"]]
+    made = [pair for pair in pairs if "setting" in pair]
+    refused = [pair for pair in pairs if "setting" not in pair]
+    right = sum(not pair["num_fitting"] for pair in refused)
+    slower = [pair["slower_than_best"] for pair in made if pair["slower_than_best"] is not None]
+    errors = [row["predicted_s"] / row["seconds"] - 1 for model in models for row in model["grid"]]
+    none_fits = f"Of {len(refused)} refused limits, {right} hold no setting of the grid either. " if refused else ""
+    return (
+        f"{', '.join(model['name'] for model in models)}: {sum(pair['fits'] for pair in made)} of {len(made)} plans "
+        f"fit at the first try. {none_fits}"
+        f"{sum(s <= 0.1 for s in slower)} of {len(slower)} are within 10 % of the grid's best: the slowest "
+        f"{max(slower):+.0%}, the median {statistics.median(slower):+.0%} (below zero: faster). {exactness(made)}"
+        f"Times of {len(errors)} settings, of which no step was known: median error "
+        f"{statistics.median(map(abs, errors)):.1%}, largest {max(errors, key=abs):+.1%} "
+        f"(`python -m benchmarks planner_pairs`, torch {document['versions']['torch']}, one CPU thread)."
+    )
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def exactness(made: list[dict[str, Any]]) -> str:
+    """How many plans keep the recipe's numbers, and whether the others had to change them, where that was recorded."""
+    told = [pair for pair in made if "exact" in pair]
+    if not told:
+        return ""
+    lossy = [pair for pair in told if not pair["exact"]]
+    within = sum(
+        pair["best_exact_s"] is not None and pair["best_exact_s"] <= (1 + DEFAULT_TOLERANCE) * pair["seconds"]
+        for pair in lossy  # the fastest setting of the grid that keeps the numbers is fast enough
+    )
+    return (
+        f"{len(told) - len(lossy)} of {len(told)} plans keep the recipe's numbers; for {len(lossy) - within} of the "
+        f"other {len(lossy)}, what keeps them in the grid doesn't fit or takes over {DEFAULT_TOLERANCE:.0%} longer. "
+    )
+
+
+BENCHMARK = Benchmark(
+    RESULT,
+    lambda options: [Named(name, make) for name, make in MODELS.items()],
+    (Stage(pairs_of),),
+    say=lambda row: f"{sum(pair.get('fits', False) for pair in row['pairs'])} plans fit, {row['minutes']} minutes",
+    describe=describe,
+    seconds=7200,
+)

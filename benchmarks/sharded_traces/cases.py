@@ -8,6 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.training import OwnLoss, WithAdamW
+
 TOKENS, ROWS = 64, 4
 
 Made = tuple[pl.LightningModule, Any]
@@ -114,28 +116,7 @@ class Case:
         return MODELS[self.model](self.width)
 
 
-class ImageClassifier(pl.LightningModule):
-    """A small ViT."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        from transformers import ViTConfig, ViTForImageClassification
-
-        sizes = {"hidden_size": width, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 4 * width}
-        config = ViTConfig(**sizes, image_size=64, patch_size=8, num_labels=10)  # type: ignore[arg-type]
-        self.model = ViTForImageClassification(config)
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """The loss that the model itself computes."""
-        loss: torch.Tensor = self.model(**batch).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as for the language models."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class Perceptron(pl.LightningModule):
+class Perceptron(WithAdamW):
     """Large layers and few activations. Gradients decide its peak, which comes late in backward."""
 
     def __init__(self, width: int = 128) -> None:
@@ -145,16 +126,11 @@ class Perceptron(pl.LightningModule):
         self.layers = torch.nn.Sequential(first, *wide, torch.nn.ReLU(), last)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """The mean of what it says."""
         loss: torch.Tensor = self.layers(batch).mean()
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as for the language models."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-
-class SmallConvNet(pl.LightningModule):
+class SmallConvNet(WithAdamW):
     """Convolutions that grow, and a linear layer with more weights than all of them."""
 
     def __init__(self, width: int = 128) -> None:
@@ -166,16 +142,11 @@ class SmallConvNet(pl.LightningModule):
         self.head = torch.nn.Sequential(torch.nn.Linear(width * 16, 2 * width + 1), torch.nn.Linear(2 * width + 1, 10))
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """The loss of its classes."""
         images, labels = batch
         return torch.nn.functional.cross_entropy(self.head(self.convolutions(images).flatten(1)), labels)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as for the language models."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-
-class GatedRecurrence(pl.LightningModule):
+class GatedRecurrence(WithAdamW):
     """An LSTM written out, whose largest parameter is its embedding with an odd number of elements."""
 
     def __init__(self, width: int = 128) -> None:
@@ -186,7 +157,6 @@ class GatedRecurrence(pl.LightningModule):
         self.head = torch.nn.Linear(width, 1031)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """The loss of each next token."""
         inputs = self.inputs(self.embedding(batch))
         hidden = cell = inputs.new_zeros(len(batch), self.recurrent.in_features)
         outputs = []
@@ -197,10 +167,6 @@ class GatedRecurrence(pl.LightningModule):
             outputs.append(hidden)
         scores = self.head(torch.stack(outputs, 1))
         return torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as for the language models."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 def _language_model(config: dict[str, Any]) -> Made:
@@ -235,8 +201,12 @@ def _t5(width: int) -> Made:
 
 
 def _vit(width: int) -> Made:
-    batch = {"pixel_values": torch.rand(ROWS, 3, 64, 64), "labels": torch.randint(0, 10, (ROWS,))}
-    return ImageClassifier(width), batch
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": width, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 4 * width}
+    config = ViTConfig(**sizes, image_size=64, patch_size=8, num_labels=10)  # type: ignore[arg-type]
+    module = OwnLoss(ViTForImageClassification(config))
+    return module, {"pixel_values": torch.rand(ROWS, 3, 64, 64), "labels": torch.randint(0, 10, (ROWS,))}
 
 
 def _mlp(width: int) -> Made:

@@ -1,31 +1,27 @@
-"""Memory and speed that others publish, beside ours: `python -m benchmarks.sharded_traces.published`.
+"""Memory and speed that others publish, beside ours.
 
 Memory is that of `memfit estimate`, a command of its own for each run, without any cache; speed is that of the
 planner's time model for the same techniques, batch and devices, by data sheet. Nothing is run on these GPUs. What
-compiling saves was chosen by the compiled runs, and nothing else fitted to them. With `speed`, memory stays as it was.
+compiling saves was chosen by the compiled runs, and nothing else fitted to them. With `--predict`,
+memory stays as it was.
 """
 
 import json
-import logging
-import os
-import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from benchmarks.marks import RESULTS, ROOT
-from benchmarks.record import write
+from benchmarks.runner import Benchmark, Named, Options, Row, Stage, named
+from benchmarks.text import ROOT, table
+from benchmarks.training import OwnLoss
 from lightning_memfit.device.catalogue import find_device
 from lightning_memfit.estimate.architectures import find_architecture
 from lightning_memfit.estimate.named_model import make_batch
@@ -41,11 +37,10 @@ from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
 
-_OF_MEMORY = ("peak", "seconds", "processor_seconds", "load")
 _OPTIMIZER, _PER_MACHINE = "adamw_fused", 8
 _PRECISIONS = {"bf16-mixed": "bf16_mixed", "bf16-true": "bf16_true"}
 
-RESULT = RESULTS / "llama31_published.json"
+RESULT = "llama31_published.json"
 
 
 @dataclass(frozen=True)
@@ -232,21 +227,6 @@ def speed(run: Run, cache: ProfileCache) -> dict[str, Any]:
     return {"per_s": float(f"{done / sum(seconds.values()):.4g}"), "step_seconds": spent}
 
 
-class _Vision(pl.LightningModule):
-    """A ViT on the meta device, as its trace needs no weights."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.model = ViTForImageClassification(config).train()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
 def _workload(run: Run) -> Workload:
     count, name = parse_device_count(run.device)
     devices = Devices(min(count or 1, _PER_MACHINE), -(-(count or 1) // _PER_MACHINE))
@@ -255,7 +235,8 @@ def _workload(run: Run) -> Workload:
     module: pl.LightningModule
     if run.sequence_length is None:
         resolved = ViTConfig(**config)
-        module = _Vision(resolved)
+        with torch.device("meta"):  # its trace needs no weights
+            module = OwnLoss(ViTForImageClassification(resolved).train())
     else:
         resolved = resolve_config(None, None, {"model_type": architecture.model_type, **config})
         module = CausalLM(config={"model_type": architecture.model_type, **config})
@@ -287,61 +268,53 @@ def _rates(target: Target, source: Source) -> Rates:
 
 
 def estimate(options: list[str]) -> dict[str, Any]:
-    """The estimate, with the seconds that the command took, of the clock and of processors."""
-    command = [sys.executable, "-m", "lightning_memfit.cli", "estimate", "--json", "--no-cache"]
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
-    seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    """The estimate, with the seconds that the command took."""
+    command = [sys.executable, "-m", "lightning_memfit.cli", "estimate", "--json", "--no-cache", *options]
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr[-2000:]
-    peak = json.loads(done.stdout)["peak"]
-    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    load = os.getloadavg()[0]
-    return {
-        "peak": peak,
-        "seconds": round(seconds, 1),
-        "processor_seconds": round(processor, 1),
-        "load": round(load, 1),
-    }
+    return {"peak": json.loads(done.stdout)["peak"], "seconds": round(time.monotonic() - started, 1)}
 
 
 def text(document: dict[str, Any]) -> str:
     """A row for each run."""
-    rows = document["rows"]
-    lines = [
-        "| run | published | reserved, predicted | allocated | tokens or images/s of a device, published | predicted |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows, lines = {row["name"]: row for row in document["rows"]}, []
     for name, run in RUNS.items():
-        row = rows[name]
-        memory = "| | |"
+        row, memory = rows[name], [""] * 3
         if run.gib is not None:
             reserved, allocated = (row["peak"][f"{key}_bytes"] / GIB for key in ("reserved", "allocated"))
-            memory = f"{run.gib} GiB | {reserved:.1f} GiB | {allocated:.1f} GiB |"
-        lines.append(
-            f"| {name} | {memory} {run.per_s:,.4g} | {row['per_s']:,.4g} ({row['per_s'] / run.per_s - 1:+.0%}"
-            f"{'; published: ' + run.why_not if run.why_not else ''}) |"
-        )
+            memory = [f"{run.gib} GiB", f"{reserved:.1f} GiB", f"{allocated:.1f} GiB"]
+        why_not = f"; published: {run.why_not}" if run.why_not else ""
+        error = row["per_s"] / run.per_s - 1
+        lines.append([name, *memory, f"{run.per_s:,.4g}", f"{row['per_s']:,.4g} ({error:+.0%}{why_not})"])
+    speeds = "tokens or images/s of a device, published"
     errors = [abs(rows[name]["per_s"] / run.per_s - 1) for name, run in RUNS.items() if not run.why_not]
-    total = f"Speeds are {statistics.median(errors):.0%} off in the median, {max(errors):.0%} at most."
-    sources = [f"- {source.name} ({source.date}, <{source.url}>): {source.settings}." for source in SOURCES]
-    return "\n".join([*lines, "", total, "", *sources])
+    return "\n".join(
+        [
+            table(["run", "published", "reserved, predicted", "allocated", speeds, "predicted"], lines),
+            "",
+            f"Speeds are {statistics.median(errors):.0%} off in the median, {max(errors):.0%} at most.",
+            "",
+            *(f"- {source.name} ({source.date}, <{source.url}>): {source.settings}." for source in SOURCES),
+        ]
+    )
 
 
-def main() -> None:
-    """Predict everything, or with `speed` the speeds alone; runs whose memory isn't known yet are estimated."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    known = json.loads(RESULT.read_text())["rows"] if sys.argv[1:] == ["speed"] else {}
-    rows = {name: {"published": {**asdict(run), "source": run.source.name}} for name, run in RUNS.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, run in RUNS.items():
-            row = {key: value for key, value in known.get(name, {}).items() if key in _OF_MEMORY}
-            if run.gib is not None:
-                rows[name] |= row or estimate(run.options())
-            rows[name] |= speed(run, ProfileCache(Path(folder)))
-            print(f"{name}: {rows[name]['per_s']}/s ({rows[name]['per_s'] / run.per_s - 1:+.0%})", flush=True)
-            write(RESULT, {"sources": list(map(asdict, SOURCES)), "rows": rows})  # known, should this end early
+def _speed(case: Named, options: Options, row: Row) -> Row:
+    run = RUNS[case.name]
+    published = {**asdict(run), "source": run.source.name}
+    return {"published": published, **speed(run, ProfileCache(options.folder))}
 
 
-if __name__ == "__main__":
-    main()
+def _memory(case: Named, options: Options, row: Row) -> Row:
+    run = RUNS[case.name]
+    return {} if run.gib is None else estimate(run.options())
+
+
+BENCHMARK = Benchmark(
+    RESULT,
+    lambda options: named(RUNS),
+    (Stage(_speed), Stage(_memory)),
+    lambda rows, options: {"sources": list(map(asdict, SOURCES)), "rows": rows},
+    lambda row: f"{row['per_s']}/s ({row['per_s'] / row['published']['per_s'] - 1:+.0%})",
+)

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import lightning_memfit as memfit
-from benchmarks.record import trainer_of
 from benchmarks.step_cost.count import STEPS, Cost, StepCost
+from benchmarks.training import trainer_of
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _ATTENTION = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)

@@ -1,10 +1,6 @@
 """Four techniques on every causal language model and encoder-decoder of transformers that builds small.
 
-    python -m benchmarks.techniques_sweep.architectures [--only MODEL ...] [--techniques NAME ...] [--continue]
-
-Each model trains three steps of SGD in fp32 without dropout, by plain Lightning and with each technique. Models run in
-processes of their own. `benchmarks/results/techniques_architectures.json` is written after each; `--only` and
-`--techniques` replace those rows and columns, `--continue` runs what isn't there yet.
+Each model trains three steps of SGD in fp32 without dropout, by plain Lightning and with each technique.
 
 Verdicts:
 
@@ -20,66 +16,53 @@ key/value caches are off, as a cache lays keys out otherwise in memory, by which
 module whose weights were quantized and dequantized by bitsandbytes (4 bits) or by its formula (8 bits).
 """
 
-import argparse
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.processes import each
-from benchmarks.record import read_rows, write
+from benchmarks.runner import Benchmark, Options, Stage, named
 from benchmarks.techniques_sweep import tiny
 from benchmarks.techniques_sweep.adapters import ByHand, CountedAdapters
 from benchmarks.techniques_sweep.runs import Trained, difference, train, unchanged, was_refused
+from benchmarks.text import by_words, table
+from benchmarks.training import OwnLoss
 from lightning_memfit.adapters.checkpoint import KEY as ADAPTERS
 from lightning_memfit.adapters.checkpoint import merged_state_dict
 from lightning_memfit.checkpointing.apply import disable_caches
+from lightning_memfit.profile.build import measure_step
+from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memfit.techniques.chunked_loss import ChunkedLoss
+from lightning_memfit.techniques.lora import Lora
+from lightning_memfit.techniques.quantized_weights import QuantizedWeights
 
-RESULT = Path(__file__).parents[1] / "results" / "techniques_architectures.json"
+RESULT = "techniques_architectures.json"
 TOLERANCE = 1e-4
 """Of losses relative to the plain ones, and of weights relative to how far they moved."""
-SECONDS, PROCESSES = 1200.0, 2
+SECONDS = 1200.0
 """`kimi_linear` takes longest: without its CUDA kernels a step is 10 s of elementwise operators on pairs of tokens."""
 MESSAGE = 400
 RATE, ADAPTED_RATE = 0.1, 0.5
 _SEEDS = 4
 
 
-class Model(pl.LightningModule):
-    """Any model that computes its own loss."""
-
-    def __init__(self, model: nn.Module, rate: float = RATE) -> None:
-        super().__init__()
-        self.model = model
-        self.rate = rate
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.rate)
-
-
 class _Sampled:
     """Batches of one shape with other tokens."""
 
     def __init__(self, form: dict[str, Tensor]) -> None:
-        keys = form.keys()
         generator = torch.Generator().manual_seed(7)
         self.batches = []
         for _ in range(4):
-            batch = {}
-            for key in keys:
-                value = form[key]
+            batch = dict[str, Tensor]()
+            for key, value in form.items():
                 if key == "labels":
                     fresh = batch["input_ids"] if value.shape == batch["input_ids"].shape else _tokens(value, generator)
                     batch[key] = torch.where(value == -100, value, fresh)
@@ -116,10 +99,10 @@ class Tried:
             disable_caches(module)
         return train(module, self.data.loader())[0]
 
-    def module(self, rate: float = RATE) -> Model:
+    def module(self, rate: float = RATE) -> OwnLoss:
         """A new module with the first weights."""
         model, _ = tiny.build(self.name)
-        return Model(model, rate)
+        return OwnLoss(model, partial(torch.optim.SGD, lr=rate))
 
     def run(self, *callbacks: pl.Callback, rate: float = RATE) -> Trained:
         return train(self.module(rate), self.data.loader(), callbacks)[0]
@@ -170,7 +153,7 @@ def judged(
     return {"verdict": "different", **row, "words": f"{apart.name} {remark}".strip()}
 
 
-def otherwise_rounded(module: Model, seed: int) -> Model:
+def otherwise_rounded(module: OwnLoss, seed: int) -> OwnLoss:
     """Change every weight by about one unit in the last place of float32."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -182,33 +165,10 @@ def otherwise_rounded(module: Model, seed: int) -> Model:
 
 
 def chunked_loss(tried: Tried) -> dict[str, Any]:
-    from lightning_memfit.techniques.chunked_loss import ChunkedLoss
-
     def rounded(seed: int) -> Trained:
         return train(otherwise_rounded(tried.module(), seed), tried.data.loader())[0]
 
     return judged(tried.plain, tried.run(ChunkedLoss(num_chunks=3)), TOLERANCE, rounded=rounded)
-
-
-def lora(tried: Tried) -> dict[str, Any]:
-    from lightning_memfit.techniques.lora import Lora
-
-    return _adapted(tried, [Lora(rank=4)])
-
-
-def quantized_4(tried: Tried) -> dict[str, Any]:
-    return _quantized(tried, 4)
-
-
-def quantized_8(tried: Tried) -> dict[str, Any]:
-    return _quantized(tried, 8)
-
-
-def _quantized(tried: Tried, bits: int) -> dict[str, Any]:
-    from lightning_memfit.techniques.lora import Lora
-    from lightning_memfit.techniques.quantized_weights import QuantizedWeights
-
-    return _adapted(tried, [QuantizedWeights(bits), Lora(rank=4)])
 
 
 def _adapted(tried: Tried, callbacks: list[pl.Callback]) -> dict[str, Any]:
@@ -238,15 +198,7 @@ def _adapted(tried: Tried, callbacks: list[pl.Callback]) -> dict[str, Any]:
     return judged(expected, found, TOLERANCE, remark, rounded)
 
 
-def checkpointing_full(tried: Tried) -> dict[str, Any]:
-    from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
-
-    return judged(tried.uncached, tried.run(ActivationCheckpointing()), 0.0)
-
-
 def checkpointing_budget(tried: Tried) -> dict[str, Any]:
-    from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
-
     callback = ActivationCheckpointing(budget=BUDGET)
     row = judged(tried.uncached, tried.run(callback), 0.0)
     if row["verdict"] != "equal" or callback.resolved is None:
@@ -264,8 +216,6 @@ BUDGET = "60%"
 
 
 def _peak(tried: Tried, callback: Any) -> int:
-    from lightning_memfit.profile.build import measure_step
-
     events = measure_step(tried.module(), tried.data.batches[0], callbacks=(callback,)).events
     second = [at for at, phase in events.phases if phase == "forward"][1]  # blocks are checked in the first batch
     return int(events.live_bytes()[second:].max())
@@ -273,10 +223,10 @@ def _peak(tried: Tried, callback: Any) -> int:
 
 TECHNIQUES: dict[str, Callable[[Tried], dict[str, Any]]] = {
     "ChunkedLoss": chunked_loss,
-    "Lora": lora,
-    "QuantizedWeights, 4 bits": quantized_4,
-    "QuantizedWeights, 8 bits": quantized_8,
-    "ActivationCheckpointing, full": checkpointing_full,
+    "Lora": lambda tried: _adapted(tried, [Lora(rank=4)]),
+    "QuantizedWeights, 4 bits": lambda tried: _adapted(tried, [QuantizedWeights(4), Lora(rank=4)]),
+    "QuantizedWeights, 8 bits": lambda tried: _adapted(tried, [QuantizedWeights(8), Lora(rank=4)]),
+    "ActivationCheckpointing, full": lambda tried: judged(tried.uncached, tried.run(ActivationCheckpointing()), 0.0),
     "ActivationCheckpointing, budget": checkpointing_budget,
 }
 """Columns of the table."""
@@ -293,7 +243,7 @@ def examine(name: str, techniques: Sequence[str] = tuple(TECHNIQUES)) -> dict[st
     try:
         tried = Tried(name)
     except tiny.NotBuilt as reason:
-        return {"model": name, "class": tiny.architectures()[name], "not_built": str(reason)[:MESSAGE]}
+        return {"class": tiny.architectures()[name], "not_built": str(reason)[:MESSAGE]}
     verdicts = {}
     for technique in techniques:
         try:
@@ -302,7 +252,6 @@ def examine(name: str, techniques: Sequence[str] = tuple(TECHNIQUES)) -> dict[st
             words = " ".join(f"{type(error).__name__}: {error}".split())
             verdicts[technique] = {"verdict": "crashed", "words": f"outside of the run: {words}"[:MESSAGE]}
     return {
-        "model": name,
         "class": type(tried.model).__name__,
         "parameters": sum(parameter.numel() for parameter in tried.model.parameters()),
         "verdicts": verdicts,
@@ -314,51 +263,67 @@ def _rounded(value: float) -> float | str:
     return float(f"{value:.0e}") if math.isfinite(value) else "inf"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=tiny.architectures(), metavar="MODEL", help="as in the table")
-    parser.add_argument("--techniques", nargs="+", default=list(TECHNIQUES), metavar="NAME")
-    parser.add_argument("--continue", dest="go_on", action="store_true", help="leave rows that are there as they are")
-    parser.add_argument("--processes", type=int, default=PROCESSES)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    chosen = parser.parse_args(arguments)
-    known = tiny.architectures()
-    names = chosen.only or list(known)
-    techniques = [full for one in chosen.techniques for full in TECHNIQUES if full.startswith(one)]
-    rows = {row["model"]: row for row in read_rows(chosen.output)}
-    if chosen.go_on:
-        names = [name for name in names if name not in rows]
-    for name, row in each(partial(examine, techniques=techniques), names, SECONDS, chosen.processes):
-        if isinstance(row, Exception):
-            failed = {"verdict": "crashed", "words": f"{type(row).__name__}: {row}"[:MESSAGE]}
-            row = {"model": name, "class": known[name], "verdicts": dict.fromkeys(techniques, failed)}
-        before = rows.get(name, {}).get("verdicts", {})
-        if "verdicts" in row:
-            merged = {**before, **row["verdicts"]}
-            row["verdicts"] = {column: merged[column] for column in TECHNIQUES if column in merged}
-        rows[name] = row
-        _show(row)
-        _write(chosen.output, [rows[name] for name in known if name in rows])
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    command = "python -m benchmarks.techniques_sweep.architectures"  # of all rows, whichever came last
-    kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-    write(path, {"command": command, "steps": 3, "tolerance": TOLERANCE, "budget": BUDGET, "rows": kept})
+_VERDICTS = ("equal", "refused", "crashed", "different")
 
 
-def _show(row: dict[str, Any]) -> None:
+def text(document: dict[str, Any]) -> str:
+    """How often each verdict was given, the words of what isn't equal, and what can't be built."""
+    rows = document["rows"]
+    built = [row for row in rows if "verdicts" in row]
+    lines = []
+    for technique in TECHNIQUES:
+        found = [row["verdicts"][technique] for row in built if technique in row["verdicts"]]
+        counts = Counter(one["verdict"] for one in found)
+        apart = [max(float(one["losses"]), float(one["weights"])) for one in found if one["verdict"] == "equal"]
+        lines.append([technique, *(str(counts[verdict]) for verdict in _VERDICTS), f"{max(apart, default=0.0):.0e}"])
+    return "\n".join(
+        [
+            f"{len(built)} of {len(rows)} architectures build small.",
+            "",
+            table(["technique", *_VERDICTS, "largest difference where equal"], lines),
+            *_not_equal(built),
+            "",
+            "## Not built",
+            ", ".join(f"`{row['name']}`" for row in rows if "not_built" in row) + ": the results say why.",
+        ]
+    )
+
+
+def _not_equal(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The words of what isn't equal; techniques that have the same ones stand together."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for technique in TECHNIQUES:
+        items = by_words(
+            (verdict["verdict"], verdict.get("words", "").replace(row["class"], "The model"), f"`{row['name']}`")
+            for row in rows
+            if (verdict := row["verdicts"].get(technique, {"verdict": "equal"}))["verdict"] != "equal"
+        )
+        found.setdefault(tuple(items), []).append(technique)
+    for items_of, techniques in found.items():
+        if items_of:
+            yield from ("", f"**{'; '.join(techniques)}**", "", *items_of)
+
+
+def _say(row: dict[str, Any]) -> str:
     if "not_built" in row:
-        print(f"{row['model']:26} not built: {row['not_built'][:120]}", flush=True)
-        return
-    cells = " ".join(f"{one['verdict']:9}" for one in row["verdicts"].values())
-    print(f"{row['model']:26} {cells} {row.get('seconds', '')} s", flush=True)
-    for technique, one in row["verdicts"].items():
-        if one["verdict"] in ("crashed", "different"):
-            apart = f"{one.get('losses', '')} {one.get('weights', '')}"
-            print(f"    {technique}: {apart} {one.get('words', '')[:220]}", flush=True)
+        return f"not built: {row['not_built'][:120]}"
+    wrong = {name: one for name, one in row["verdicts"].items() if one["verdict"] in ("crashed", "different")}
+    return " ".join(f"{one['verdict']:9}" for one in row["verdicts"].values()) + f" {wrong or ''}"
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+def _figures(rows: list[dict[str, Any]], options: Options) -> dict[str, Any]:
+    kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return {"steps": 3, "tolerance": TOLERANCE, "budget": BUDGET, "rows": kept}
+
+
+BENCHMARK = Benchmark(
+    RESULT,
+    lambda options: named(tiny.architectures()),
+    (Stage(lambda case, options, row: examine(case.name), timed=False),),
+    _figures,
+    _say,
+    seconds=SECONDS,
+)

@@ -1,7 +1,5 @@
 """Random combinations of techniques with random options, on six modules of different kinds.
 
-    python -m benchmarks.techniques_sweep.combinations [--only SEED ...] [--continue] [--number 300]
-
 Each seed chooses a module, clipping, and at most one technique of each kind with options. What trains, trains three
 steps on the CPU, and every loss is compared with the run that the techniques promise: plain Lightning, with the other
 optimizer or the adapters (added by hooks) where they are chosen. What may differ by how much is `TOLERANCES`, beside
@@ -17,20 +15,19 @@ Verdicts:
 - `crashed`, `different`: as they say
 """
 
-import argparse
 import random
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import torch
 
-from benchmarks.processes import each
-from benchmarks.record import read_rows, write
+from benchmarks.runner import Benchmark, Options, Stage, named
 from benchmarks.techniques_sweep import modules
 from benchmarks.techniques_sweep.adapters import Adapters, ByHand
 from benchmarks.techniques_sweep.runs import Trained, of_losses, train, was_refused
+from benchmarks.text import by_words, table
+from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.techniques.core.facts import Facts
 from lightning_memfit.techniques.core.model_facts import read_facts
 from lightning_memfit.techniques.core.precision import trainer_options
@@ -38,8 +35,8 @@ from lightning_memfit.techniques.core.registry import TECHNIQUES
 from lightning_memfit.techniques.core.setting import Setting
 from lightning_memfit.techniques.core.technique import KINDS, TOLERANCES
 
-RESULT = Path(__file__).parents[1] / "results" / "techniques_combinations.json"
-NUMBER, SECONDS, PROCESSES, MESSAGE = 300, 240.0, 2, 400
+RESULT = "techniques_combinations.json"
+NUMBER, SECONDS, MESSAGE = 300, 240.0, 400
 
 _LORA = [{}, {"rank": 1}, {"rank": 4, "alpha": 4.0}]
 _STATES = [{}, {"min_8bit_size": 0}, {"min_8bit_size": 256, "keep_32bit_embeddings": False}]
@@ -90,7 +87,7 @@ class Drawn:
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
-        self.name = draw.choice(self.names())
+        self.name = draw.choice(list(modules.MODULES))
         self.trainer = draw.choice(_CLIPPING)
         self.limited = draw.random() < 0.1
         setting = Setting()
@@ -104,11 +101,6 @@ class Drawn:
                 setting = setting.choose(name, **draw.choice(OPTIONS.get(name, [{}])))
         self.setting = setting
 
-    @staticmethod
-    def names() -> list[str]:
-        """All modules."""
-        return list(modules.MODULES)
-
     def facts(self) -> Facts:
         module = modules.build(self.name)
         return read_facts(
@@ -121,8 +113,6 @@ class Drawn:
         )
 
     def others(self) -> list[Any]:
-        from lightning_memfit.device.limit import MemoryLimit
-
         return [MemoryLimit("1GiB")] if self.limited else []
 
     def tolerance(self) -> float:
@@ -134,7 +124,6 @@ def examine(seed: int) -> dict[str, Any]:
     started = time.perf_counter()
     drawn = Drawn(seed)
     row: dict[str, Any] = {
-        "seed": seed,
         "module": drawn.name,
         "techniques": {choice.name: dict(choice.options) for choice in drawn.setting.chosen},
         "trainer": drawn.trainer | ({"MemoryLimit": "1GiB"} if drawn.limited else {}),
@@ -226,43 +215,51 @@ class _Lion(torch.optim.Optimizer):
         return loss
 
 
-def _job(seed: str) -> dict[str, Any]:
-    return examine(int(seed))
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, nargs="+", metavar="SEED")
-    parser.add_argument("--number", type=int, default=NUMBER)
-    parser.add_argument("--continue", dest="go_on", action="store_true", help="leave rows that are there as they are")
-    parser.add_argument("--processes", type=int, default=PROCESSES)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    chosen = parser.parse_args(arguments)
-    rows = {row["seed"]: row for row in read_rows(chosen.output)}
-    seeds = chosen.only or range(chosen.number)
-    left = [str(seed) for seed in seeds if not (chosen.go_on and seed in rows)]
-    for seed, row in each(_job, left, SECONDS, chosen.processes):
-        if isinstance(row, Exception):
-            row = {
-                "seed": int(seed),
-                "module": Drawn(int(seed)).name,
-                "verdict": "crashed",
-                "words": str(row)[:MESSAGE],
-            }
-        rows[int(seed)] = row
-        _show(row)
-        kept = [{k: v for k, v in rows[s].items() if k != "seconds"} for s in sorted(rows)]
-        command = "python -m benchmarks.techniques_sweep.combinations"
-        write(chosen.output, {"command": command, "steps": 3, "tolerances": dict(TOLERANCES), "rows": kept})
+def text(document: dict[str, Any]) -> str:
+    """How often each verdict was given, by technique, the tolerances, and the words of what isn't equal."""
+    rows = document["rows"]
+    not_equal = [row for row in rows if row["verdict"] != "equal"]
+    counts = Counter(row["verdict"] for row in rows)
+    tolerances = ", ".join(f"`{name}` {value:g}" for name, value in document["tolerances"].items())
+    lines = []
+    for name in sorted({name for row in rows for name in row.get("techniques", ())}):
+        own = [row for row in rows if name in row.get("techniques", ())]
+        of_own = Counter(row["verdict"] for row in own)
+        shares = [row["difference"] / row["tolerance"] for row in own if row["verdict"] == "equal"]
+        cells = [str(of_own[verdict]) for verdict in counts]
+        lines.append([f"`{name}`", *cells, f"{max(shares):.0%}" if shares else ""])
+    return "\n".join(
+        [
+            f"{len(rows)} combinations: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}. "
+            f"Tolerances: {tolerances}.",
+            "",
+            table(["technique", *counts, "largest difference, of its tolerance"], lines),
+            "",
+            "**Not equal**",
+            "",
+            *by_words(((row["verdict"], row["words"].partition(": ")[2], "") for row in not_equal), counted=True),
+        ]
+    )
 
 
-def _show(row: dict[str, Any]) -> None:
-    print(f"{row['seed']:4} {row['module']:16} {row['verdict']:20} {row.get('difference', '')} "
-          f"{', '.join(row.get('techniques', {}))} ({row.get('seconds', '')} s)", flush=True)  # fmt: skip
-    if row["verdict"] not in ("equal", "refused"):
-        print(f"     {row.get('words', '')[:250]}\n     {row.get('validate', '')}", flush=True)
+def _figures(rows: list[dict[str, Any]], options: Options) -> dict[str, Any]:
+    kept = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return {"steps": 3, "tolerances": dict(TOLERANCES), "rows": kept}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+def _say(row: dict[str, Any]) -> str:
+    words = f"{row.get('words', '')[:250]} {row.get('validate', '')}" if row["verdict"] != "equal" else ""
+    return f"{row['module']}, {', '.join(row['techniques'])}: {row['verdict']} {row.get('difference', '')} {words}"
+
+
+BENCHMARK = Benchmark(
+    RESULT,
+    lambda options: named(map(str, range(NUMBER))),
+    (Stage(lambda case, options, row: examine(int(case.name)), timed=False),),
+    _figures,
+    _say,
+    seconds=SECONDS,
+)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_memfit
-from benchmarks.record import trainer_of
+from benchmarks.training import trainer_of
 
 STEPS = 3
 _OURS = str(Path(lightning_memfit.__file__).parent)

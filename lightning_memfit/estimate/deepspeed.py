@@ -27,7 +27,7 @@ NCCL_BYTES = 512 * MIB
 
 LIBRARIES_BYTES = 76 * MIB
 """Memory that a process takes between the preflight and its second step for code, threads and Python objects: kernels
-that are loaded or compiled when first used, hooks, the engine. Measured, see `benchmarks/offload_host_memory`."""
+that are loaded or compiled when first used, hooks, the engine. Measured, see `benchmarks/host_memory`."""
 
 ASYNC_IO_BYTES = 10 * MIB
 """Memory that asynchronous I/O takes for its kernels, queues and threads."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.estimator.cases import Case, build_batch, build_callbacks, build_module, cpu_cases
-from benchmarks.estimator.measure import measure_cpu
+from benchmarks.estimator.run import measure_cpu
 from lightning_memfit.estimate.estimate import estimate_step
 from lightning_memfit.profile.build import profile_module
 from lightning_memfit.profile.step import StepOptions

@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_memfit
-from benchmarks.record import write
+from benchmarks.runner import write
 from lightning_memfit.fitting import MicroBatching
 from tests.zoo.base import Case
 

@@ -4,12 +4,14 @@ listed with figures that are still what an estimate says."""
 import json
 import os
 import socket
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from benchmarks.recipe_sizes.__main__ import DEVICES, PAGES, PLANS, models, row_of
+from benchmarks.recipe_sizes import BENCHMARKS, DEVICES, PLANS, RECIPES, case_of, models, size
+from benchmarks.runner import read as read_result
 from cli.main import main
 from cli.recipe_files import SIZES, TASKS, available, resolve
 from lightning_memfit.estimate.architectures import known_configuration
@@ -94,18 +96,17 @@ ROWS = json.loads(SIZES.read_text())["rows"]
 
 
 def test_every_recipe_is_on_a_page_with_a_plan_for_each_card():
-    shown = [recipe for recipes in PAGES.values() for recipe in recipes]
-    assert sorted(shown) == sorted(TASKS)
-    plans = [(row["recipe"], row["device"]) for row in json.loads(PLANS.read_text())["rows"]]
-    assert sorted(plans) == sorted((recipe, device) for recipe in TASKS for device in DEVICES)
+    assert sorted(RECIPES) == sorted(TASKS)
+    plans = [row["name"] for row in read_result(PLANS)["rows"]]
+    assert sorted(plans) == sorted(case.name for case in BENCHMARKS["recipe_plans"].cases(Namespace()))
 
 
 @pytest.mark.nightly
 def test_a_recorded_size_is_what_an_estimate_says(tmp_path, monkeypatch):
-    """The first row's; `python -m benchmarks.recipe_sizes` writes them all."""
+    """The first row's; `python -m benchmarks recipe_sizes` writes them all."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     row = ROWS[0]
-    now = row_of(row["recipe"], row["model"])
+    now = size(case_of(row["recipe"], row["model"]), Namespace(), {})
     assert now["num_parameters"] == row["num_parameters"]
     for device in DEVICES:
         assert now["largest_micro_batch"][device] == pytest.approx(row["largest_micro_batch"][device], rel=0.1, abs=1)

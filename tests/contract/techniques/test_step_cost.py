@@ -10,7 +10,7 @@ from lightning_memfit.techniques.core.step_cost import ROUNDING_CPU_SECONDS, cpu
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "optimizer_step_cpu.json"
 DOCUMENT = json.loads(RESULTS.read_text())
 SECONDS = {
-    (row["dtype"], row["name"]): row["seconds"] / DOCUMENT["num_parameters"]
+    (row["dtype"], row["optimizer"]): row["seconds"] / DOCUMENT["num_parameters"]
     for row in DOCUMENT["rows"]
     if "failed" not in row
 }

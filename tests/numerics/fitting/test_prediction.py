@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.micro_batching import compare
-from benchmarks.micro_batching.models import CURVED
+from benchmarks.finder import run as finder
+from benchmarks.finder.models import CURVED
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.division import Division
 from lightning_memfit.fitting import MicroBatching
@@ -105,13 +105,13 @@ def test_predicting_keeps_no_batch_on_the_device() -> None:
 
 
 def searched(name: str, monkeypatch: pytest.MonkeyPatch, steps: int = 4) -> dict[str, Any]:
-    monkeypatch.setattr(compare, "LATER_STEPS", steps)
-    row = compare.run_curved(next(case for case in CURVED if case.name == name))
-    assert row["checked"]
-    assert row["memfit"]["later_errors"] == 0
-    assert row["memfit"]["errors"] <= 1
-    assert row["memfit"]["tried"]
-    return row
+    monkeypatch.setattr(finder, "LATER_STEPS", steps)
+    search = finder.Search(next(case for case in CURVED if case.name == name), finder.OURS)
+    row = finder.run(search)
+    assert row["later_errors"] == 0
+    assert row["errors"] <= 1
+    assert row["tried"]
+    return row | finder.hold(search, None, row)
 
 
 @pytest.mark.nightly
@@ -127,24 +127,24 @@ def searched(name: str, monkeypatch: pytest.MonkeyPatch, steps: int = 4) -> dict
 )
 def test_a_step_of_any_curve_is_traced_where_it_matters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = searched(name, monkeypatch)
-    assert 0.97 <= row["memfit"]["fraction"] <= 1
-    assert row["memfit"]["steps"] <= 3
+    assert 0.97 <= row["fraction"] <= 1
+    assert row["steps"] <= 3
 
 
 @pytest.mark.nightly_cases("values choose")
 @pytest.mark.parametrize("name", ["values choose, attention", "through C"])
 def test_a_step_that_cannot_be_traced_is_found_in_eight_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = searched(name, monkeypatch)
-    assert 0.75 <= row["memfit"]["fraction"] <= 1  # of sizes with as many micro-batches the one that divides best
-    assert row["memfit"]["steps"] <= 8
+    assert 0.75 <= row["fraction"] <= 1  # of sizes with as many micro-batches the one that divides best
+    assert row["steps"] <= 8
 
 
 @pytest.mark.nightly
 def test_longer_batches_get_a_smaller_size_before_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     row = searched("recurrent, then longer", monkeypatch)
-    assert 0.97 <= row["memfit"]["fraction"] <= 1
+    assert 0.97 <= row["fraction"] <= 1
     true = row["true_maximum_of_second_batch"]
-    assert min(0.97 * true, true - 1) <= row["memfit"]["size_of_second_batch"] <= true
+    assert min(0.97 * true, true - 1) <= row["size_of_second_batch"] <= true
 
 
 @pytest.mark.parametrize("techniques_first", [True, False])

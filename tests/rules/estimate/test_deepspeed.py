@@ -1,17 +1,15 @@
 """Formulas by hand, and DeepSpeed's own buffers one by one; `test_offload_host_memory.py` holds peaks."""
 
-import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.offload_host_memory.buffers import KINDS, RESULTS, SIZE
-from benchmarks.offload_host_memory.cases import config_of
-from benchmarks.offload_host_memory.predict import parameters_of
+from benchmarks.host_memory.buffers import KINDS, RESULT, SIZE
+from benchmarks.host_memory.peaks import parameters_of
+from benchmarks.runner import read
 from lightning_memfit.estimate.deepspeed import (
     LIBRARIES_BYTES,
     DeepSpeedRun,
@@ -149,7 +147,7 @@ def test_frozen_weights_have_no_states_and_of_tied_ones_only_a_file_stays() -> N
 
 # --- against DeepSpeed's own buffers ----------------------------------------------------------------------------------
 
-BUFFERS = json.loads(Path(RESULTS).read_text())["rows"]
+BUFFERS = read(RESULT)["rows"]
 
 
 def measured_run(row: dict[str, Any], on_cpu: bool = False) -> DeepSpeedRun:
@@ -158,7 +156,7 @@ def measured_run(row: dict[str, Any], on_cpu: bool = False) -> DeepSpeedRun:
     pinned = arguments.get("pin_memory", False)
     divided = Division(row["kind"], arguments["stage"], row["ranks"], 1, True, *places, pin_memory=pinned)
     itemsize = 2 if row["precision"].startswith("bf16") else 4
-    parameters = parameters_of(tuple(config_of(SIZE).items()))
+    parameters = parameters_of(SIZE)
     return divided.run_of(parameters, itemsize, accumulates=row["accumulate"] > 1, on_cpu=on_cpu)
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 
-from benchmarks.offload_host_memory.cases import KINDS, SEQUENCE_LENGTH, config_of
+from benchmarks.host_memory.cases import KINDS, SEQUENCE_LENGTH, config_of
 from lightning_memfit import CausalLM, RandomTokens, ReplaceOptimizer
 from lightning_memfit.device.runtime import runtime_memory
 from lightning_memfit.estimate.deepspeed import deepspeed_memory

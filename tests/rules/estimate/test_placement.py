@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.runner import read
 from lightning_memfit.device.health import Finding
 from lightning_memfit.estimate.deepspeed import DeepSpeedMemory, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.deepspeed_sizes import zero_sizes
@@ -25,7 +25,8 @@ from lightning_memfit.strategies.zero_infinity import ZeroInfinityStrategy
 from lightning_memfit.techniques.core.registry import find_technique
 from lightning_memfit.techniques.core.sharding import Sharding
 
-MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/strategies_cpu.json").read_text())
+MEASURED = read("strategies_cpu.json")
+ROWS = {row["strategy"]: row for row in MEASURED["rows"]}
 
 
 def sharding(name: str) -> Sharding:
@@ -61,11 +62,11 @@ def run_of(
     return division.run_of(parameters, found.weight_bytes(precision), on_cpu=not cuda, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in MEASURED["rows"] if name not in ("ddp", "fsdp2")])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("ddp", "fsdp2")])
 def test_bytes_of_a_rank_are_those_measured(name: str) -> None:
     run = run_of(measured_model(), name, MEASURED["ranks"], MEASURED["precision"], cuda=False)
     placed = deepspeed_placement(run)
-    standing, measured = placed.standing, MEASURED["rows"][name]
+    standing, measured = placed.standing, ROWS[name]
     assert run.whole == MEASURED["parameters"]
     # It was measured between two steps, when buckets are gone, and gradients of ZeRO-1 and 2.
     gone = standing.communication_bytes + (standing.gradient_bytes if name in ("zero_1", "zero_2") else 0)

@@ -1,21 +1,15 @@
 """The suite that runs all GPU checks: order, time limits, going on where it stopped."""
 
 import json
-import os
-import signal
-import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.estimator import run as estimator
 from benchmarks.estimator.cases import cuda_cases
 from benchmarks.gpu import pages
 from benchmarks.gpu.step_time import compared
 from benchmarks.gpu.suite import ANSWERS, FIRST, PAGES, STEPS, Step, main, run_suite
-from benchmarks.processes import Job, in_a_process, rows_of
 from cli.main import main as cli
 
 
@@ -114,59 +108,6 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu")
 
 
-class Named:
-    """What `in_a_process` asks of a case."""
-
-    name = "case"
-
-
-@pytest.mark.parametrize(
-    ("function", "failed"),
-    [
-        (lambda case: os._exit(7), "its process ended with exit code 7"),
-        (lambda case: os.kill(os.getpid(), signal.SIGKILL), "its process ended with exit code -9"),
-        (lambda case: time.sleep(60), "was killed after 1 s"),
-        (lambda case: {}["absent"], "KeyError: 'absent'"),
-    ],
-)
-def test_a_case_that_dies_or_hangs_is_a_row(function: Any, failed: str) -> None:
-    started = time.monotonic()
-    assert in_a_process(function, Named, seconds=1) == {"name": "case", "failed": failed}
-    assert time.monotonic() - started < 30
-
-
-def _waits(case: Any, folder: Path, beside: int) -> dict[str, Any]:
-    """A row once so many cases run at a time."""
-    (folder / case.name).touch()
-    ends = time.monotonic() + 20
-    while len(list(folder.iterdir())) < beside and time.monotonic() < ends:
-        time.sleep(0.01)
-    seen = len(list(folder.iterdir()))
-    time.sleep(0.1)
-    (folder / case.name).unlink()
-    return {"name": case.name, "seen": seen}
-
-
-class Numbered(Named):
-    """One case of several."""
-
-    def __init__(self, number: int) -> None:
-        self.name = str(number)
-
-
-def test_jobs_run_at_once_as_far_as_there_is_room(tmp_path: Path) -> None:
-    def seen(size: float, beside: int) -> list[int]:
-        jobs = [Job(_waits, Numbered(index), (tmp_path, beside), size) for index in range(4)]
-        rows = list(rows_of(jobs, 30, at_once=2, room=10))
-        assert sorted(row["name"] for row in rows) == ["0", "1", "2", "3"], rows
-        return [row["seen"] for row in rows]
-
-    assert seen(size=4, beside=2)[0] == 2
-    assert seen(size=6, beside=1) == [1, 1, 1, 1], "each takes more than half of the room"
-    assert seen(size=11, beside=1) == [1, 1, 1, 1], "each takes more than all of the room"
-    assert list(rows_of([Job(_waits, Named)], 30, until=time.monotonic())) == []
-
-
 def test_steps_that_time_nothing_and_follow_each_other_run_together(tmp_path: Path) -> None:
     wait = (
         "import pathlib, time\npathlib.Path({me!r}).touch()\n"
@@ -187,23 +128,8 @@ def test_steps_that_time_nothing_and_follow_each_other_run_together(tmp_path: Pa
     }
 
 
-def test_an_estimator_run_in_which_every_case_failed_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(case: Any, *_: object) -> dict[str, Any]:
-        raise RuntimeError("no device")
-
-    monkeypatch.setattr(estimator, "predict", fail)
-    arguments = ["run", "--device", "cpu", "--only", "mlp b64 32-true adamw", "--out", str(tmp_path / "e.json")]
-    monkeypatch.setattr("sys.argv", arguments)
-    assert estimator.main() == 1
-    assert all("no device" in row["failed"] for row in json.loads((tmp_path / "e.json").read_text())["rows"])
-    monkeypatch.setattr("sys.argv", [*arguments[:4], "no such case", *arguments[5:]])
-    assert estimator.main() == 1
-
-
 def test_every_attention_kernel_of_the_cuda_cases_can_be_forced() -> None:
-    from benchmarks.estimator.measure import BACKENDS
+    from benchmarks.estimator.run import BACKENDS
 
     kernels = {case.kernel for case in cuda_cases()} - {""}
     assert "cudnn" in kernels

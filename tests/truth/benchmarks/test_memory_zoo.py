@@ -6,7 +6,8 @@ import os
 import pytest
 
 from benchmarks.memory_zoo.modules import ZOO
-from benchmarks.memory_zoo.table import RESULT, apart, summary
+from benchmarks.memory_zoo.run import RESULT, apart, summary
+from benchmarks.runner import read
 from tests.helpers.strategy_launch import run_program
 
 SAMPLE = (
@@ -43,7 +44,7 @@ SAMPLE = (
 
 CODE = """
 import json, sys
-from benchmarks.memory_zoo.examine import examine
+from benchmarks.memory_zoo.run import examine
 print("ROWS " + json.dumps({name: examine(name) for name in json.loads(sys.argv[1])}))
 """
 
@@ -74,8 +75,8 @@ def test_a_trace_changes_nothing(rows: dict[str, dict[str, object]], name: str) 
 
 
 def test_the_results_keep_what_is_promised() -> None:
-    document = json.loads(RESULT.read_text())
-    assert [row["name"] for row in document["rows"]] == list(ZOO), "run `python -m benchmarks.memory_zoo`"
+    document = read(RESULT)
+    assert [row["name"] for row in document["rows"]] == list(ZOO), "run `python -m benchmarks memory_zoo`"
     figures = summary(document["rows"])
     assert figures["modules"] >= 80
     assert figures["median"] <= 0.001

@@ -1,16 +1,16 @@
 """Traced peaks of ranks are those of real runs, and the page says what the results say."""
 
-import json
 from typing import Any
 
 import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from benchmarks.memory_zoo.run import apart
+from benchmarks.runner import read
 from benchmarks.sharded_traces import published
 from benchmarks.sharded_traces.cases import CASES, Case
 from benchmarks.sharded_traces.measure import measured
-from benchmarks.sharded_traces.predict import predict
-from benchmarks.sharded_traces.table import RESULT, apart, groups, summary
+from benchmarks.sharded_traces.run import RESULT, groups, predict, summary
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.memory import GIB
 from lightning_memfit.planner.rates import rates_of
@@ -32,7 +32,7 @@ def test_a_sample_of_real_runs_has_the_predicted_peaks() -> None:
         assert rank_zero_only.rank == 0  # what only the first rank says is still said
     lacking, found = list(SAMPLE), {}
     for _ in range(3):  # a thread of gloo may free a tensor late: then the peak is higher, or events are lacking
-        found |= measured(lacking, 240.0)
+        found |= {case.name: measured(case, 240.0) for case in lacking}
         lacking = [case for case in lacking if not is_as_predicted(found[case.name], predicted[case.name])]
         if not lacking:
             return
@@ -46,7 +46,7 @@ SMALL = [case for case in CASES if case.under_deepspeed and case.model in ("MLP"
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_models_no_larger_than_a_few_buckets_are_within_the_margin(case: Case) -> None:
     """Buckets that are cut between ranks, that hold one rank's part, or that all gradients fit in."""
-    (row,) = (row for row in json.loads(RESULT.read_text())["rows"] if row["name"] == case.name)
+    (row,) = (row for row in read(RESULT)["rows"] if row["name"] == case.name)
     assert abs(apart(row | predict(case))) <= 0.05
 
 
@@ -55,7 +55,7 @@ def is_as_predicted(found: dict[str, Any], predicted: int) -> bool:
 
 
 def test_the_results_meet_their_bar() -> None:
-    rows = json.loads(RESULT.read_text())["rows"]
+    rows = read(RESULT)["rows"]
     assert [row["name"] for row in rows] == [case.name for case in sorted(CASES, key=lambda case: case.world_size)]
     torch_rows, zero_rows = groups(rows).values()
     figures = summary(torch_rows)
@@ -73,7 +73,7 @@ def test_the_results_meet_their_bar() -> None:
 
 def test_published_figures_are_between_the_estimates_of_a_named_model() -> None:
     """What keeps every second product needs more than what keeps none, and less than what keeps all."""
-    rows = json.loads(published.RESULT.read_text())["rows"]
+    rows = {row["name"]: row for row in read(published.RESULT)["rows"]}
     for name, run in published.RUNS.items():
         if "all recomputed" in name and run.strategy:
             kept = name.replace("all recomputed", "products and attention kept")
@@ -84,7 +84,8 @@ def test_published_figures_are_between_the_estimates_of_a_named_model() -> None:
 
 
 def test_published_runs_are_recorded_with_their_source_and_a_speed() -> None:
-    document = json.loads(published.RESULT.read_text())
+    document = read(published.RESULT)
+    rows = {row["name"]: row for row in document["rows"]}
     assert {source["url"].partition("/blob/")[0] for source in document["sources"]} == {
         "https://github.com/pytorch/torchtitan",
         "https://github.com/pytorch/torchtune",
@@ -92,7 +93,7 @@ def test_published_runs_are_recorded_with_their_source_and_a_speed() -> None:
         "https://github.com/pytorch/ao",
     }
     for name, run in published.RUNS.items():
-        row = document["rows"][name]
+        row = rows[name]
         assert (row["published"]["gib"], row["published"]["per_s"]) == (run.gib, run.per_s)
         seconds = sum(row["step_seconds"].values())
         assert row["per_s"] == pytest.approx(run.micro_batch * (run.sequence_length or 1) / seconds, rel=0.01)

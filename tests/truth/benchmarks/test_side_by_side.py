@@ -1,6 +1,6 @@
 """Tools side by side, and what is said of them."""
 
-from benchmarks.side_by_side import better_peers, grouped, side_by_side
+from benchmarks.bench_pages import better_peers, grouped, side_by_side
 from lightning_memfit.bench.record import Memory, Result, Speed
 from tests.rules.bench.results import out_of_memory, result
 from tests.rules.bench.test_table import MIB, cells

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import notes
+from benchmarks.bench_pages import UNEXPLAINED, reason, rows_with_reasons
 from benchmarks.step_cost.count import Cost
 from benchmarks.step_cost.rows import ROWS, Row, Side
-from benchmarks.step_cost.run import measure
-from benchmarks.step_cost.table import MOST, ratio
+from benchmarks.step_cost.run import MOST, measure, ratio
 
 pytestmark = pytest.mark.own_process
 
@@ -50,13 +49,13 @@ def test_the_whole_step_of_several_batches_is_counted(plain: Cost) -> None:
 
 def test_rows_have_both_sides() -> None:
     chosen = [row for row in ROWS if row.name in ("checkpointing, every=2", "DataWaitMonitor")]
-    checkpointed, monitored = measure(chosen)
+    checkpointed, monitored = map(measure, chosen)
     assert checkpointed["sides"][0]["operators"] <= checkpointed["sides"][1]["operators"]
-    assert 1 < (ratio(monitored) or 0) < MOST
-    (broken,) = measure([Row("broken", Side("ours", trainer={"precision": "no"}), ())])
+    assert 1 < (ratio(*monitored["sides"]) or 0) < MOST
+    broken = measure(Row("broken", Side("ours", trainer={"precision": "no"}), ()))
     assert "precision" in broken["sides"][0]["failed"].lower()
 
 
 def test_reasons_are_those_of_rows_that_exist() -> None:
-    assert notes.rows_with_reasons("step_cost") <= {row.name for row in ROWS}
-    assert notes.reason("step_cost", "no such row") == notes.UNEXPLAINED
+    assert rows_with_reasons("step_cost") <= {row.name for row in ROWS}
+    assert reason("step_cost", "no such row") == UNEXPLAINED

@@ -1,6 +1,5 @@
 """The sweeps of `benchmarks/techniques_sweep`: their judge tells right from wrong, and a sample of both is clean."""
 
-import json
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +11,6 @@ from torch import nn
 from benchmarks.techniques_sweep import tiny
 from benchmarks.techniques_sweep.adapters import ByHand, rounded
 from benchmarks.techniques_sweep.architectures import TOLERANCE, Tried, examine, judged
-from benchmarks.techniques_sweep.architectures import main as run_architectures
 from benchmarks.techniques_sweep.combinations import examine as combine
 from benchmarks.techniques_sweep.runs import Trained, difference, is_refusal, was_refused
 from lightning_memfit.techniques.core.technique import TOLERANCES, Numerics
@@ -150,12 +148,3 @@ def test_what_cannot_be_built_says_why() -> None:
     assert row["not_built"] or row["verdicts"] == {}
     with pytest.raises(tiny.NotBuilt):
         tiny.build("nothing of this name")
-
-
-def test_rows_are_replaced_one_by_one(tmp_path) -> None:
-    output = tmp_path / "a.json"
-    run_architectures(["--only", "llama", "gpt2", "--techniques", "ChunkedLoss", "--output", str(output)])
-    run_architectures(["--only", "gpt2", "--techniques", "ActivationCheckpointing, full", "--output", str(output)])
-    rows = {row["model"]: row["verdicts"] for row in json.loads(output.read_text())["rows"]}
-    assert list(rows["llama"]) == ["ChunkedLoss"]
-    assert list(rows["gpt2"]) == ["ChunkedLoss", "ActivationCheckpointing, full"]

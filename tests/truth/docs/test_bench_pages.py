@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.bench_pages import RESULTS, results_of
-from benchmarks.side_by_side import grouped
+from benchmarks.bench_pages import RESULTS, grouped, results_of
 from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.experiment import load_experiment
 

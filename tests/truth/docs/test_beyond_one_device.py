@@ -1,12 +1,12 @@
 """The pages on several devices and on disk say what was recorded."""
 
-import json
+from benchmarks.gpt2xl import from_disk
+from benchmarks.host_memory import strategies
+from benchmarks.runner import read
 
-from benchmarks.gpt2xl_zero_infinity import table as on_disk
-from benchmarks.strategies.run import RESULTS
-
-RESULT = json.loads(on_disk.RESULT.read_text())
-KEPT = json.loads(RESULTS.read_text())
+(RESULT,) = read(from_disk.RESULT)["rows"]
+KEPT = read(strategies.RESULT)
+ROWS = {row["strategy"]: row for row in KEPT["rows"]}
 
 
 def test_gpt2_xl_trains_from_disk_within_12_gib() -> None:
@@ -21,8 +21,8 @@ def test_gpt2_xl_trains_from_disk_within_12_gib() -> None:
 
 def test_strategies_keep_what_the_page_counts() -> None:
     """Weights, optimizer states and, where they stay between steps, gradients; the rest is buckets and buffers."""
-    per_parameter = {name: row["live_bytes"] / KEPT["parameters"] for name, row in KEPT["rows"].items()}
+    per_parameter = {name: row["live_bytes"] / KEPT["parameters"] for name, row in ROWS.items()}
     counted = {"ddp": 16.0, "fsdp2": 8.0, "zero_1": 8.0, "zero_2": 8.0, "zero_3": 7.0, "zero_offload": 10.0}
     for name, expected in counted.items():
         assert expected <= per_parameter[name] < expected + 1.5
-    assert abs(KEPT["rows"]["zero_infinity"]["disk_bytes"] / KEPT["parameters"] - 18) < 0.5
+    assert abs(ROWS["zero_infinity"]["disk_bytes"] / KEPT["parameters"] - 18) < 0.5

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.runner import read
 from lightning_memfit.memory import MemoryBreakdown, format_bytes
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +20,7 @@ def test_pages_are_what_their_results_give() -> None:
 
 
 def test_every_comparison_keeps_the_bar() -> None:
-    from benchmarks.estimator.collected import collect
+    from benchmarks.estimator.accuracy import collect
 
     found = collect()
     sources = {Path(comparison.source).name for comparison in found}
@@ -29,9 +31,9 @@ def test_every_comparison_keeps_the_bar() -> None:
 
 
 def test_estimates_on_the_cpu_keep_their_bar() -> None:
-    from benchmarks.estimator.table import summary
+    from benchmarks.estimator.accuracy import summary
 
-    document = json.loads((ROOT / "benchmarks/results/estimator_cpu.json").read_text())
+    document = read("estimator_cpu.json")
     assert not [row["name"] for row in document["rows"] if "failed" in row]
     figures = summary([row["error_allocated"] for row in document["rows"]])
     assert figures["runs"] >= 30
@@ -41,9 +43,9 @@ def test_estimates_on_the_cpu_keep_their_bar() -> None:
 
 
 def test_estimates_for_cuda_keep_their_bar() -> None:
-    from benchmarks.estimator.table import summary
+    from benchmarks.estimator.accuracy import summary
 
-    document = json.loads((ROOT / "benchmarks/results/estimator_cuda.json").read_text())
+    document = read("estimator_cuda.json")
     assert not [row["name"] for row in document["rows"] if "failed" in row]
     allocated, reserved = (summary([row[f"error_{name}"] for row in document["rows"]]) for name in _FIGURES)
     assert allocated["runs"] >= 49
@@ -63,10 +65,10 @@ def test_every_result_names_its_command_and_versions(path: Path) -> None:
 
 
 def test_every_case_of_the_zoo_has_a_verdict() -> None:
-    from benchmarks.micro_batching.table import EXACTNESS_RESULT
+    from benchmarks.exactness import RESULT
     from tests.zoo import CASES
 
-    rows = json.loads(EXACTNESS_RESULT.read_text())["rows"]
+    rows = read(RESULT)["rows"]
     assert [(row["case"], row["title"], row["wanted"]) for row in rows] == [
         (case.name, case.title, case.wanted) for case in CASES.values()
     ], "run `python -m tests.zoo --write`"
@@ -82,22 +84,20 @@ def test_every_architecture_and_every_seed_has_a_row() -> None:
     from benchmarks.techniques_sweep.combinations import NUMBER
     from benchmarks.techniques_sweep.combinations import RESULT as COMBINATIONS
 
-    rows = json.loads(RESULT.read_text())["rows"]
-    assert {row["model"] for row in rows} == set(tiny.architectures())
+    rows = read(RESULT)["rows"]
+    assert {row["name"] for row in rows} == set(tiny.architectures())
     assert all(set(row.get("verdicts", TECHNIQUES)) == set(TECHNIQUES) for row in rows)
     assert sum("verdicts" in row for row in rows) >= 200
     verdicts = [one["verdict"] for row in rows for one in row.get("verdicts", {}).values()]
     assert set(verdicts) == {"equal", "refused"}
     assert verdicts.count("refused") < 0.03 * len(verdicts)
-    combinations = json.loads(COMBINATIONS.read_text())["rows"]
+    combinations = read(COMBINATIONS)["rows"]
     assert {row["verdict"] for row in combinations} <= {"equal", "refused", "refused on the batch"}
-    assert [row["seed"] for row in combinations] == list(range(NUMBER))
+    assert [row["name"] for row in combinations] == list(map(str, range(NUMBER)))
 
 
 def test_live_bytes_of_gpt2_xl_keep_their_bars() -> None:
-    from benchmarks.gpt2xl_live_bytes.table import RESULT
-
-    cases = {case["name"]: case for case in json.loads(RESULT.read_text())["cases"]}
+    cases = {row["name"]: row for row in read("gpt2xl_live_bytes.json")["rows"]}
     assert set(cases) == {"gradients released", "gradients kept"}
     for case in cases.values():
         assert case["measured_bytes"] <= case["bar_bytes"]
@@ -105,36 +105,38 @@ def test_live_bytes_of_gpt2_xl_keep_their_bars() -> None:
 
 
 def test_sizes_found_keep_their_bar() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/micro_batching_compare.json").read_text())["rows"]
+    rows = [row for row in found_by_ours() if row["kind"] == "linear"]
     assert len(rows) >= 10
     for row in rows:
-        ours = row["memfit"]
-        assert ours["fraction"] >= 0.97 or ours["largest"] >= row["true_maximum"] - 1
-        assert ours["steps"] <= 3
-        assert ours["errors"] <= 1
-        assert ours["later_errors"] == 0
+        assert row["fraction"] >= 0.97 or row["largest"] >= row["true_maximum"] - 1
+        assert row["steps"] <= 3
+        assert row["errors"] <= 1
+        assert row["later_errors"] == 0
+
+
+def found_by_ours() -> list[dict[str, Any]]:
+    return [row for row in read("finder_cpu.json")["rows"] if row["name"].endswith(", memfit")]
 
 
 def test_sizes_found_for_curves_keep_their_bar() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/micro_batching_compare.json").read_text())["curved"]
+    rows = [row for row in found_by_ours() if row["kind"] != "linear"]
     assert len(rows) >= 10
     for row in rows:
-        ours, true = row["memfit"], row["true_maximum"]
-        assert row["checked"]
-        assert ours["largest"] <= true
-        assert ours["largest"] >= min(0.97 * true, true - 1)
-        assert ours["steps"] <= (6 if row["kind"] == "untraceable" else 3)
-        assert ours["errors"] <= 1
-        assert ours["later_errors"] == 0
+        true = row["true_maximum"]
+        assert row["largest"] <= true
+        assert row["largest"] >= min(0.97 * true, true - 1)
+        assert row["steps"] <= (6 if row["kind"] == "untraceable" else 3)
+        assert row["errors"] <= 1
+        assert row["later_errors"] == 0
         longer = row.get("true_maximum_of_second_batch")
         if longer is not None:
-            assert min(0.97 * longer, longer - 1) <= ours["size_of_second_batch"] <= longer
+            assert min(0.97 * longer, longer - 1) <= row["size_of_second_batch"] <= longer
 
 
 def test_readme_states_the_accuracy_that_was_measured() -> None:
-    from benchmarks.estimator.table import summary
+    from benchmarks.estimator.accuracy import summary
 
-    document = json.loads((ROOT / "benchmarks/results/estimator_cpu.json").read_text())
+    document = read("estimator_cpu.json")
     figures = summary([row["error_allocated"] for row in document["rows"]])
     sentence = (
         f"Over {figures['runs']} real training runs on the CPU the median error is {100 * figures['median']:.3f} %, "
@@ -144,9 +146,9 @@ def test_readme_states_the_accuracy_that_was_measured() -> None:
 
 
 def test_readme_states_what_was_measured_on_cuda() -> None:
-    from benchmarks.estimator.table import summary
+    from benchmarks.estimator.accuracy import summary
 
-    rows = json.loads((ROOT / "benchmarks/results/estimator_cuda.json").read_text())["rows"]
+    rows = read("estimator_cuda.json")["rows"]
     allocated, reserved = (summary([row[f"error_{name}"] for row in rows]) for name in _FIGURES)
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"Over {allocated['runs']} on an H200" in readme
@@ -157,9 +159,9 @@ def test_readme_states_what_was_measured_on_cuda() -> None:
 
 
 def test_readme_states_what_was_predicted_on_a_card_that_was_new() -> None:
-    from benchmarks.estimator.table import summary
+    from benchmarks.estimator.accuracy import summary
 
-    rows = json.loads((ROOT / "benchmarks/results/estimator_cuda_h100.json").read_text())["rows"]
+    rows = read("estimator_cuda_h100.json")["rows"]
     assert {row["gpu"] for row in rows} == {"NVIDIA H100 80GB HBM3"}
     allocated, reserved = (summary([row[f"error_{name}"] for row in rows]) for name in _FIGURES)
     readme = " ".join((ROOT / "README.md").read_text().split())
@@ -171,7 +173,7 @@ def test_readme_states_what_was_predicted_on_a_card_that_was_new() -> None:
 
 
 def test_readme_states_how_the_flagship_ran() -> None:
-    record = json.loads((ROOT / "benchmarks/results/gpu/fit_12gib_cuda.json").read_text())
+    record = read("gpu/fit_12gib_cuda.json")
     reserved = next(row for row in record["rows"] if "reserved" in row["what"])
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"at {record['tokens_per_s']:,} tokens/s and reserves the {reserved['measured_gib']:.2f} GiB" in readme
@@ -179,7 +181,7 @@ def test_readme_states_how_the_flagship_ran() -> None:
 
 
 def test_readme_shows_the_recorded_quickstart() -> None:
-    report = json.loads((ROOT / "benchmarks/results/quickstart_cpu.json").read_text())["report"]
+    report = read("quickstart_cpu.json")["rows"][0]["report"]
     peaks = [MemoryBreakdown.from_dict(report[name]).total() for name in ("predicted", "measured")]
     shown = (ROOT / "README.md").read_text().partition("<!-- begin: quickstart -->")[2]
     figures = [format_bytes(peak) for peak in peaks] + [f"{report['first_loss']:.4f} -> {report['last_loss']:.4f}"]
@@ -189,7 +191,7 @@ def test_readme_shows_the_recorded_quickstart() -> None:
 def test_gpt2_xl_is_still_estimated_so() -> None:
     from benchmarks.estimator.example import RESULT, estimate
 
-    recorded = json.loads(RESULT.read_text())["report"]
+    recorded = read(RESULT)["rows"][0]["report"]
     report = json.loads(estimate("--json"))
     assert report["num_parameters"] == recorded["num_parameters"] == 1_557_611_200
     assert report["largest_micro_batch_size"] == recorded["largest_micro_batch_size"]

@@ -1,8 +1,7 @@
-import json
+from benchmarks.precision import RESULT
+from benchmarks.runner import read
 
-from benchmarks.precision.table import RESULTS
-
-DOCUMENT = json.loads(RESULTS.read_text())
+DOCUMENT = read(RESULT)
 
 
 def test_lossy_techniques_learn_as_float32_does():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.marks import RESULTS, ROOT
+from benchmarks.text import RESULTS, ROOT
 from cli.bench import FOLDER, read_recipe
 from lightning_memfit.bench.record import Result, read_result
 from lightning_memfit.bench.scaling import as_csv

@@ -1,10 +1,9 @@
 """The techniques' pages say what the registry and the results say, and all have one shape."""
 
-import json
-
 import pytest
 
-from benchmarks.techniques.pages import RESULTS, page_of
+from benchmarks.runner import read
+from benchmarks.techniques import RESULT, page_of
 from lightning_memfit.techniques.core.registry import TECHNIQUES
 
 PAGES = sorted({page_of(technique) for technique in TECHNIQUES})
@@ -20,7 +19,7 @@ def test_one_shape(path):
 
 
 def test_recorded_peaks_keep_their_bar():
-    rows = json.loads(RESULTS.read_text())["rows"]
+    rows = read(RESULT)["rows"]
     names = {row["name"].partition(",")[0] for row in rows}
     assert names <= {"plain", *(technique.name for technique in TECHNIQUES)}
     for row in rows:

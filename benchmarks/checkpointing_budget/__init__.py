@@ -1,1 +1,0 @@
-"""Activation checkpointing to a budget: predicted, traced and executed peaks over ten budgets."""

@@ -1,0 +1,1 @@
+"""Sizes of micro-batches that are found, beside those of Lightning's `BatchSizeFinder`."""

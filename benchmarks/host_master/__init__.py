@@ -1,1 +1,0 @@
-"""Float32 masters on the host, against torchao's offloaded optimizer."""

@@ -1,1 +1,0 @@
-"""What precision techniques do to the loss."""

@@ -1,1 +1,0 @@
-"""The quickstart's run, whose report the README shows."""

@@ -1,1 +1,0 @@
-"""What each strategy keeps on each of two ranks."""
