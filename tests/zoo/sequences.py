@@ -183,7 +183,6 @@ class Chunks(Lit):
 
 
 CASES = (
-    Case("lstm", "LSTM over padded frames", Recurrent),
     Case("gru_packed", "packed sequences, mean over recordings", lambda: Packed("recordings")),
     Case("gru_packed_frames", "packed sequences, mean over frames", lambda: Packed("frames"), "either"),
     Case("masked_frames", "mean over time by a mask of the lengths", Chunks),

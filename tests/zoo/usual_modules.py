@@ -527,9 +527,3 @@ SHARDED: dict[str, dict[str, bool]] = {
 REFUSED: dict[str, dict[str, bool]] = dict.fromkeys(
     ("Penalty", "UsedInStep", "LayerInHook", "GradientPenalty", "GradientNorms"), PLAIN
 )
-UNUSED = {"find_unused_parameters": True}
-REPLICATED: dict[str, dict[str, bool]] = {
-    **dict.fromkeys(("Base", "Unfrozen", "Added", "AddedFrozen", "AddedAtOnce", "AlternatingInHook"), PLAIN),
-    **dict.fromkeys(("Alternating", "Frozen", "AlternatingAndUnfrozen"), UNUSED),
-}
-NOT_REPLICATED: dict[str, dict[str, bool]] = {"UnfrozenInStep": UNUSED, "AddedInStep": {}}

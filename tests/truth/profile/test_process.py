@@ -22,6 +22,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -338,6 +339,17 @@ def write_from_thread() -> None:
     thread.join()
 
 
+def write_from_pool() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(Path("pool.txt").write_text, "x")
+
+
+def replace_atomically() -> None:
+    descriptor, name = tempfile.mkstemp(dir=".")
+    os.close(descriptor)
+    os.replace(name, "old.txt")
+
+
 def write_and_go_on() -> None:
     with contextlib.suppress(BaseException):
         Path("quiet.txt").write_text("x")
@@ -357,12 +369,15 @@ HARM: dict[str, Callable[[], Any]] = {
     "remove": lambda: os.remove("old.txt"),
     "remove a tree": lambda: shutil.rmtree("old"),
     "rename": lambda: os.rename("old.txt", "renamed.txt"),
+    "replace atomically": replace_atomically,
     "truncate": lambda: os.truncate("old.txt", 1),
     "mode": lambda: os.chmod("old.txt", 0o600),
     "folder": lambda: os.makedirs("new/folder"),
     "link": lambda: os.symlink("old.txt", "link"),
+    "log file": lambda: logging.FileHandler("run.log"),
     "database": lambda: sqlite3.connect("runs.db"),
     "from a thread": write_from_thread,
+    "from a pool": write_from_pool,
     "caught": write_and_go_on,
     "subprocess": lambda: subprocess.run(["touch", "new.txt"], check=True),
     "shell": lambda: os.system("touch new.txt"),
@@ -373,6 +388,8 @@ HARM: dict[str, Callable[[], Any]] = {
     "listen": lambda: socket.socket().bind(("127.0.0.1", 0)),
     "by its number": lambda: os.write(OPEN["write"], b"x"),
     "several buffers": lambda: os.writev(OPEN["write"], [b"x"]),
+    "at a place": lambda: os.pwrite(OPEN["write"], b"x", 0),
+    "from a file": lambda: os.sendfile(OPEN["write"], OPEN["read"], 0, 3),
     "shorten by its number": lambda: os.ftruncate(OPEN["write"], 1),
     "memory map by its number": lambda: mmap.mmap(OPEN["write"], 3),
     "close": lambda: os.close(OPEN["write"]),
@@ -386,10 +403,27 @@ HARM: dict[str, Callable[[], Any]] = {
 }
 
 
+def in_a_step(profile: Any) -> Callable[[Any], Any]:
+    def act(harm: Any) -> None:
+        with contextlib.suppress(TraceError):
+            profile(Doing(harm), batch())
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        ends,
+        pytest.param(in_a_step(profile_module), marks=pytest.mark.nightly),
+        pytest.param(in_a_step(measure_step), marks=pytest.mark.nightly),
+    ],
+    ids=["run", "profile_module", "measure_step"],
+)
 @pytest.mark.parametrize("name", HARM)
-def test_harm_stays_inside(name: str, folder: Path) -> None:
+def test_harm_stays_inside(name: str, act: Callable[[Any], Any], folder: Path) -> None:
     before, files = contents(folder), os.listdir(tempfile.gettempdir())
-    ends(HARM[name])
+    act(HARM[name])
     assert contents(folder) == before
     assert os.listdir(tempfile.gettempdir()) == files
     assert not Path("/dev/shm/memfit_test_process").exists()
@@ -421,6 +455,7 @@ def make_temporary_files() -> None:
         lambda: os.makedirs("old", exist_ok=True),
         lambda: Path("new.txt").unlink(missing_ok=True),
         lambda: sqlite3.connect(":memory:").close(),
+        lambda: threading.Thread(target=sum, args=([1, 2],)).start(),
     ],
 )
 def test_what_harms_nobody_is_allowed(harmless: Any, folder: Path) -> None:
