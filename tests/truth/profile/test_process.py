@@ -405,7 +405,7 @@ HARM: dict[str, Callable[[], Any]] = {
 
 def in_a_step(profile: Any) -> Callable[[Any], Any]:
     def act(harm: Any) -> None:
-        with contextlib.suppress(TraceError):
+        with contextlib.suppress(Exception):  # refused, or with the error that its process got
             profile(Doing(harm), batch())
 
     return act
