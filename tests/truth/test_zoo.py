@@ -22,7 +22,7 @@ SAMPLE = {
     "MicroBatching: token_labels",
     "MicroBatching: Contrastive",
     "MicroBatching: PaddedWithAToken",
-    "ActivationCheckpointing: Counter",
+    "ActivationCheckpointing: Norms",
 }
 
 
