@@ -57,13 +57,6 @@ def _gluonts(module: Any, horizon: int, batch_size: int = 8) -> Built:
     return module, _loader(samples, batch_size)
 
 
-def gluonts_feed_forward() -> Built:
-    from gluonts.torch.model.simple_feedforward.lightning_module import SimpleFeedForwardLightningModule
-
-    options = {"prediction_length": 8, "context_length": 64, "hidden_dimensions": [128, 128]}
-    return _gluonts(SimpleFeedForwardLightningModule(model_kwargs=options), 8)
-
-
 def gluonts_deepar() -> Built:
     from gluonts.torch.model.deepar.lightning_module import DeepARLightningModule
 
@@ -74,22 +67,9 @@ def gluonts_deepar() -> Built:
 def gluonts_patch_tst() -> Built:
     from gluonts.torch.model.patch_tst.lightning_module import PatchTSTLightningModule
 
-    options = {
-        "prediction_length": 8,
-        "context_length": 32,
-        "patch_len": 8,
-        "stride": 4,
-        "padding_patch": "end",
-        "d_model": 32,
-        "nhead": 4,
-        "dim_feedforward": 64,
-        "dropout": 0.0,
-        "activation": "relu",
-        "norm_first": False,
-        "num_encoder_layers": 3,
-        "scaling": "mean",
-        "num_feat_dynamic_real": 0,
-    }
+    sizes = {"prediction_length": 8, "context_length": 32, "patch_len": 8, "stride": 4, "padding_patch": "end"}
+    sizes |= {"d_model": 32, "nhead": 4, "dim_feedforward": 64, "num_encoder_layers": 3, "num_feat_dynamic_real": 0}
+    options = {**sizes, "dropout": 0.0, "activation": "relu", "norm_first": False, "scaling": "mean"}
     return _gluonts(PatchTSTLightningModule(model_kwargs=options), 8)
 
 
@@ -143,15 +123,6 @@ def chemprop_mpnn_with_split_batch() -> Built:
     return module, loader
 
 
-def chemprop_mpnn_with_batch_norm() -> Built:
-    from chemprop import models, nn
-
-    parts = (nn.BondMessagePassing(d_h=64), nn.MeanAggregation(), nn.RegressionFFN(input_dim=64))
-    module = models.MPNN(*parts, batch_norm=True)
-    module.split_batch = _split_molecules
-    return module, chemprop_mpnn()[1]
-
-
 # --- ts3l -----------------------------------------------------------------------------------------------------------
 
 
@@ -180,16 +151,6 @@ def ts3l_scarf() -> Built:
     return SCARFLightning(SCARFConfig(**_ts3l_options())), loader
 
 
-def ts3l_dae() -> Built:
-    from ts3l.pl_modules import DAELightning
-    from ts3l.utils.dae_utils import DAEConfig
-
-    config = DAEConfig(**_ts3l_options(), num_continuous=16, noise_type="Swap", noise_ratio=0.3)
-    x, swapped = torch.randn(64, 16), torch.rand(64, 16) < 0.3
-    x_bar = torch.where(swapped, x[torch.randperm(64)], x)
-    return DAELightning(config), _loader(list(zip(x, x_bar, swapped.float(), strict=True)))
-
-
 # --- neuralforecast -------------------------------------------------------------------------------------------------
 
 
@@ -209,14 +170,6 @@ def neuralforecast_nhits() -> Built:
     return _neuralforecast(NHITS(h=4, input_size=16, max_steps=10, mlp_units=[[64, 64]] * 3, windows_batch_size=64))
 
 
-def neuralforecast_patch_tst() -> Built:
-    from neuralforecast.models import PatchTST
-
-    sizes = {"encoder_layers": 2, "n_heads": 4, "hidden_size": 64, "linear_hidden_size": 128, "patch_len": 8}
-    off = {"dropout": 0.0, "fc_dropout": 0.0, "head_dropout": 0.0, "attn_dropout": 0.0}
-    return _neuralforecast(PatchTST(h=4, input_size=32, max_steps=10, windows_batch_size=None, **sizes, **off))
-
-
 # --- darts ----------------------------------------------------------------------------------------------------------
 
 
@@ -231,10 +184,6 @@ def _darts(name: str, **options: Any) -> Built:
 def darts_transformer() -> Built:
     sizes = {"d_model": 32, "nhead": 4, "num_encoder_layers": 3, "num_decoder_layers": 2, "dim_feedforward": 128}
     return _darts("TransformerModel", **sizes, dropout=0.0)
-
-
-def darts_tsmixer() -> Built:
-    return _darts("TSMixerModel", hidden_size=32, ff_size=128, num_blocks=3, dropout=0.0)
 
 
 def darts_nbeats() -> Built:
@@ -258,13 +207,6 @@ def deeptab_ft_transformer() -> Built:
 
     off = {"attn_dropout": 0.0, "ff_dropout": 0.0, "head_dropout": 0.0}
     return _deeptab(FTTransformerRegressor(FTTransformerConfig(d_model=32, n_layers=3, n_heads=4, **off)))
-
-
-def deeptab_resnet() -> Built:
-    from deeptab.configs import ResNetConfig
-    from deeptab.models import ResNetRegressor
-
-    return _deeptab(ResNetRegressor(ResNetConfig(dropout=0.0)))
 
 
 # --- scvi-tools -----------------------------------------------------------------------------------------------------
@@ -321,10 +263,6 @@ def _forecasting(kind: str, **options: Any) -> Built:
     )  # fmt: skip
     loader = data.to_dataloader(train=False, batch_size=16, num_workers=0)
     return getattr(forecasting, kind).from_dataset(data, dropout=0.0, **options), loader
-
-
-def forecasting_nbeats() -> Built:
-    return _forecasting("NBeats", widths=[32, 64], num_blocks=[2, 2], num_block_layers=[2, 2])
 
 
 def forecasting_tft() -> Built:
@@ -392,34 +330,25 @@ def graph_gym() -> Built:
 NO_BLOCKS = {"ActivationCheckpointing": "refused: has no repeated blocks"}
 DECAY = {"Optimizer8bit": "refused: use AdamW or weight_decay=0"}
 NORMS = {"MicroBatching": "refused: BatchNorm layers"}
-BOTH_NORMS = NORMS | {"MemFit": "refused: BatchNorm layers"}
 NOTHING_FITS = {"MemFit": "refused: Nothing fits"}  # weights and states are most of the peak
 VALUES = {"MemoryPrediction": "no prediction: depends on values of tensors"}
-MANUAL = {"MicroBatching": "refused: manual optimization", "MemFit": "refused: manual optimization"}
-SPLIT = {"MicroBatching": "refused: `split_batch(batch, sizes)`", "MemFit": "refused: `split_batch(batch, sizes)`"}
-CHOICE = {"MicroBatching": "refused: a random choice among them", "MemFit": "refused: a random choice among them"}
-COUNT = {
-    "MicroBatching": "refused: Define `split_batch(batch, sizes)` and `num_samples(batch)`",
-    "MemFit": "refused: Define `split_batch(batch, sizes)` and `num_samples(batch)`",
-    "MemoryPrediction": "no prediction: can't be traced",
-}
+BOTH = ("MicroBatching", "MemFit")
+MANUAL = dict.fromkeys(BOTH, "refused: manual optimization")
+SPLIT = dict.fromkeys(BOTH, "refused: `split_batch(batch, sizes)`")
+CHOICE = dict.fromkeys(BOTH, "refused: a random choice among them")
+COUNT = dict.fromkeys(BOTH, "refused: Define `split_batch(batch, sizes)` and `num_samples(batch)`")
+COUNT |= {"MemoryPrediction": "no prediction: can't be traced"}
 
 CASES = (
-    Case("gluonts", "SimpleFeedForwardLightningModule", gluonts_feed_forward, NO_BLOCKS | DECAY | NOTHING_FITS),
     Case("gluonts", "DeepARLightningModule", gluonts_deepar, NO_BLOCKS | DECAY),
     Case("gluonts", "PatchTSTLightningModule", gluonts_patch_tst, DECAY | NOTHING_FITS),
     Case("chemprop", "MPNN", chemprop_mpnn, SPLIT, precision="32-true"),
     Case("chemprop", "MPNN with split_batch", chemprop_mpnn_with_split_batch, precision="32-true", tolerance=1e-3),
-    Case("chemprop", "MPNN with BatchNorm", chemprop_mpnn_with_batch_norm, BOTH_NORMS, precision="32-true"),
     Case("ts3l", "SCARFLightning", ts3l_scarf, NORMS | NO_BLOCKS),
-    Case("ts3l", "DAELightning", ts3l_dae, NORMS | NO_BLOCKS | NOTHING_FITS),
     Case("neuralforecast", "NHITS", neuralforecast_nhits, CHOICE | VALUES),
-    Case("neuralforecast", "PatchTST", neuralforecast_patch_tst, BOTH_NORMS | VALUES),
     Case("darts", "TransformerModel", darts_transformer),
-    Case("darts", "TSMixerModel", darts_tsmixer),
     Case("darts", "NBEATSModel", darts_nbeats),
     Case("deeptab", "FTTransformerRegressor", deeptab_ft_transformer, DECAY),
-    Case("deeptab", "ResNetRegressor", deeptab_resnet, DECAY | NOTHING_FITS),
     Case("scvi-tools", "SCVI", scvi_vae, NORMS | NOTHING_FITS | NO_BLOCKS | DECAY, is_random=True),
     Case(
         *("scvi-tools", "TOTALVI", scvi_total_vi, MANUAL | DECAY | {"ActivationCheckpointing": "accepted"}),
@@ -427,7 +356,6 @@ CASES = (
         is_random=True,
     ),
     Case("rectools", "SASRecModel", rectools_sasrec, NOTHING_FITS),
-    Case("pytorch-forecasting", "NBeats", forecasting_nbeats, DECAY | NOTHING_FITS),
     # Biases of keys have no gradient but rounding, which Adam makes steps of.
     Case("pytorch-forecasting", "TemporalFusionTransformer", forecasting_tft, NO_BLOCKS, tolerance=1e-5),
     Case("pytorch-lifestream", "CoLESModule", lifestream_coles, NO_BLOCKS | COUNT, precision="32-true"),

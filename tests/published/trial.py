@@ -59,7 +59,6 @@ class Case:
         name: Name of its class.
         build: Makes the module and its loader.
         wanted: Verdicts by technique; `refused: PHRASE` if the message must contain the phrase.
-        micro_batching: Arguments of `MicroBatching`.
         precision: In which `MicroBatching` is compared; float32 for modules that don't work in float64.
         tolerance: Relative difference that is rounding there.
         is_random: Whether its own runs under the same seeds differ.
@@ -69,7 +68,6 @@ class Case:
     name: str
     build: Callable[[], tuple[pl.LightningModule, Any]]
     wanted: Mapping[str, str] = field(default_factory=dict)
-    micro_batching: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "64-true"
     tolerance: float = 1e-7
     is_random: bool = False
@@ -199,7 +197,7 @@ def _is_named(name: str, texts: set[str]) -> bool:
 
 def micro_batching(case: Case) -> Found:
     expected = plain(case, precision=case.precision)
-    callback = MicroBatching(**{"micro_batch_size": 3} | dict(case.micro_batching))
+    callback = MicroBatching(micro_batch_size=3)
     run = train(case, callback, precision=case.precision)
     return _failed(run) or _same(case, expected, run, case.tolerance)
 

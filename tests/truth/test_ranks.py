@@ -1,9 +1,7 @@
 """How tests with several ranks end."""
 
-import importlib
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,20 +23,6 @@ def test_a_rank_that_is_killed_says_so_and_where_it_was(tmp_path):
     assert second.code == -signal.SIGKILL
     assert "rank 1 had not ended after" in second.output
     assert "in waits_for_nothing" in second.output
-
-
-def was_imported(name):
-    known = name in sys.modules
-    importlib.import_module(name)
-    return known
-
-
-def test_what_one_rank_imports_later_ones_have(tmp_path):
-    """Of libraries that were imported before."""
-    name = "torch.utils.model_dump"
-    found = [run_ranks(was_imported, 1, tmp_path / str(number), name)[0].result for number in range(2)]
-    assert found == [False, True]
-    assert not list(tmp_path.rglob("imported-*"))
 
 
 def test_ranks_have_nothing_of_the_tests_process(tmp_path):

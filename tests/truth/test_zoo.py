@@ -113,16 +113,6 @@ def test_a_refusal_after_the_first_step_is_told_apart() -> None:
     assert found.message.endswith("too late")
 
 
-def test_other_weights_at_an_error_are_wrong() -> None:
-    class Moved(Supervised):
-        def training_step(self, batch, batch_idx):
-            self.net[0].weight.data.add_(1)
-            raise MisconfigurationException("no")
-
-    case = CASES["ragged_last_batch"]
-    assert judge(case, train(case, None), train(replace(case, build=Moved), None)).training == "WRONG"
-
-
 def test_logged_values_are_judged_apart_from_weights() -> None:
     case = CASES["log_nonlinear"]
 

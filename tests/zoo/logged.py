@@ -50,17 +50,6 @@ class UpdatedOnly(AccuracyObject):
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
 
 
-class ComputedByHand(AccuracyObject):
-    """Updated in the step, computed and reset at the epoch's end."""
-
-    def write(self, out: Tensor, y: Tensor, loss: Tensor) -> None:
-        self.accuracy.update(out, y)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("accuracy", self.accuracy.compute())
-        self.accuracy.reset()
-
-
 class ErrorWithGraph(Supervised):
     """A metric that is the loss: its state has a graph."""
 
@@ -153,7 +142,6 @@ CASES = (
     Case("log_accuracy", "an accuracy object", AccuracyObject),
     Case("log_macro_value", "what an accuracy by classes returns", MacroValue, logs_tolerance=1e-6),
     Case("log_updated_only", "an accuracy object that is only updated", UpdatedOnly),
-    Case("log_computed_by_hand", "an accuracy object computed at the epoch's end", ComputedByHand),
     Case("log_error_with_graph", "a metric object that is the loss", ErrorWithGraph, logs_tolerance=1e-6),
     Case("log_mean_of_loss", "`MeanMetric.update(loss)`", MeanOfLoss),
     Case("log_collection", "a MetricCollection", Collection),

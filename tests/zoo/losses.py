@@ -82,13 +82,11 @@ class Experts(Lit):
 class GradientPenalty(Supervised):
     """Gradients by the inputs, inside the step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss_of(self, batch: Any) -> Tensor:
         x = batch[0].requires_grad_()
         score = self.net(x)
         (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-        loss = score.mean() + (gradient.norm(dim=1) - 1).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return score.mean() + (gradient.norm(dim=1) - 1).square().mean()
 
 
 class WeightPenalty(Supervised):
@@ -110,15 +108,13 @@ class SumAndPenalty(Supervised):
 class InnerStep(Supervised):
     """Meta-learning: a step of gradient descent on the batch itself before its loss."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss_of(self, batch: Any) -> Tensor:
         x, y = batch
         weights = dict(self.net.named_parameters())
         first = F.cross_entropy(self.net(x), y)
         gradients = torch.autograd.grad(first, list(weights.values()), create_graph=True)
         moved = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), gradients, strict=True)}
-        loss = F.cross_entropy(torch.func.functional_call(self.net, moved, (x,)), y)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return F.cross_entropy(torch.func.functional_call(self.net, moved, (x,)), y)
 
 
 class WithWeightHook(Supervised):
@@ -138,10 +134,8 @@ class Counts(Lit):
         counts = ints(0, 9, NUM_SAMPLES, seed=4)
         self.data = [{"x": x, "labels": y} for x, y in zip(features(), counts, strict=True)]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.poisson_nll_loss(self.net(batch["x"]).squeeze(1), batch["labels"])
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+    def loss_of(self, batch: Any) -> Tensor:
+        return F.poisson_nll_loss(self.net(batch["x"]).squeeze(1), batch["labels"])
 
 
 CASES = (

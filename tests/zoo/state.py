@@ -4,10 +4,10 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from tests.zoo.base import CLASSES, FEATURES, Case, Supervised, features, floats, mlp
+from tests.zoo.base import CLASSES, FEATURES, Case, Supervised, floats
 
 
 class MomentumTeacher(Supervised):
@@ -18,14 +18,12 @@ class MomentumTeacher(Supervised):
         self.teacher = deepcopy(self.net).requires_grad_(False)
         self.where = where
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss_of(self, batch: Any) -> Tensor:
         if self.where == "step":
             self._follow()
         x, y = batch
         out = self.net(x)
-        loss = F.cross_entropy(out, y) + (out - self.teacher(x + 0.1)).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return F.cross_entropy(out, y) + (out - self.teacher(x + 0.1)).square().mean()
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.where == "hook":
@@ -59,31 +57,6 @@ class MoCo(Supervised):
         return loss
 
 
-class Codebook(Supervised):
-    """VQ-VAE whose codes follow the means of what chose them."""
-
-    def __init__(self) -> None:
-        super().__init__(mlp(3), data=(features(),))
-        self.decode = nn.Linear(3, FEATURES)
-        self.register_buffer("codes", floats(4, 3, seed=5))
-        self.register_buffer("counts", torch.ones(4))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x,) = batch
-        z = self.net(x)
-        chosen = torch.cdist(z, self.codes).argmin(1)
-        code = self.codes[chosen]
-        loss = (self.decode(z + (code - z).detach()) - x).square().mean() + 0.25 * (z - code).square().mean()
-        with torch.no_grad():
-            which = F.one_hot(chosen, 4).to(z.dtype)
-            self.counts.mul_(0.9).add_(0.1 * which.sum(0))
-            used = which.sum(0) > 0
-            means = (which.T @ z.detach()) / which.sum(0).clamp(min=1)[:, None]
-            self.codes[used] = self.codes[used] * 0.9 + means[used] * 0.1
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-
 class RunningInputs(Supervised):
     """Inputs are normalised by a mean and a deviation that follow the data."""
 
@@ -112,15 +85,6 @@ class ClassSums(Supervised):
         with torch.no_grad():
             self.seen += F.one_hot(batch[1], CLASSES).sum(0)
         return super().training_step(batch, batch_idx)
-
-
-class PlainTensor(RunningInputs):
-    """The same running mean in a plain attribute, no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.mean, self.square
-        self.mean, self.square = torch.zeros(FEATURES).double(), torch.ones(FEATURES).double()
 
 
 class Annealed(Supervised):
@@ -172,24 +136,6 @@ class WithHistory(Supervised):
         return scaled
 
 
-class Replay(Supervised):
-    """Samples of earlier batches are trained on again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self.net(x), y)
-        if self.memory:
-            old, target = self.memory[-1]
-            loss = loss + 0.5 * F.cross_entropy(self.net(old), target)
-        self.memory.append((x[:2].clone(), y[:2].clone()))
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-
 class OwnGenerator(Supervised):
     """Uniform noise, drawn row by row: parts draw what the whole batch would."""
 
@@ -197,12 +143,10 @@ class OwnGenerator(Supervised):
         super().__init__()
         self.generator = torch.Generator().manual_seed(5) if own else None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss_of(self, batch: Any) -> Tensor:
         x, y = batch
         noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
-        loss = F.cross_entropy(self.net(x + 0.3 * noise), y)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return F.cross_entropy(self.net(x + 0.3 * noise), y)
 
 
 class SeededByIndex(Supervised):
@@ -266,28 +210,23 @@ class Lazy(Supervised):
         super().__init__()
         self.scale: Tensor | None = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss_of(self, batch: Any) -> Tensor:
         x, y = batch
         if self.scale is None:  # data-dependent initialisation, as in Glow
             self.scale = 1 / (x.std(0) + 0.1)
-        loss = F.cross_entropy(self.net(x * self.scale), y)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return F.cross_entropy(self.net(x * self.scale), y)
 
 
 CASES = (
     Case("teacher_in_step", "momentum teacher, updated in the step", lambda: MomentumTeacher("step"), "either"),
     Case("teacher_in_hook", "momentum teacher, updated after the batch", lambda: MomentumTeacher("hook")),
     Case("moco", "MoCo's queue of keys", MoCo, "either"),
-    Case("codebook", "VQ-VAE with a codebook of moving averages", Codebook, "either"),
     Case("running_inputs", "running mean and deviation of the inputs", RunningInputs, "either"),
-    Case("running_plain_tensor", "the same in plain attributes", PlainTensor, "either"),
     Case("buffer_of_sums", "a buffer that adds up what it sees", ClassSums, "either"),
     Case("annealed_by_attribute", "a term grows with an own counter", lambda: Annealed("attribute"), "either"),
     Case("annealed_by_global_step", "a term grows with `global_step`", lambda: Annealed("global_step")),
     Case("annealed_by_batch_idx", "a term grows with `batch_idx`", lambda: Annealed("batch_idx")),
     Case("history_object", "the loss is scaled by what a plain object remembers", WithHistory, "either"),
-    Case("replay", "samples of earlier batches again", Replay, "either"),
     Case("own_generator", "noise of a generator of its own", lambda: OwnGenerator(own=True), "either"),
     Case("uniform_noise", "uniform noise of the global generator", lambda: OwnGenerator(own=False), "either"),
     Case("seeded_by_batch_idx", "noise seeded by `batch_idx`", SeededByIndex, "either"),

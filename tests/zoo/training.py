@@ -89,10 +89,8 @@ class SparseGradients(Lit):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.head(self.table(batch[0]).mean(1)), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+    def loss_of(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.head(self.table(batch[0]).mean(1)), batch[1])
 
 
 class Branches(Supervised):
@@ -132,11 +130,6 @@ class Validated(Supervised):
         self.log("weight", self.net[0].weight.norm())
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[Any]:
-        yield from zip(features(), classes(), strict=True)
-
-
 class Batches(IterableDataset):
     """Whole batches, of uneven size."""
 
@@ -146,11 +139,6 @@ class Batches(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         total = sum(self.sizes)
         yield from zip(features(total).split(self.sizes), classes(total).split(self.sizes), strict=True)
-
-
-class FromStream(Supervised):
-    def train_dataloader(self) -> Any:
-        return DataLoader(Stream(), BATCH)
 
 
 class FromBatches(Supervised):
@@ -270,7 +258,6 @@ CASES = (
         reference=lambda: Windows(37, 3 * BATCH),
     ),
     Case("validated", "validation, and a hook that logs", Validated, trainer={"limit_val_batches": 2}),
-    Case("iterable", "IterableDataset", FromStream),
     Case("batch_size_none_uneven", "a loader of whole batches of uneven size", lambda: FromBatches(8, 3, 7, 8, 6)),
     Case("uneven_sampler", "a batch sampler with uneven sizes", FromSampler),
     Case("two_loaders", "two loaders of equal batch size", lambda: TwoLoaders((8, 8), "min_size")),

@@ -1,4 +1,4 @@
-"""Formulas by hand, and DeepSpeed's own buffers one by one; `test_offload_host_memory.py` holds peaks."""
+"""Formulas by hand, and DeepSpeed's own buffers one by one; `test_records.py` holds peaks."""
 
 from dataclasses import replace
 from functools import cache

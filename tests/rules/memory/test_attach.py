@@ -115,14 +115,3 @@ def test_an_exception_leaves_the_mode():
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
     strategy.training_step(4)
     assert ledger.live_bytes == 16
-
-
-def test_wrappers_of_others_survive_a_detach():
-    strategy, ledger = Strategy(), StorageLedger()
-    attachment = TrainerAttachment(ledger, strategy)
-    ours = strategy.training_step
-    strategy.training_step = lambda size: ours(size)
-    attachment.detach()
-    strategy.training_step(8)
-    assert ledger.live_bytes == 0
-    assert "optimizer_step" not in vars(strategy)

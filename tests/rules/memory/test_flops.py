@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memfit.memory.flops import FORMULAS, GROUPED_ATTENTION, flop_formula
+from lightning_memfit.memory.flops import FORMULAS, flop_formula
 
 aten = torch.ops.aten
 
@@ -69,14 +69,6 @@ def test_attention_on_the_cpu_counts_forward_and_backward():
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
     assert counter.get_total_flops() == 7 * PRODUCT
-
-
-@pytest.mark.usefixtures("fake")
-def test_the_counter_of_torch_takes_the_formulas():
-    query, key, value = operands()
-    with FlopCounterMode(display=False, custom_mapping=GROUPED_ATTENTION) as counter:
-        aten._scaled_dot_product_flash_attention(query, key, value)
-    assert counter.get_total_flops() == 2 * PRODUCT
 
 
 @pytest.mark.usefixtures("fake")

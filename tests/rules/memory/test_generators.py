@@ -1,14 +1,15 @@
-"""States of the host's random generators."""
+"""States of random generators: the host's, and that of a rank's own device."""
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from lightning_memfit.memory.generators import NUMPY, PYTHON, TORCH, HostGenerator
+from lightning_memfit.memory.generators import NUMPY, PYTHON, TORCH, HostGenerator, random_state, set_random_state
 
 DRAWS: list[tuple[HostGenerator, Callable[[int], Any], Callable[[], float]]] = [
     (PYTHON, random.seed, random.random),
@@ -62,3 +63,14 @@ def test_what_users_put_back_is_seen(
     assert draw() == second
     generator.restore(state)
     assert draw() == second
+
+
+def test_a_run_goes_on_with_the_state_of_the_device_that_was_used(monkeypatch):
+    states = {index: torch.tensor([index]) for index in range(4)}
+    fake = SimpleNamespace(
+        get_rng_state=lambda device: states[device.index],
+        set_rng_state=lambda state, device: states.__setitem__(device.index, state),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    set_random_state(random_state(torch.device("cuda", 1)), torch.device("cuda", 0))
+    assert {index: int(state) for index, state in states.items()} == {0: 1, 1: 1, 2: 2, 3: 3}

@@ -8,7 +8,7 @@ import torch
 
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host
-from lightning_memfit.memory.ledger import StorageLedger, python_kernel, state_tensors
+from lightning_memfit.memory.ledger import StorageLedger, state_tensors
 
 
 @pytest.fixture
@@ -174,17 +174,6 @@ def test_what_a_step_makes_of_host_memory_is_left_out():
         optimizer.step()
         moved = master.detach().clone()
     assert ledger.peak_bytes <= moved.nbytes + 8  # `step`, a scalar that is made of nothing
-
-
-def test_bitsandbytes_still_has_the_kernels():
-    import bitsandbytes.backends.cpu.ops
-
-    assert bitsandbytes.backends.cpu.ops
-    for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
-        operator = getattr(torch.ops.bitsandbytes, name).default
-        assert callable(python_kernel(operator))
-    assert python_kernel(torch.ops.aten.add.Tensor) is None
-    assert python_kernel(torch.ops.bitsandbytes.quantize_blockwise.default) is None
 
 
 def stepped(python_kernels):

@@ -114,14 +114,6 @@ def test_global_generators():
     assert (random.random(), np.random.rand()) == first  # noqa: NPY002
 
 
-def test_without_values_writes_are_seen_by_their_count():
-    """As in a trace."""
-    holder = Holder()
-    state = State(groups_of([holder]), copies_tensors=False)
-    holder.bank.add_(1)
-    assert [(group.module, group.kind) for group in state.changed()] == [(holder, "buffers")]
-
-
 def test_the_graph_of_an_earlier_call_is_not_kept():
     holder = Holder()
     holder.cached = holder.inner(torch.ones(2))

@@ -53,20 +53,15 @@ def test_wrapping_does_not_make_the_objects_dictionary():
     assert is_made(made) or sys.version_info >= (3, 13)  # whose collector no longer tells
 
 
-def test_later_layers_are_outside():
-    counter = Counter()
-    wrap_method(counter, "count", times(10))
-    wrap_method(counter, "count", plus(1))
-    assert counter.count(by=2) == 31
-
-
-def test_an_innermost_layer_lies_inside_earlier_ones():
+def test_later_layers_are_outside_and_an_innermost_one_inside():
     counter = Counter()
     wrap_method(counter, "count", plus(1))
     undo = wrap_method(counter, "count", times(10), innermost=True)
     assert counter.count(by=2) == 31
     undo()
     assert counter.count(by=2) == 4
+    wrap_method(counter, "count", times(10))
+    assert counter.count(by=2) == 40
 
 
 def test_layers_come_off_in_any_order():

@@ -106,16 +106,6 @@ def test_owner_waits_for_the_other_ranks(tmp_path: Path) -> None:
         assert other.poll() is None
 
 
-def test_owner_removes_the_folder_once_the_others_are_done(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "run1")
-    with rank("join", tmp_path, "run1", 1) as other:
-        assert other.stdin is not None
-        other.stdin.write("return\n")
-        other.stdin.flush()
-        assert folder.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_folder_of_another_machine_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / f"memfit-run-far1-faraway-{socket.gethostname()}"  # whose name ends as this one's
     path.mkdir()

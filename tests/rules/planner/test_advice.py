@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 
 from lightning_memfit.device.runtime import safety_margin_bytes
-from lightning_memfit.estimate.steady_state import SteadyState
 from lightning_memfit.estimate.target import named_target
 from lightning_memfit.planner import make as module
 from lightning_memfit.planner.make import make_plan
-from lightning_memfit.planner.memory import standing_bytes, stored_as
 from lightning_memfit.planner.plan import Plan
 from lightning_memfit.planner.workload import Limits, Workload
 from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.techniques.core.setting import Setting
 
-from .made import MIB, NUM_PARAMETERS, MadeTraceStore, made_workload
+from .made import MIB, MadeTraceStore, made_workload
 
 EXACT = frozenset({"exact"})
 
@@ -82,19 +80,6 @@ def test_a_limit_on_the_host_is_raised_and_no_gpu_named(monkeypatch: pytest.Monk
     assert planned(replace(workload, target=raised), monkeypatch).fits
 
 
-class Releasing(MadeTraceStore):
-    """Steps that free gradients one by one do without the bytes of all of them."""
-
-    def stepping(self, setting: Setting, rounding: int) -> SteadyState:
-        found = super().stepping(setting, rounding)
-        if not setting.frees_gradients:
-            return found
-        less = {
-            name: getattr(found, name) - 4 * NUM_PARAMETERS for name in ("kept_bytes", "backward_bytes", "step_bytes")
-        }
-        return replace(found, gradient_bytes=0, **less)
-
-
 def _of(mib: int, workload: Workload) -> Any:
     return replace(workload.target, capacity_bytes=mib * MIB)
 
@@ -145,11 +130,3 @@ def test_permissions_are_named_with_what_fits_by_them(monkeypatch: pytest.Monkey
     allow = frozenset(found[1].split(","))
     assert planned(replace(workload, allow=allow), monkeypatch).fits
     assert not any("--allow" in line for line in refused(replace(workload, target=_of(40, workload)), monkeypatch))
-
-
-def test_frozen_weights_are_counted() -> None:
-    plain = MadeTraceStore(made_workload(1000)).plain()
-    count = plain.num_parameters
-    assert standing_bytes(Setting().choose("lora"), plain.optimizer, stored_as(plain.parameters, 4)) == 4 * count
-    assert standing_bytes(Setting().choose("lora"), plain.optimizer, stored_as(plain.parameters, 2)) == 2 * count
-    assert standing_bytes(Setting().choose("qlora"), plain.optimizer, stored_as(plain.parameters, 4)) == count // 2

@@ -1,5 +1,8 @@
 """A plan for a module with several groups of blocks needs what its own trace needs, and a run can follow it."""
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from lightning_memfit.techniques.core.setting import Setting
 from tests.contract.checkpointing.models import gpt2, t5
 from tests.helpers.modules import LanguageModel
 
+pytestmark = pytest.mark.nightly
 SIZE = 4
 MODES = {"none": None, "full": {}, "selective": {"mode": "selective", "keep": ["matmul", "attention"]}}
 
@@ -27,31 +31,29 @@ class Twice(LanguageModel):
         return (super().training_step(batch, batch_idx) - before).exp()
 
 
-def search_of(module: LanguageModel, length: int) -> Search:
+@cache
+def search_of(name: str) -> Search:
+    torch.manual_seed(0)
+    module, length = (LanguageModel(t5().train()), 24) if name == "t5" else (Twice(gpt2().train()), 32)
     target, options = host_target(1 << 34), StepOptions("32-true", 1)
     ids = torch.randint(0, 64, (2, length))
     facts = facts_of(module, target, options)
-    return Search(
-        TraceStore(Workload(module, {"input_ids": ids, "labels": ids}, options, SIZE, target, rates_of(target), facts))
-    )
+    batch = {"input_ids": ids, "labels": ids}
+    return Search(TraceStore(Workload(module, batch, options, SIZE, target, rates_of(target), facts)))
 
 
-@pytest.fixture(scope="module")
-def search() -> Search:
-    torch.manual_seed(0)
-    return search_of(LanguageModel(t5().train()), 24)
+def can_need_less(search: Search) -> Any:
+    model = search.solver.models.of(Setting())
+    frontier = model.frontier(SIZE)
+    assert frontier is not None
+    assert frontier.minimum_bytes < model.peak_bytes(SIZE)
+    return frontier
 
 
-@pytest.fixture(scope="module")
-def of_twice() -> Search:
-    torch.manual_seed(0)
-    return search_of(Twice(gpt2().train()), 32)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_plan_covers_encoder_and_decoder_as_a_run_does(search: Search, mode: str, released: bool) -> None:
+@pytest.mark.parametrize(("name", "released"), [("t5", False), ("t5", True), ("twice", False)])
+def test_a_plan_covers_all_blocks_as_a_run_does(name: str, mode: str, released: bool) -> None:
+    search = search_of(name)
     # Passes are traced with two micro-batches in a step, where gradients lie beside activations.
     setting = Setting(micro_batch_size=SIZE, accumulate_grad_batches=1 if released else 2)
     if released:
@@ -60,32 +62,17 @@ def test_a_plan_covers_encoder_and_decoder_as_a_run_does(search: Search, mode: s
         setting = setting.choose("activation_checkpointing", **MODES[mode])
     solution = search.solver.solve_uniform(setting)
     assert solution.setting == setting
-    exact = predict_peak_bytes(search.store.exactly(setting), SIZE)
-    assert solution.peak_bytes == pytest.approx(exact, rel=0.01)
+    assert solution.peak_bytes == pytest.approx(predict_peak_bytes(search.store.exactly(setting), SIZE), rel=0.01)
 
 
-@pytest.mark.nightly_cases("selective", "none", "full")
-@pytest.mark.parametrize("mode", MODES)
-def test_blocks_that_run_twice_follow_one_choice(of_twice: Search, mode: str) -> None:
-    setting = Setting(micro_batch_size=SIZE, accumulate_grad_batches=2)
-    if MODES[mode] is not None:
-        setting = setting.choose("activation_checkpointing", **MODES[mode])
-    solution = of_twice.solver.solve_uniform(setting)
-    assert solution.setting == setting
-    assert solution.peak_bytes == pytest.approx(predict_peak_bytes(of_twice.store.exactly(setting), SIZE), rel=0.01)
-    model = of_twice.solver.models.of(Setting())
-    frontier = model.frontier(SIZE)
-    assert frontier is not None
-    assert frontier.minimum_bytes < 0.8 * model.peak_bytes(SIZE)
+def test_blocks_that_run_twice_follow_one_choice() -> None:
+    search = search_of("twice")
+    assert can_need_less(search).minimum_bytes < 0.8 * search.solver.models.of(Setting()).peak_bytes(SIZE)
 
 
-@pytest.mark.nightly
-def test_less_memory_takes_a_plan_that_can_be_traced(search: Search) -> None:
-    model = search.solver.models.of(Setting())
-    frontier = model.frontier(SIZE)
-    assert frontier is not None
-    assert frontier.minimum_bytes < model.peak_bytes(SIZE)
-    plan = frontier.plan_for(model.peak_bytes(SIZE) - 1)
+def test_less_memory_takes_a_plan_that_can_be_traced() -> None:
+    search = search_of("t5")
+    plan = can_need_less(search).plan_for(search.solver.models.of(Setting()).peak_bytes(SIZE) - 1)
     assert plan.choices != ("none",)
     assert plan.seconds > 0
     solution = search.solver.solve_uniform(

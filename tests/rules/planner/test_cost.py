@@ -81,13 +81,6 @@ def test_measured_kinds_replace_the_data_sheets() -> None:
     assert pass_seconds(made(1e12, dtype="bfloat16"), rates)["arithmetic"] == pytest.approx(1e12 / 40e12)
 
 
-def test_work_grows_by_what_two_sizes_show() -> None:
-    two, four = PassWork.of(plain()), PassWork.of(plain(), 4)
-    assert four.flops @ four.counts == 2 * (two.flops @ two.counts)
-    assert four.num_bytes.tolist() == two.num_bytes.tolist()
-    assert four.counts.tolist() == two.counts.tolist()
-
-
 FREE = Cost()
 WORK = made(1e12, operators=0.0)
 

@@ -65,13 +65,6 @@ def test_nothing_is_said_of_what_nothing_is_known() -> None:
     assert found.bound.solve(PLAIN) is None
 
 
-def test_what_fits_nowhere_is_refused_without_a_trace() -> None:
-    found = search_with(300, PLAIN)
-    least = found.bound.solve(PLAIN.choose("fused_adamw"))
-    assert isinstance(least, Rejected)
-    assert "needs" in least.reason
-
-
 def test_combinations_that_cannot_be_better_are_passed_over_with_how_much_slower_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_memfit.planner import make
 from lightning_memfit.planner.candidates import conflict
 from lightning_memfit.planner.plan import Plan, is_planned, overlay_of
 from lightning_memfit.planner.search import Search
@@ -16,21 +17,19 @@ from .made import MIB, MadeTraceStore, made_workload
 OWN = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    from lightning_memfit.planner import make
-
+def planned(*arguments: Any, **options: Any) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "TraceStore", lambda workload, cache: MadeTraceStore(workload))
-        return make.make_plan(made_workload(1000))
+        return make.make_plan(made_workload(*arguments, **options))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned(1000)
 
 
 def refused() -> Plan:
-    from lightning_memfit.planner import make
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "TraceStore", lambda workload, cache: MadeTraceStore(workload))
-        return make.make_plan(made_workload(250, allow=frozenset({"exact"})))
+    return planned(250, allow=frozenset({"exact"}))
 
 
 def test_plan_says_what_it_needs_and_what_for(plan: Plan) -> None:
@@ -161,8 +160,6 @@ def test_module_without_training_step() -> None:
 
 
 def test_without_a_device_there_is_no_plan() -> None:
-    from dataclasses import replace
-
     workload = made_workload(1000)
     nowhere = replace(workload, target=replace(workload.target, capacity_bytes=None))
     with pytest.raises(ValueError, match="--device"):

@@ -29,14 +29,6 @@ def names(setting: Setting) -> set[str]:
     return {choice.name for choice in setting.chosen}
 
 
-def test_with_room_for_everything_nothing_is_given_up() -> None:
-    _, outcome = search(40_000, allow=EXACT)
-    assert outcome.best is not None
-    assert "activation_checkpointing" not in names(outcome.best.setting)
-    assert outcome.best.setting.numerics == frozenset()
-    assert outcome.best.needed_bytes <= 40_000 * MIB
-
-
 def test_an_optimizer_is_exchanged_for_its_own_kind_only() -> None:
     class Plain(MadeTraceStore):
         def plain(self) -> ModelProfile:
@@ -61,13 +53,6 @@ def test_less_memory_is_never_faster() -> None:
     assert seconds == sorted(seconds)
 
 
-def test_what_fits_is_within_the_limit_and_checkpoints_as_little_as_needed() -> None:
-    _, outcome = search(1400, allow=EXACT)
-    assert outcome.best is not None
-    assert outcome.best.needed_bytes <= 1400 * MIB
-    assert outcome.best.setting.micro_batch_size is not None
-
-
 def test_too_small_a_device_fits_nothing_and_says_how_much_is_missing() -> None:
     _, outcome = search(300)
     assert outcome.best is None
@@ -90,14 +75,6 @@ def test_result_does_not_depend_on_the_order_of_the_registry(monkeypatch: pytest
     assert after is not None
     assert before.setting == after.setting
     assert before.time.total == after.time.total
-
-
-def test_bounds_are_bounds() -> None:
-    found, outcome = search(1400)
-    for solution in outcome.solutions:
-        techniques = Setting(chosen=solution.setting.chosen).without("checkpointing")
-        traced = found.bound.traced_seconds(techniques)
-        assert found.bound.seconds(techniques) <= traced <= solution.time.total * (1 + 1e-9)
 
 
 class OneSizeStore(MadeTraceStore):
@@ -148,16 +125,6 @@ def test_search_visits_less_than_everything() -> None:
     assert len(outcome.solutions) < candidates / 2
 
 
-def test_brute_force_finds_nothing_faster() -> None:
-    found, outcome = search(1100)
-    assert outcome.best is not None
-    for setting in candidates(found.workload)[0]:
-        if found.bound.least_bytes(setting) <= found.solver.budget.usable_bytes:
-            solution = found.solver.solve(setting)
-            if hasattr(solution, "time"):
-                assert outcome.best.time.total <= solution.time.total * 1.006
-
-
 def test_only_what_is_allowed_is_proposed() -> None:
     for setting in candidates(made_workload(1000, allow=EXACT))[0]:
         assert setting.numerics == frozenset()
@@ -206,39 +173,22 @@ def test_pinned_buffers_of_host_masters_are_powers_of_two() -> None:
     assert sum(pinned.values()) == 2 * (4 * MIB + 2 * MIB)
 
 
-def test_on_the_cpu_host_masters_lie_beside_the_weights() -> None:
-    workload = made_workload(40_000)
-    on_cpu = replace(workload, target=replace(workload.target, kind="cpu", runtime=None))
-    found = Search(MadeTraceStore(on_cpu))  # type: ignore[arg-type]
-    model = found.solver.models.of(Setting().choose("host_master_weights"))
-    assert not model.off_device().entries
-    assert model.peak_bytes(1) >= (2 + 4 + 4 + 8) * NUM_PARAMETERS
-
-
-def test_standing_bytes_by_closed_form() -> None:
+@pytest.mark.parametrize(
+    ("technique", "itemsize", "per_parameter"),
+    [
+        ("tf32", 4, 16),
+        ("host_master_weights", 2, 2),
+        ("optimizer_8bit", 4, 10),
+        ("paged_optimizer", 4, 8),
+        ("lora", 4, 4),
+        ("lora", 2, 2),
+        ("qlora", 4, 0.5),
+    ],
+)
+def test_standing_bytes_by_closed_form(technique: str, itemsize: int, per_parameter: float) -> None:
     profile = MadeTraceStore(made_workload(1000)).plain()
-    count = NUM_PARAMETERS
-    assert standing_bytes(Setting(), profile.optimizer, stored_as(profile.parameters, 4)) == 16 * count
-    assert (
-        standing_bytes(Setting().choose("host_master_weights"), profile.optimizer, stored_as(profile.parameters, 2))
-        == 2 * count
-    )
-    eight_bit = standing_bytes(Setting().choose("optimizer_8bit"), profile.optimizer, stored_as(profile.parameters, 4))
-    assert 10 * count <= eight_bit <= 10.1 * count
-    assert (
-        standing_bytes(Setting().choose("paged_optimizer"), profile.optimizer, stored_as(profile.parameters, 4))
-        == 8 * count
-    )
-
-
-def test_one_size_is_planned_for_where_no_other_is_known() -> None:
-    class OneSize(MadeTraceStore):
-        def passes(self, setting, choice):  # type: ignore[no-untyped-def]
-            return replace(super().passes(setting, choice), slopes=None)
-
-    outcome = Search(OneSize(made_workload(40_000))).run()  # type: ignore[arg-type]
-    assert outcome.best is not None
-    assert outcome.best.setting.micro_batch_size == 2
+    found = standing_bytes(Setting().choose(technique), profile.optimizer, stored_as(profile.parameters, itemsize))
+    assert per_parameter * NUM_PARAMETERS <= found <= 1.01 * per_parameter * NUM_PARAMETERS
 
 
 def test_a_recipes_own_adapters_are_in_every_combination_and_change_nothing() -> None:

@@ -124,21 +124,6 @@ def test_adapters_of_blocks_by_number_are_traced_with_all_blocks(
 
 
 @pytest.mark.nightly
-def test_where_the_first_blocks_do_not_step_alone_all_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_store, "_LARGEST_CHUNK", 1)
-    traces, profile = store(), trace_store.profile_module
-
-    def fail(module: object, *args: Any, **settings: Any) -> Any:
-        if getattr(module, "memfit_num_blocks", None):
-            raise TraceError("it misses the last block")
-        return profile(module, *args, **settings)  # type: ignore[arg-type]
-
-    expected = SteadyState.of(traces._stepping(Setting(), None), 512)
-    monkeypatch.setattr(trace_store, "profile_module", fail)
-    assert traces.stepping(Setting(), 512) == expected
-
-
-@pytest.mark.nightly
 def test_blocks_that_do_not_step_alone_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_store, "_LARGEST_CHUNK", 1)
     traces, profile, asked = store(), trace_store.profile_module, []

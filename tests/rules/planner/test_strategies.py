@@ -76,16 +76,20 @@ def best(*arguments: Any, **options: Any) -> str:
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_device_where_everything_fits() -> None:
-    assert best(40_000) == "one device"
-
-
-def test_one_device_of_two_where_they_hardly_reach_each_other() -> None:
-    assert best(40_000, devices=2, rates=replace(FAST, interconnect_bytes_per_s=2e7)) == "one device"
-
-
-def test_whole_copies_where_everything_fits_each_of_several_devices() -> None:
-    assert best(40_000, devices=2) == "ddp"
+@pytest.mark.parametrize(
+    ("usable_mib", "options", "wanted"),
+    [
+        (40_000, {}, {"one device"}),
+        (40_000, {"devices": 2, "rates": replace(FAST, interconnect_bytes_per_s=2e7)}, {"one device"}),
+        (40_000, {"devices": 2}, {"ddp"}),
+        (560, {"devices": 8, "limits": DEVICE_ALONE}, {"zero_3", "fsdp2"}),
+    ],
+)
+def test_the_fewest_divisions_that_fit(usable_mib: int, options: dict[str, Any], wanted: set[str]) -> None:
+    _, outcome = search(usable_mib, **options)
+    assert strategy(outcome) in wanted
+    assert outcome.best is not None
+    assert outcome.best.setting.global_batch_size == 16
 
 
 def test_states_are_divided_where_copies_do_not_fit() -> None:
@@ -123,10 +127,6 @@ def test_weights_stay_whole_as_long_as_they_fit() -> None:
     assert times[2] < times[3]
 
 
-def test_weights_are_divided_where_they_do_not_fit() -> None:
-    assert best(560, devices=8, limits=DEVICE_ALONE) in ("zero_3", "fsdp2")
-
-
 def test_host_memory_where_the_device_is_too_small() -> None:
     _, outcome = search(900)
     assert outcome.best is not None
@@ -150,23 +150,19 @@ def reasons(outcome: Outcome) -> str:
     return " | ".join(rejected.reason for rejected in outcome.rejected)
 
 
-def test_without_a_disk_nothing_goes_there() -> None:
-    outcome = search(500, limits=replace(LITTLE_HOST, disk_bytes=0))[1]
-    assert outcome.best is None
-    assert "of disk, and there is none that may be used" in reasons(outcome)
-
-
-def test_too_small_a_disk_says_how_much_is_missing() -> None:
-    outcome = search(500, limits=replace(LITTLE_HOST, disk_bytes=GIB // 2))[1]
-    assert outcome.best is None
-    assert "over the 512.00 MiB there are" in reasons(outcome)
-
-
-def test_a_drive_that_would_wear_out_is_left_alone() -> None:
-    outcome = search(500, limits=replace(LITTLE_HOST, disk_writes_per_day=GIB))[1]
-    assert outcome.best is None
-    assert "per day to disk" in reasons(outcome)
-    assert best(500, limits=replace(LITTLE_HOST, disk_writes_per_day=1 << 50)).startswith("zero_infinity")
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"disk_bytes": 0}, "of disk, and there is none that may be used"),
+        ({"disk_bytes": GIB // 2}, "over the 512.00 MiB there are"),
+        ({"disk_writes_per_day": GIB}, "per day to disk"),
+        ({"disk_writes_per_day": 1 << 50}, ""),
+    ],
+)
+def test_a_disk_that_is_too_small_or_would_wear_out_is_left_alone(limits: dict[str, int], reason: str) -> None:
+    outcome = search(500, limits=replace(LITTLE_HOST, **limits))[1]  # type: ignore[arg-type]
+    assert strategy(outcome).startswith("zero_infinity") if not reason else outcome.best is None
+    assert reason in reasons(outcome)
 
 
 def test_host_memory_is_shared_by_the_devices_of_a_machine() -> None:
@@ -188,12 +184,6 @@ def test_samples_that_cannot_be_shared_are_refused_with_the_numbers() -> None:
 
 
 # --- search -----------------------------------------------------------------------------------------------------------
-
-
-def test_every_device_takes_its_share() -> None:
-    setting = search(40_000, devices=2)[1].best.setting  # type: ignore[union-attr]
-    assert setting.global_batch_size == 16
-    assert setting.world_size == 2
 
 
 def test_without_strategies_there_is_one_device() -> None:

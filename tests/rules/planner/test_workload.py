@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
 from lightning_memfit.estimate.target import host_target
@@ -9,7 +10,7 @@ from lightning_memfit.memory import GIB
 from lightning_memfit.planner.rates import rates_of
 from lightning_memfit.planner.search import Search
 from lightning_memfit.planner.trace_store import TraceStore
-from lightning_memfit.planner.workload import Workload, facts_of
+from lightning_memfit.planner.workload import Workload, facts_of, parse_device_count
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
 from lightning_memfit.techniques.core.setting import Setting
@@ -84,3 +85,22 @@ def test_plans_know_parameter_groups(tmp_path: Path) -> None:
         (said,) = Setting().choose("fused_adamw").validate(known)
         assert "`weight_decay=0.01`" in said
     assert [group["weight_decay"] for _, group in known.groups] == [0.0, 1e-2]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("8x A100 80GB", (8, "A100 80GB")),
+        ("2x24GiB", (2, "24GiB")),
+        ("2 X RTX 3090", (2, "RTX 3090")),
+        ("RTX 3060", (None, "RTX 3060")),
+        ("12GiB", (None, "12GiB")),
+    ],
+)
+def test_a_name_may_say_how_many(name: str, found: tuple[int | None, str]) -> None:
+    assert parse_device_count(name) == found
+
+
+def test_none_is_no_number_of_devices() -> None:
+    with pytest.raises(ValueError, match="at least one device"):
+        parse_device_count("0x 24GiB")

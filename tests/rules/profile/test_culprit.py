@@ -7,7 +7,6 @@ import torch
 
 import cli
 from lightning_memfit.device.limit import MemoryLimit
-from lightning_memfit.profile import culprit
 from lightning_memfit.profile.culprit import is_of_this_package, owner_of
 
 
@@ -33,8 +32,3 @@ def test_packages_whose_names_begin_like_torch_s_are_libraries(name):
     installed = Path(torch.__file__).parents[1]
     assert owner_of(str(installed / name / "functional.py")) == "library"
     assert owner_of(torch.__file__) == "machinery"
-
-
-def test_the_command_line_of_a_checkout_is_this_packages():
-    folder = Path(culprit.__file__).parents[2] / "cli"
-    assert not folder.is_dir() or culprit.owner_of(str(folder / "run_folder.py")) == "machinery"

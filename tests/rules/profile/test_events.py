@@ -42,17 +42,7 @@ HAND_MADE = events_of(
 
 def test_live_bytes_follow_every_event():
     assert HAND_MADE.live_bytes().tolist() == [100, 110, 1110, 1100, 100, 107, 100]
-
-
-def test_sizes_are_rounded_up_storage_by_storage():
-    assert HAND_MADE.live_bytes(512).tolist() == [512, 1024, 2048, 1536, 512, 1024, 512]
-
-
-def test_alive_at():
-    assert HAND_MADE.alive_at(0).tolist() == [0]
-    assert HAND_MADE.alive_at(2).tolist() == [0, 1, 2]
-    assert HAND_MADE.alive_at(3).tolist() == [0, 2]
-    assert HAND_MADE.alive_at(6).tolist() == [0]
+    assert HAND_MADE.live_bytes(512).tolist() == [512, 1024, 2048, 1536, 512, 1024, 512]  # storage by storage
 
 
 def test_breakdown_adds_up_to_the_live_bytes():
@@ -155,11 +145,6 @@ def test_the_replayed_peak_need_not_be_affine():
     with pytest.raises(ValueError, match="micro_batch_size=1000000000000000000000`.*more than 4 EiB"):
         at_size(events, slopes, 2, 10**21)
     assert at_size(events, slopes, 2, 10**16).live_bytes().max() == pytest.approx(10 * 10**16)
-
-
-def test_traces_of_other_structure_are_refused():
-    with pytest.raises(AlignmentError, match="sizes 2 and 3"):
-        fit_slopes(events_of([1, 2], [1, 1]), events_of([1, -1, 2], [1, 1]), 2, 3)
 
 
 def test_scratch_that_has_a_bound_does_not_grow_with_the_batch():

@@ -206,15 +206,6 @@ def test_values_go_with_their_tensor(integers):
     assert len(integers._values) == 0
 
 
-def test_large_tensors_lose_their_values(monkeypatch):
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    monkeypatch.setattr("lightning_memfit.profile.integers._MAX_INTEGERS", 4)
-    integers = RealIntegers(fake_mode)
-    with fake_mode, integers:
-        assert integers.value_of(torch.arange(4)) is not None
-        assert integers.value_of(torch.arange(5)) is None
-
-
 def test_a_tensor_made_of_fakes_is_no_literal(integers):
     """Quantized states of torchao are such tensors; kernels that it compiles for them ended the process."""
     part = torch.randn(3)

@@ -18,7 +18,7 @@ from lightning_memfit.profile.trace import Emulation, TraceError
 from lightning_memfit.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.modules import LanguageModel
 
-from .modules import WIDTH, Classifier, batch, ids, peak, really_run, same_events, tiny_gpt2, trace_cpu
+from .modules import WIDTH, Classifier, batch, ids, peak, same_events, tiny_gpt2, trace_cpu
 from .test_trace import Bag, Opaque, TakesAny, ragged
 
 
@@ -200,22 +200,6 @@ def test_other_sizes_assume_what_the_batch_s_own_did(monkeypatch):
     profile = profile_module(RefusesTheFirst(), batch(), emulation=Emulation("cpu"))
     assert profile.knows_every_size
     assert len(traces) == len(trace._CHOICES) + 1
-
-
-class ShowsItsLoss(Classifier):
-    """Logs for a progress bar."""
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-
-@pytest.mark.nightly
-def test_what_is_logged_for_a_progress_bar_is_not_assumed():
-    found = profile_module(ShowsItsLoss(), batch(), emulation=Emulation("cpu"), any_micro_batch=False)
-    assert found.assumptions == ()
-    assert peak(found.events) == pytest.approx(peak(really_run(ShowsItsLoss(), batch(), StepOptions())), rel=1e-3)
 
 
 class Regularized(Classifier):

@@ -132,14 +132,6 @@ def test_only_the_key_of_a_trace_for_the_cpu_changes_with_the_processor(monkeypa
     assert len(keys) == expected
 
 
-def test_a_folder_that_can_not_be_written_is_said_and_stops_nothing(tmp_path):
-    (tmp_path / "taken").write_text("a file of the user's")
-    with pytest.warns(UserWarning, match="can't be kept in .*taken.*MEMFIT_CACHE"):
-        profile = profile_module(Classifier(), batch(), any_micro_batch=False, cache=ProfileCache(tmp_path / "taken"))
-    assert profile.events.live_bytes().max() > 0
-    assert (tmp_path / "taken").read_text() == "a file of the user's"
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_key_of_a_trace_changes_with_the_kernels_for_attention(monkeypatch, device):
     keys = set()

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
-    WeightAveraging,
 )
 from typing_extensions import override
 
@@ -56,12 +55,6 @@ class KeepsOutputs(pl.Callback):
         self.outputs = [*self.outputs[-1:], batch["x"].repeat(40, 1)]
 
 
-class ScalesGradients(pl.Callback):
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.copies = [parameter.grad * 2 for parameter in pl_module.parameters()]
-
-
 class Writes(KeepsAverage):
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
@@ -96,12 +89,10 @@ def attached(callbacks: list[Any], module: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("callback", "acts"),
     [
-        (WeightAveraging(), True),
         (EMAWeightAveraging(), True),
         (StochasticWeightAveraging(swa_lrs=0.1), True),
         (KeepsAverage(), True),
         (KeepsOutputs(), True),
-        (ScalesGradients(), True),
         (ModelCheckpoint(), False),
         (LearningRateMonitor(), False),
         (EarlyStopping("loss"), False),
@@ -141,11 +132,8 @@ def test_own_callbacks_and_usual_ones_are_left_out() -> None:
     assert acting_callbacks(module) == ()
 
 
-MADE = [WeightAveraging, EMAWeightAveraging, KeepsAverage, KeepsOutputs, ScalesGradients]
-
-
-@pytest.mark.nightly_cases("WeightAveraging", "Keeps", "ScalesGradients")
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.nightly_cases("Keeps")
+@pytest.mark.parametrize("kind", [EMAWeightAveraging, KeepsAverage, KeepsOutputs])
 def test_what_a_callback_needs_is_in_the_figures(kind: Any) -> None:
     torch.manual_seed(0)
     alone = peak(profile_module(Classifier(), batch(), emulation=Emulation("cpu")).events)

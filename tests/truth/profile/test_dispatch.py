@@ -152,20 +152,25 @@ def test_scores_are_kept_by_the_math_kernel_only(fake, kernel, switched_on):
         assert inputs_and_output < kept < inputs_and_output + scores / 4
 
 
+class Listens(TorchDispatchMode):
+    """Keeps operators with their results."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.heard.append((func, result))
+        return result
+
+
 def test_the_math_kernel_adds_masks_in_the_type_of_its_queries(fake):
-    seen = []
-
-    class Masks(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if func.overloadpacket is torch.ops.aten.where:
-                seen.append((result.dtype, tuple(result.shape)))
-            return result
-
     q, mask = torch.randn(2, 4, 16, 64, dtype=BF16), torch.ones(16, 16, dtype=torch.bool)
-    with CudaDispatch(), sdpa_kernel(MATH), Masks():
+    with CudaDispatch(), sdpa_kernel(MATH), Listens() as mode:
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    assert seen == [(BF16, (16, 16))]
+    made = [result for func, result in mode.heard if func.overloadpacket is torch.ops.aten.where]
+    assert [(one.dtype, tuple(one.shape)) for one in made] == [(BF16, (16, 16))]
 
 
 class GroupedAttention(pl.LightningModule):
@@ -311,19 +316,13 @@ def test_a_boolean_mask_is_made_additive_alike_whatever_the_default_type_is(fake
     """Lightning's true half precision sets the default type in forward, and not where a checkpoint recomputes."""
     q = torch.randn(2, 4, 16, 64, dtype=BF16, requires_grad=True)
     mask = torch.ones(16, 16, dtype=torch.bool)
-    seen = []
-
-    class Listens(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        with CudaDispatch(), Listens():
+        with CudaDispatch(), Listens() as mode:
             F.scaled_dot_product_attention(q, q, q, mask)
     finally:
         torch.set_default_dtype(before)
+    seen = [func for func, _ in mode.heard]
     assert torch.ops.aten._scaled_dot_product_efficient_attention.default in seen
     assert torch.ops.aten._to_copy.default not in seen

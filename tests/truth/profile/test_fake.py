@@ -71,18 +71,6 @@ def test_fakes_can_have_another_dtype():
     assert module.dropped.dtype is torch.long
 
 
-def test_meta_modules_become_fakes():
-    with torch.device("meta"):
-        module = nn.Linear(3, 3)
-    turn_fake(module, FakeTensorMode())
-    assert module.weight.device.type == "cpu"
-
-
-def test_moving_fakes_changes_nothing(turned):
-    weight = turned[0].first.weight
-    assert turned[0].to("cpu").half().float().first.weight is weight
-
-
 def test_hooks_on_gradients_stay():
     module, seen = nn.Linear(2, 2), []
     module.weight.register_hook(lambda gradient: seen.append("gradient"))
@@ -216,17 +204,6 @@ def test_pretrained_weights_of_diffusers_are_not_read(tmp_path, monkeypatch):
             assert other.conv_in.weight.dtype is dtype
     trace = trace_cpu(Pretrained(), {"images": torch.zeros(2, 3, 8, 8)})
     assert sum(p.numel for p in trace.parameters if not p.shared_with) == real.num_parameters()
-
-
-def test_trained_modules_can_be_traced():
-    """After `fit` a module points at its trainer, has gradients and metrics of the last run."""
-    module = Classifier()
-    trace_before = trace_cpu(module, batch())
-    module.loss(batch()).backward()
-    gradients = [p.grad.clone() for p in module.parameters()]
-    module._trainer = object()
-    assert len(trace_cpu(module, batch()).events) == len(trace_before.events)
-    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), gradients, strict=True))
 
 
 def test_fake_weights_within_bounds_are_drawn_once():

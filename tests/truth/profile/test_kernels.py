@@ -107,18 +107,7 @@ def forgotten():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "case",
-    [
-        {},
-        {"samples": 4, "inputs": 64, "outputs": 64, "side": 16},
-        {"kernel": 1},
-        {"kernel": 1, "stride": 2},
-        {"kernel": 7},
-        {"kernel": 7, "groups": 8},
-        {"stride": 2},
-        {"groups": 8},
-        {"layout": torch.channels_last},
-        {"inputs": 3, "samples": 1},
-    ],
+    [{}, {"samples": 4, "inputs": 64, "outputs": 64, "side": 16}, {"kernel": 1}, {"kernel": 7, "groups": 8}],
     ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items()),
 )
 def test_the_scratch_memory_of_convolutions_is_learned_exactly(one_thread, dtype, case):
@@ -229,18 +218,12 @@ places = torch.zeros(ROWS, dtype=torch.int64)
 image = torch.rand(2, 6, 12, 12)
 one = torch.tensor(1.0)
 CASES = {
-    "mse_loss": (aten.mse_loss.default, x, x),
-    "mse_loss_backward": (aten.mse_loss_backward.default, one, x, x, 1),
-    "smooth_l1_loss": (aten.smooth_l1_loss.default, x, x),
-    "binary_cross_entropy": (aten.binary_cross_entropy.default, x, x),
     "cdist": (aten._cdist_forward.default, x, x, 2.0, None),
     "topk": (aten.topk.default, x, 5),
-    "median": (aten.median.default, x),
     "sort": (aten.sort.default, x),
     "cumprod": (aten.cumprod.default, x, 1),
     "index_put": (aten.index_put.default, x, [torch.zeros(9, dtype=torch.int64)], torch.rand(9, WIDTH), True),
     "embedding_backward": (aten.embedding_dense_backward.default, x, places, 70, -1, True),
-    "upsample": (aten.upsample_bilinear2d.vec, image, None, True, [2.0, 2.0]),
     "upsample_channels_last": (
         aten.upsample_bilinear2d.vec, image.to(memory_format=torch.channels_last), None, True, [2.0, 2.0]
     ),
@@ -255,12 +238,8 @@ CASES = {
     "flash_attention": (
         aten._scaled_dot_product_flash_attention_for_cpu.default, *[torch.rand(2, 3, 70, 16)] * 3
     ),
-    "rfft": (aten._fft_r2c.default, x, [1], 0, True),
-    "inverse": (aten.linalg_inv_ex.default, torch.eye(30)),
-    "cholesky": (aten.linalg_cholesky_ex.default, torch.eye(30)),
     "mixed_types": (aten.add.Tensor, x, torch.ones(ROWS, WIDTH, dtype=torch.int64)),
     "copy_of_a_transposed": (aten.clone.default, torch.rand(80, 90).t()),
-    "convolution_1d": (FORWARD, torch.randn(2, 8, 40), torch.randn(16, 8, 3), None, [1], [1], [1], False, [0], 1),
     "convolution_transposed": (
         FORWARD, torch.randn(2, 8, 10, 10), torch.randn(8, 16, 3, 3), torch.randn(16),
         [2, 2], [1, 1], [1, 1], True, [1, 1], 1,
@@ -353,18 +332,8 @@ class Scaled(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        nn.functional.mse_loss,
-        nn.functional.smooth_l1_loss,
-        nn.functional.binary_cross_entropy,
-        nn.functional.huber_loss,
-    ],
-    ids=lambda loss: loss.__name__,
-)
-def test_a_trace_and_a_measurement_count_what_losses_take(one_thread, loss):
-    batch = torch.rand(64, 256)
+def test_a_trace_and_a_measurement_count_what_losses_take(one_thread):
+    batch, loss = torch.rand(64, 256), nn.functional.huber_loss
     traced = profile_module(Scaled(loss), batch, emulation=Emulation("cpu"))
     measured = measure_step(Scaled(loss), batch)
     expected = true_peak(lambda: Scaled(loss), batch.clone, 2)
@@ -442,31 +411,6 @@ def test_under_other_settings_an_operator_is_run_anew(forgotten, monkeypatch):
     assert len(runs) == 2
 
 
-def test_statistics_of_mixed_norms_have_the_type_of_real_ones():
-    class Normed(Scaled):
-        def __init__(self):
-            super().__init__(None)
-            self.net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch).square().mean()
-
-    traced = trace_cpu(Normed(), torch.rand(64, 64), StepOptions("bf16-mixed"))
-    assert traced.remarks == ()
-    names = traced.events.site_names
-    sizes = [
-        int(size)
-        for size, site in zip(traced.events.sizes, traced.events.sites, strict=True)
-        if "native_layer_norm.default" in names[site]
-    ]
-    assert sizes.count(64 * 4) >= 2  # mean and deviation, float32
-
-
-class Largest(Scaled):
-    def training_step(self, batch, batch_idx):
-        return (batch * self.net.weight).sigmoid().topk(9)[0].mean()
-
-
 class OwnScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values):
@@ -484,11 +428,11 @@ class OwnLargest(Scaled):
         return OwnScatter.apply((batch * self.net.weight).sigmoid()).mean()
 
 
-@pytest.mark.parametrize("kind", [Largest, OwnLargest], ids=lambda kind: kind.__name__)
-def test_formulas_of_autograd_write_in_place_and_those_of_users_as_they_say(one_thread, kind):
+def test_formulas_of_users_write_as_they_say(one_thread):
+    """Those of autograd write in place, as the memory zoo's `topk` shows."""
     batch = torch.rand(64, 256)
-    traced = trace_cpu(kind(None), batch)
-    assert peak(traced.events) == pytest.approx(true_peak(lambda: kind(None), batch.clone, 2), rel=1e-3)
+    traced = trace_cpu(OwnLargest(None), batch)
+    assert peak(traced.events) == pytest.approx(true_peak(lambda: OwnLargest(None), batch.clone, 2), rel=1e-3)
 
 
 class Turned(Scaled):

@@ -103,13 +103,6 @@ def test_cells_are_refused_as_well(cell):
     cell(torch.zeros(2, 3))
 
 
-def test_the_names_that_are_replaced_still_exist():
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell"):
-        assert callable(getattr(torch._VF, name))
-        assert name not in vars(torch._VF)
-    assert torch.ops.aten.mkldnn_rnn_layer.default
-
-
 WEIGHTS = 4 * (64 * 64 * 4)
 
 

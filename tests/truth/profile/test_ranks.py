@@ -133,12 +133,6 @@ def test_no_value_is_assumed_to_judge_the_optimizer_by() -> None:
     assert trace(5, Ranks(FullyShardedStrategy, 2)).assumptions == ()
 
 
-@pytest.mark.nightly
-def test_the_last_rank_of_an_uneven_division_has_less() -> None:
-    first, last = (trace(5, Ranks(FullyShardedStrategy, 3, rank)) for rank in (0, 2))
-    assert largest(last, Category.PARAMETER) <= largest(first, Category.PARAMETER)
-
-
 def test_gradients_of_ddp_stay_in_its_buckets() -> None:
     alone, views, copies = (trace(5, ranks) for ranks in (None, Ranks(DataParallelStrategy, 2), Ranks(copying, 2)))
     weights = largest(alone, Category.PARAMETER)
