@@ -31,7 +31,7 @@ from lightning_memfit.planner.plan import label
 from lightning_memfit.planner.rates import CalibrationFile, Rates, calibrated, cpu_name, cpu_rates
 from lightning_memfit.planner.solve import Solver
 from lightning_memfit.planner.trace_store import TraceStore
-from lightning_memfit.planner.workload import DEFAULT_TOLERANCE, Workload, check_allow, facts_of
+from lightning_memfit.planner.workload import TOLERANCE, Workload, check_allow, facts_of
 from lightning_memfit.profile.build import resize_batch
 from lightning_memfit.profile.cache import ProfileCache
 from lightning_memfit.profile.step import StepOptions
@@ -226,12 +226,12 @@ def exactness(made: list[dict[str, Any]]) -> str:
         return ""
     lossy = [pair for pair in told if not pair["exact"]]
     within = sum(
-        pair["best_exact_s"] is not None and pair["best_exact_s"] <= (1 + DEFAULT_TOLERANCE) * pair["seconds"]
+        pair["best_exact_s"] is not None and pair["best_exact_s"] <= (1 + TOLERANCE) * pair["seconds"]
         for pair in lossy  # the fastest setting of the grid that keeps the numbers is fast enough
     )
     return (
         f"{len(told) - len(lossy)} of {len(told)} plans keep the recipe's numbers; for {len(lossy) - within} of the "
-        f"other {len(lossy)}, what keeps them in the grid doesn't fit or takes over {DEFAULT_TOLERANCE:.0%} longer. "
+        f"other {len(lossy)}, what keeps them in the grid doesn't fit or takes over {TOLERANCE:.0%} longer. "
     )
 
 
