@@ -7,7 +7,6 @@ the original's hyper-parameters under the original's names, so that schedules an
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_memfit.optim.optimizers import EightBitForm, optimizer_classes
+from lightning_memfit.optim.optimizers import EightBitForm, OptimizerClass, optimizer_classes
 from lightning_memfit.optim.paging import drop_false_marks, is_marked, paged_buffer
 from lightning_memfit.optim.states import (
     BLOCK_SIZE,
@@ -39,38 +37,23 @@ from lightning_memfit.optim.steps import copied_whole, refuse_sparse, refuse_wid
 # `tests/numerics/optim/test_eight_bit.py` fails when these move.
 
 
-def repage_states(optimizer: Any) -> int:
+def repage_states(optimizer: Any) -> None:
     """Page the states of a paged optimizer again where loading, moving or copying has made ordinary tensors of them.
 
-    Those that bitsandbytes doesn't page go to the device of their parameter.
-
-    Returns:
-        Number of state tensors moved to paged memory (0 on the CPU, where nothing is paged).
+    Those that bitsandbytes doesn't page, with under 1e5 elements, go to the device of their parameter.
     """
     optimizer = getattr(optimizer, "wrapped", optimizer)
     if not (isinstance(optimizer, _Guarded) and optimizer.is_paged):
-        return 0
-    _drop_marks_of_copies(optimizer)
-    moved = 0
+        return
+    drop_false_marks(optimizer)
     for parameter, state in optimizer.state.items():
-        for key in NUMBERED:
-            moment = state.get(key)
-            if moment is None or parameter.device.type == "cpu" or is_marked(moment):
-                continue
-            buffer = optimizer.get_state_buffer(parameter, dtype=moment.dtype)
-            if is_marked(buffer):
-                buffer.copy_(moment)
-                state[key] = buffer
-                moved += 1
-            elif moment.device != parameter.device:  # bitsandbytes pages nothing under 1e5 elements
-                state[key] = moment.to(parameter.device)
-    return moved
-
-
-def _drop_marks_of_copies(optimizer: Any) -> None:
-    """Take marks of paged memory off states that are copies in ordinary memory."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    drop_false_marks(value for value in values if isinstance(value, Tensor))
+        if parameter.device.type == "cpu":
+            continue
+        for key in optimizer.non_castable_tensor_keys & state.keys():
+            value = state[key]
+            if not is_marked(value):
+                buffer = optimizer.get_state_buffer(parameter, value.dtype) if key in NUMBERED else value
+                state[key] = buffer.copy_(value) if is_marked(buffer) else value.to(parameter.device)
 
 
 def make_maps_fake(optimizer: Any) -> None:
@@ -97,42 +80,22 @@ def embedding_parameters(module: nn.Module) -> list[nn.Parameter]:
 # --- stepping ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Form:
-    """A class of bitsandbytes, and what of an original's groups it computes."""
-
-    stem: str
-    """Class name in `bitsandbytes.optim` without `Paged` and `8bit`."""
-    record: EightBitForm
-
-    @property
-    def family(self) -> str:
-        """Key of `states.MOMENTS`; "" if there is none."""
-        stem = "Adam" if self.stem == "AdamW" else self.stem
-        return stem if stem in MOMENTS else ""
-
-    def refusal(self, group: Mapping[str, Any]) -> str | None:
-        """Reason why this group's hyper-parameters cannot be kept."""
-        for name, value in self.record.required.items():
-            of_decay = name == "decoupled_weight_decay" and not group.get("weight_decay")
-            if name in group and group[name] != value and not of_decay:
-                return f"bitsandbytes ignores `{name}={group[name]!r}`; it computes what {name}={value!r} means"
-        if self.stem == "Adam" and group.get("weight_decay") and not group.get("decoupled_weight_decay", False):
-            return (
-                f"`weight_decay={group['weight_decay']}` is added to the gradient by torch's Adam but decoupled by "
-                "bitsandbytes; use AdamW or weight_decay=0"
-            )
-        if self.stem == "SGD" and not group.get("momentum", True):
-            return "SGD with `momentum=0` has no states that could be made smaller"
-        if isinstance(group["lr"], Tensor):
-            return "bitsandbytes takes no tensor as `lr`; pass a float"
-        return None
-
-    def translate(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Hyper-parameters in the names that bitsandbytes reads."""
-        betas = self.record.betas
-        named = {name: value for name, value in group.items() if name not in betas}
-        return {**named, "betas": tuple(group[name] for name in betas)} if betas else named
+def _refusal(cls: OptimizerClass, group: Mapping[str, Any]) -> str | None:
+    """Reason why the hyper-parameters of a group of a class cannot be kept in its 8-bit form."""
+    for name, value in (cls.eight_bit or EightBitForm()).required.items():
+        of_decay = name == "decoupled_weight_decay" and not group.get("weight_decay")
+        if name in group and group[name] != value and not of_decay:
+            return f"bitsandbytes ignores `{name}={group[name]!r}`; it computes what {name}={value!r} means"
+    if cls.class_name == "Adam" and group.get("weight_decay") and not group.get("decoupled_weight_decay", False):
+        return (
+            f"`weight_decay={group['weight_decay']}` is added to the gradient by torch's Adam but decoupled by "
+            "bitsandbytes; use AdamW or weight_decay=0"
+        )
+    if cls.class_name == "SGD" and not group.get("momentum", True):
+        return "SGD with `momentum=0` has no states that could be made smaller"
+    if isinstance(group["lr"], Tensor):
+        return "bitsandbytes takes no tensor as `lr`; pass a float"
+    return None
 
 
 _Upstream: Any = object
@@ -144,15 +107,18 @@ class _Guarded(_Upstream):  # type: ignore[misc]
 
     upstream: type[Any]
     """The class of bitsandbytes that steps."""
-    form: Form
-    keep_32bit: WeakIdKeyDictionary
+    original: OptimizerClass
+    """The class whose groups are stepped."""
+    keep_32bit: set[Tensor]
     """Parameters whose states stay 32-bit. bitsandbytes asks a table of the process, which others would see, too."""
     upstream_defaults: dict[str, Any]
 
     @override
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        translated = {**self.upstream_defaults, **self.form.translate(group)}
-        config: dict[str, Any] = super().get_config(gindex, pindex, translated)
+        named, form = {**self.upstream_defaults, **group}, self.original.eight_bit
+        if form is not None and form.betas:
+            named["betas"] = tuple(named.pop(name) for name in form.betas)
+        config: dict[str, Any] = super().get_config(gindex, pindex, named)
         config["optim_bits"] = self._requested_bits(group["params"][pindex])
         return config
 
@@ -202,7 +168,7 @@ class _Guarded(_Upstream):  # type: ignore[misc]
     def state_dict(self) -> StateDict:
         """Return bitsandbytes' states."""
         saved: StateDict = super().state_dict()
-        if self.form.family == "SGD":
+        if self.original.family == "SGD":
             # torch's SGD would start with new momenta where it finds none; of a number it makes an error.
             for state in saved["state"].values():
                 state[MOMENTS["SGD"][0]] = self.args.optim_bits
@@ -219,19 +185,14 @@ class _Guarded(_Upstream):  # type: ignore[misc]
             state_dict = hook(self, state_dict) or state_dict
         stays_paged = move_to_device and self.is_paged
         super().load_state_dict(state_dict, move_to_device and not stays_paged)
-        _drop_marks_of_copies(self)
+        drop_false_marks(self)
         if stays_paged:
             repage_states(self)
-            for parameter, state in self.state.items():  # what isn't paged, as bitsandbytes' own loading does
-                for key in self.non_castable_tensor_keys & state.keys():
-                    if not is_marked(state[key]):
-                        state[key] = state[key].to(parameter.device)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = copied_whole(self, memo, ("mng", "page_mng"))
-        copied.keep_32bit = _weakly(memo.get(id(parameter), parameter) for parameter in self.keep_32bit)
         repage_states(copied)
         return copied
 
@@ -239,7 +200,7 @@ class _Guarded(_Upstream):  # type: ignore[misc]
         """Refuse, before a weight changes, what bitsandbytes would ignore or fail at."""
         name = type(self).__name__
         for index, group in enumerate(self.param_groups):
-            reason = self.form.refusal(group)
+            reason = _refusal(self.original, group)
             if reason:
                 raise ValueError(f"{name}, parameter group {index}: {reason}.")
             refuse_sparse(name, group["params"])
@@ -253,28 +214,21 @@ def guarded(cls: type[Any]) -> type[Any]:
     return type(cls.__name__, (_Guarded, cls), names)
 
 
-def _weakly(parameters: Iterable[Tensor]) -> WeakIdKeyDictionary:
-    table = WeakIdKeyDictionary()
-    for parameter in parameters:
-        table[parameter] = True
-    return table
-
-
 class _ResumeStates(Resume):
     """Loads states of any width with the widths that this optimizer has promised."""
 
-    form: Form
+    original: OptimizerClass
 
     @override
     def restored(self, optimizer: Any, parameter: Tensor, state: State) -> State:
         saved = flat(state)
         if not self.family:
             return saved
-        bits = optimizer.bits_of(parameter)
-        if _has_width(saved, parameter, bits):
+        made = _new_state(optimizer, parameter)
+        tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
+        if all(key in saved and _is_like(saved[key], value) for key, value in tensors.items()):
             return {key: value for key, value in saved.items() if key not in MOMENTS[self.family]}
         step, moments = moments_of(saved, self.family)
-        made = _new_state(optimizer, parameter)
         made["step"] = step
         for name, key in zip(MOMENTS[self.family], NUMBERED, strict=False):
             if key in made:
@@ -284,25 +238,14 @@ class _ResumeStates(Resume):
     @override
     def loaded_group(self, saved: Mapping[str, Any], current: Mapping[str, Any], index: int) -> dict[str, Any]:
         group = super().loaded_group(saved, current, index)
-        reason = self.form.refusal(group)
+        reason = _refusal(self.original, group)
         if reason:
             raise ValueError(f"`ckpt_path`, parameter group {index}: {reason}.")
         return group
 
 
-def _has_width(state: State, parameter: Tensor, bits: int) -> bool:
-    if NUMBERED[0] not in state:
-        return False
-    if bits == 32:
-        return all(state[key].dtype is torch.float32 for key in NUMBERED if key in state)
-    num_scales = -(-parameter.numel() // BLOCK_SIZE)
-    pairs = [(state[key], state.get(key.replace("state", "absmax"))) for key in NUMBERED if key in state]
-    return all(
-        moment.dtype is torch.uint8
-        and scales is not None
-        and scales.numel() == num_scales * (moment.numel() // parameter.numel())
-        for moment, scales in pairs
-    )
+def _is_like(saved: Tensor, made: Tensor) -> bool:
+    return saved.dtype is made.dtype and saved.shape == made.shape
 
 
 def _new_state(optimizer: Any, parameter: Tensor) -> State:
@@ -367,26 +310,26 @@ def to_bitsandbytes(
     Raises:
         ValueError: If the class, a hyper-parameter or a parameter's dtype cannot be carried over.
     """
-    form = _form_of(optimizer)
+    original = _class_of(optimizer)
+    assert original.eight_bit is not None
     for index, group in enumerate(optimizer.param_groups):
-        reason = form.refusal({**optimizer.defaults, **group})
+        reason = _refusal(original, {**optimizer.defaults, **group})
         if reason:
             raise ValueError(f"{type(optimizer).__name__}, parameter group {index}: {reason}.")
         refuse_wide("bitsandbytes", group["params"])
-    if paged and not form.record.paged:
-        raise ValueError(
-            f"`paged=True`: bitsandbytes has no paged {form.stem}. Use paged=False or AdamW, Adam or Lion."
-        )
+    stem = original.class_name
+    if paged and not original.eight_bit.paged:
+        raise ValueError(f"`paged=True`: bitsandbytes has no paged {stem}. Use paged=False or AdamW, Adam or Lion.")
     # The quantization maps, and the tensors that importing bitsandbytes makes, must be real ones with values.
     with _disable_current_modes():
         import bitsandbytes
 
-        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{form.stem}{bits}bit")
+        cls = getattr(bitsandbytes.optim, f"{'Paged' if paged else ''}{stem}{bits}bit")
         parameters = [{"params": list(group["params"])} for group in optimizer.param_groups]
-        momentum = {"lr": 1.0, "momentum": 1e-3} if form.stem == "SGD" else {}  # required; groups have the real ones
+        momentum = {"lr": 1.0, "momentum": 1e-3} if stem == "SGD" else {}  # required; groups have the real ones
         converted = guarded(cls)(parameters, min_8bit_size=min_8bit_size, **momentum)
     class_name = f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
-    guard(converted, optimizer, form, class_name, technique, keep_32bit)
+    guard(converted, optimizer, original, class_name, technique, keep_32bit)
     converted.defaults = dict(optimizer.defaults)
     converted.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     make_maps_fake(converted)
@@ -397,19 +340,19 @@ def to_bitsandbytes(
 
 def guard(
     converted: Any,
-    original: torch.optim.Optimizer,
-    form: Form,
+    optimizer: torch.optim.Optimizer,
+    original: OptimizerClass,
     class_name: str,
     technique: str,
     keep_32bit: Iterable[Tensor] = (),
 ) -> None:
-    """Complete an optimizer of a `guarded` class, with bitsandbytes' own defaults, that was made from `original`."""
+    """Complete an optimizer of a `guarded` class, with bitsandbytes' own defaults, that was made from another."""
     converted.upstream_defaults = dict(converted.defaults)
-    converted.form = form
-    converted.keep_32bit = _weakly(keep_32bit)
-    resume = _ResumeStates(form.family, class_name, technique)
-    resume.form = form
-    resume.attach(converted, original)
+    converted.original = original
+    converted.keep_32bit = set(keep_32bit)
+    resume = _ResumeStates(original.family, class_name, technique)
+    resume.original = original
+    resume.attach(converted, optimizer)
 
 
 def convertible(paged: bool = False) -> tuple[str, ...]:
@@ -418,12 +361,13 @@ def convertible(paged: bool = False) -> tuple[str, ...]:
     return tuple(name for name, form in forms.items() if form.paged or not paged)
 
 
-def _form_of(optimizer: Any) -> Form:
+def _class_of(optimizer: Any) -> OptimizerClass:
+    """The record of an optimizer's class, with an 8-bit form."""
     cls = type(optimizer)
+    known = {one.path: one for one in optimizer_classes().values() if one.eight_bit is not None}
     path = f"{cls.__module__}.{cls.__qualname__}"
-    known = next((known for known in optimizer_classes().values() if known.path == path), None)
-    if known is not None and known.package == "torch" and known.eight_bit is not None:
-        return Form(known.class_name, known.eight_bit)
+    if path.startswith("torch.") and path in known:
+        return known[path]
     stem = cls.__name__.removeprefix("Paged").removesuffix("32bit")
     # What comes last would be lost.
     is_own = cls.__module__.startswith("bitsandbytes.") and not (optimizer.args.max_unorm or optimizer.args.skip_zeros)
@@ -432,5 +376,7 @@ def _form_of(optimizer: Any) -> Form:
             f"`{cls.__module__}.{cls.__name__}` has no 8-bit form, or is one. Use torch.optim.AdamW, Adam or SGD (with "
             "momentum), or one of these or Lion of bitsandbytes in 32 bits; other classes may compute something else."
         )
+    same = next(one for one in known.values() if one.class_name == stem)
     # bitsandbytes' own Adam also decouples weight decay, so that nothing changes.
-    return Form("AdamW" if stem == "Adam" else stem, EightBitForm(paged=stem in convertible(paged=True)))
+    path = f"{cls.__module__}.{'AdamW' if stem == 'Adam' else stem}"
+    return OptimizerClass(path, {}, family=same.family, eight_bit=EightBitForm(paged=stem in convertible(paged=True)))

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from typing_extensions import override
 
-from lightning_memfit.optim.eight_bit import Form, guard, guarded
-from lightning_memfit.optim.optimizers import KERNELS, EightBitForm, OptimizerClass, class_named, class_of
+from lightning_memfit.optim.eight_bit import guard, guarded
+from lightning_memfit.optim.optimizers import KERNELS, OptimizerClass, class_named, class_of
 from lightning_memfit.optim.states import Resume, StateDict, has_gaps
 from lightning_memfit.optim.steps import copied_whole, refuse_sparse, refuse_wide, run_closure, step_below_hooks
 
@@ -136,8 +136,7 @@ def exchange(
     unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(f"`options.{unknown[0]}` is not known to {name}. Known are {', '.join(sorted(known))}.")
-    defaults = _defaults(type(optimizer))
-    groups = [_translated(group, source, target, name, options, drop, defaults) for group in optimizer.param_groups]
+    groups = [_translated(group, source, target, options, drop) for group in optimizer.param_groups]
     for index, group in enumerate(groups):
         if target.package != "torch":
             refuse_wide(name, group["params"])
@@ -147,13 +146,14 @@ def exchange(
                 "step what lies between as well. Use `nn.Parameter(view.clone())`, or leave `fused` out."
             )
     # Groups that are added later get the module's hyper-parameters, as they would without the exchange.
-    later = _translated(optimizer.defaults, source, target, name, options, drop, defaults)
+    later = _translated(optimizer.defaults, source, target, options, drop)
     settings = {key: value for key, value in options.items() if key in target.settings}
-    loaded: type[Any] = target.load()
-    cls = _STEPPING[target.package](loaded) if target.package in _STEPPING else loaded
+    cls: Any = target.load()
+    if target.package in _STEPPING:
+        cls = _STEPPING[target.package](cls)
     built: Optimizer = cls([dict(group) for group in groups], **target.fixed, **settings)
     if target.package == "bitsandbytes":
-        guard(built, optimizer, Form(target.class_name, EightBitForm()), name, technique)
+        guard(built, optimizer, target, name, technique)
     else:
         kind = _ResumeTorchao if target.package == "torchao" else Resume
         kind(family, name, technique).attach(built, optimizer)
@@ -167,9 +167,8 @@ def untranslatable(
     source: str, group: Mapping[str, Any], name: str, options: Mapping[str, Any], drop: Collection[str]
 ) -> str | None:
     """Why a parameter group of the class `source` can't be exchanged, in the words of `exchange`; None if it can."""
-    cls = class_named(source)
     try:
-        _translated(group, cls, class_named(name), name, options, drop, _defaults(cls.load()))
+        _translated(group, class_named(source), class_named(name), options, drop)
     except ValueError as error:
         return str(error)
     return None
@@ -182,11 +181,10 @@ def _translated(
     group: Mapping[str, Any],
     source: OptimizerClass,
     target: OptimizerClass,
-    name: str,
     options: Mapping[str, Any],
     drop: Collection[str],
-    defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
+    name, defaults = target.name, inspect.signature(source.load()).parameters
     for switch in filter(group.get, _MUST_BE_OFF):
         raise ValueError(f"`{switch}=True` cannot be carried over to {name}. Leave it off.")
     meanings = dict(source.meanings)
@@ -208,7 +206,9 @@ def _translated(
                 f"`{key}={group[key]!r}` is {meanings[key]} now, but {meaning} in {name}. Give `options.{key}`."
             )
     for key in meanings.keys() & group.keys() - carried - set(options) - set(drop):
-        if group[key] != defaults.get(key) and not (key == "weight_decay" and not group[key]):
+        if (key not in defaults or group[key] != defaults[key].default) and not (
+            key == "weight_decay" and not group[key]
+        ):
             raise ValueError(
                 f"`{key}={group[key]!r}` ({meanings[key]}) has no counterpart in {name}. List it in `drop` to give it "
                 "up, or keep the optimizer."
@@ -216,7 +216,3 @@ def _translated(
     old = {*source.meanings, *source.fixed, *target.meanings, *KERNELS, *_MUST_BE_OFF, "decoupled_weight_decay"}
     extra = {key: value for key, value in group.items() if key not in old}
     return {**extra, **translated}
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    return {name: p.default for name, p in inspect.signature(cls).parameters.items()}

@@ -24,7 +24,6 @@ from lightning_memfit.optim.steps import initialize, narrowed, refuse_sparse, ru
 
 # --- pieces of weights ------------------------------------------------------------------------------------------------
 
-
 FLOAT32_STEP = "float32_step"
 """Key of a state dict under which the position of the random bits is saved."""
 _PER_BLOCK = "absmax"
@@ -101,7 +100,6 @@ class Piece:
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
-
 _LEAST_CHUNK, _LARGEST_CHUNK = 1 << 20, 1 << 24
 """Bounds of the chunk by default: fewer elements leave kernels too little work, more save no time."""
 
@@ -144,7 +142,12 @@ class Float32Step(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, chunk_elements: int | None = None, seed: int = 0) -> None:
-        _refuse(optimizer)
+        refuse_coupled(optimizer, "stepping bfloat16 weights in float32, a chunk at a time,")
+        if optimizer.state:
+            raise ValueError(
+                f"`optimizer` ({type(optimizer).__name__}) has states already, of the weights' dtype. Wrap it before "
+                "it steps or is loaded; one that makes them when it is constructed, as Adagrad does, can't be wrapped."
+            )
         weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.bfloat16]
         self.wrapped = optimizer
         self.chunk_elements = chunk_elements or default_chunk(sum(weight.numel() for weight in weights))
@@ -256,7 +259,11 @@ class Float32Step(Optimizer):
         self._load(values, weights)
         gradients = values.beside()
         torch._foreach_copy_(gradients.parts, [piece.gradient for piece in chunk])
-        groups = self._groups_of(chunk, values, gradients)
+        members: dict[int, list[Tensor]] = defaultdict(list)
+        for piece, stand_in, gradient in zip(chunk, values.parts, gradients.parts, strict=True):
+            stand_in.grad = gradient
+            members[piece.group].append(stand_in)
+        groups = [{**self.param_groups[index], "params": params} for index, params in members.items()]
         states = dict(zip(values.parts, (piece.state for piece in chunk), strict=True))
         with narrowed(self.wrapped, groups, states):
             step_below_hooks(self.wrapped)  # hooks belong to the step as a whole
@@ -275,14 +282,6 @@ class Float32Step(Optimizer):
         round_stochastically_(values.flat, generator, scratch.flat)
         torch._foreach_copy_(weights, values.parts)
 
-    def _groups_of(self, chunk: list[Piece], values: Copies, gradients: Copies) -> list[dict[str, Any]]:
-        """Give stand-ins their gradients, and return them in the groups of their weights."""
-        members: dict[int, list[Tensor]] = defaultdict(list)
-        for piece, stand_in, gradient in zip(chunk, values.parts, gradients.parts, strict=True):
-            stand_in.grad = gradient
-            members[piece.group].append(stand_in)
-        return [{**self.param_groups[index], "params": params} for index, params in members.items()]
-
     def _step_others(self) -> None:
         groups = []
         for group in self.param_groups:
@@ -294,13 +293,3 @@ class Float32Step(Optimizer):
         if groups:
             with narrowed(self.wrapped, groups):
                 step_below_hooks(self.wrapped)
-
-
-def _refuse(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    refuse_coupled(optimizer, "stepping bfloat16 weights in float32, a chunk at a time,")
-    if optimizer.state:
-        raise ValueError(
-            f"`optimizer` ({name}) has states already, of the weights' dtype. Wrap it before it steps or is loaded; "
-            "one that makes its states when it is constructed, as Adagrad does, can't be wrapped."
-        )

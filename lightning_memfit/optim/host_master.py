@@ -103,7 +103,12 @@ class HostMaster:
         """
         if optimizer is self._optimizer:
             return
-        _refuse(optimizer)
+        refuse_own_step(optimizer, _OWN_STEP)
+        if any(value.dtype in _HALF for _, value in state_tensors(optimizer)):
+            raise ValueError(
+                f"`optimizer` ({type(optimizer).__name__}) has states already, in half precision. Move it before it "
+                "steps; one that makes its states when it is constructed, as Adagrad does, can't be moved."
+            )
         self._detach()
         self._optimizer = optimizer
         self.refresh()
@@ -134,7 +139,7 @@ class HostMaster:
             for weight in weights:
                 if weight not in self._slots and weight.dtype in _HALF:
                     self._slots[weight] = _Slot(weight, weight.detach())
-                if weight in self._slots and not self._slots[weight].is_trained:
+                if weight in self._slots:
                     self._slots[weight].train()
             _take_fused_kernel(self._optimizer)
         for weight, slot in self._slots.items():
@@ -148,8 +153,7 @@ class HostMaster:
     def wait(self) -> None:
         """Wait until all gradients have arrived."""
         for slot in self._slots.values():
-            if slot.arrival is not None:
-                slot.wait()
+            slot.wait()
 
     def show(self, check: bool = True) -> None:
         """Let weights be their masters, once all gradients have arrived.
@@ -203,16 +207,13 @@ class HostMaster:
             if not before:
                 self.hide()
 
-    def remove(self, keep_masters: bool = False) -> None:
-        """Let the optimizer step its weights again, or with `keep_masters` their masters in place of these.
-
-        Elements that other code has written to stay as written. Safe to call twice.
-        """
+    def remove(self) -> None:
+        """Put masters in the place of weights. Elements that other code has written to stay. Safe to call twice."""
         self.hide()
         self.wait()
         self._detach()
         for slot in self._slots.values():
-            slot.release(keep_masters)
+            slot.release()
         self._slots.clear()
         if self._transfer is not None:
             self._transfer.close()
@@ -338,7 +339,9 @@ class _Slot:
         keep_on_host(value, Category.PARAMETER, self.weight)
 
     def train(self) -> None:
-        """Make it the master, in float32."""
+        """Make it the master, in float32, unless it is."""
+        if self.is_trained:
+            return
         if self.exact.dtype is not torch.float32:
             self.keep(self.exact.float())
         self.is_trained = True
@@ -356,6 +359,16 @@ class _Slot:
         with _disable_current_modes(), torch.no_grad():  # no part of what a ledger should count
             return with_changes(self.exact, self.half) is not self.exact
 
+    def make_room(self) -> bool:
+        """Whether the master had no gradient; it has one afterwards, whose values are to be overwritten."""
+        if self.gradient is not None:
+            return False
+        if self._buffer is None:
+            self._buffer = torch.empty_like(self.exact, requires_grad=False)
+            keep_on_host(self._buffer, Category.GRADIENT, self.weight)
+        self.gradient = self._buffer
+        return True
+
     def add(self, gradient: Tensor, is_new: bool) -> None:
         """Add a dense gradient, or write it over what is there."""
         assert self.gradient is not None
@@ -364,35 +377,28 @@ class _Slot:
         else:
             self.gradient.add_(gradient)
 
-    def make_room(self) -> None:
-        """Give the master a dense gradient, whose values are to be overwritten."""
-        if self._buffer is None:
-            self._buffer = torch.empty_like(self.exact, requires_grad=False)
-            keep_on_host(self._buffer, Category.GRADIENT, self.weight)
-        self.gradient = self._buffer
-
     def wait(self) -> None:
         """Wait for the gradient that is on its way."""
         arrival, self.arrival = self.arrival, None
         if arrival is not None:
             arrival.result()
 
-    def release(self, keep_master: bool) -> None:
-        """Leave the weight alone from now on."""
+    def release(self) -> None:
+        """Leave the weight alone from now on, with its exact value."""
         if self.handle is not None:
             self.handle.remove()
-        if keep_master:
-            return_to_device(self.exact)
-            value = with_changes(self.exact, self.weight.data)
-            self.weight.data = value.double() if self._dtype is torch.float64 else value
+        return_to_device(self.exact)
+        value = with_changes(self.exact, self.weight.data)
+        self.weight.data = value.double() if self._dtype is torch.float64 else value
 
 
 class _Transfer:
     """Copies between host and one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device) if DeviceKind.of(device).is_asynchronous else None
-        self._thread = ThreadPoolExecutor(1, "gradients") if DeviceKind.of(device).is_asynchronous else None
+        is_asynchronous = DeviceKind.of(device).is_asynchronous
+        self._stream: Any = torch.cuda.Stream(device) if is_asynchronous else None
+        self._thread = ThreadPoolExecutor(1, "gradients") if is_asynchronous else None
         self._sent: Any = None  # when the weights are where they were last sent
 
     def close(self) -> None:
@@ -409,11 +415,8 @@ class _Transfer:
                 f"The gradient of a weight of shape {tuple(weight.shape)} is sparse, and only dense ones are added up "
                 "on the host. Make its embedding with `sparse=False`, or train without masters."
             )
-        if slot.arrival is not None:
-            slot.wait()  # the staging memory may still hold the last micro-batch's gradient
-        is_new = slot.gradient is None
-        if is_new:
-            slot.make_room()
+        slot.wait()  # the staging memory may still hold the last micro-batch's gradient
+        is_new = slot.make_room()
         if self._thread is None:
             slot.add(gradient, is_new)
             return
@@ -472,16 +475,6 @@ def with_changes(exact: Tensor, current: Tensor) -> Tensor:
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 _OWN_STEP = "which would find weights and gradients in another form than a plain run has"
-
-
-def _refuse(optimizer: Optimizer) -> None:
-    refuse_own_step(optimizer, _OWN_STEP)
-    name = type(optimizer).__name__
-    if any(value.dtype in _HALF for _, value in state_tensors(optimizer)):
-        raise ValueError(
-            f"`optimizer` ({name}) has states already, in half precision. Move it before it steps; one that makes its "
-            "states when it is constructed, as Adagrad does, can't be moved."
-        )
 
 
 def _take_fused_kernel(optimizer: Optimizer) -> None:

@@ -1,15 +1,10 @@
-"""`OPTIMIZERS`: one record for every optimizer that is known by name, from which everything else about it is derived.
+"""`OPTIMIZERS`: one record for every optimizer that is known by name.
 
-A record gives its class, the meaning of that class's hyper-parameters, the size of its states, the time of its step on
-a CPU, and the technique that replaces a module's own optimizer by it. These determine the names that `memfit estimate
---optimizer` takes, the bytes of states in estimates, the times of `techniques.core.step_cost`, the exchanges of
-`ReplaceOptimizer`, the classes that `Optimizer8bit` converts, and the techniques of `techniques.optimizer`.
-
-To add an optimizer, add its record here (docs/guides/how_to_add.md). Records are data: neither torch nor the package of
-an optimizer is imported before `load`.
+Estimates of its states and its time, `ReplaceOptimizer`, `Optimizer8bit` and its technique are derived from it. To add
+an optimizer, add its record here (docs/guides/how_to_add.md). Records are data: nothing is imported before `load`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
@@ -50,19 +45,14 @@ class StateLayout:
             ValueError: If the states are factored and the parameter has no shape.
         """
         n, itemsize = parameter.numel, parameter.itemsize if self.follows_parameter else 4
-        if self.factored:
-            return self._factored(parameter, itemsize)
+        if self.factored and parameter.dims >= 2:
+            if not parameter.shape:
+                raise ValueError(f"Factored states follow from the shape of {parameter.name}, which isn't known.")
+            rows, columns = parameter.shape[-2:]
+            return [itemsize * n // columns, itemsize * n // rows]
         if self.bits == 32 or n < _MIN_QUANTIZED or keep_32bit:
-            return [itemsize * n] * self.num_states
+            return [itemsize * n] * (1 if self.factored else self.num_states)
         return [-(-n * self.bits // 8), -(-n // self.scale_block) * 4] * self.num_states
-
-    def _factored(self, parameter: ParameterInfo, itemsize: int) -> list[int]:
-        if parameter.dims < 2:
-            return [itemsize * parameter.numel]
-        if not parameter.shape:
-            raise ValueError(f"Factored states follow from the shape of {parameter.name}, which isn't known.")
-        rows, columns = parameter.shape[-2:]
-        return [itemsize * parameter.numel // columns, itemsize * parameter.numel // rows]
 
     def total_bytes(
         self, parameters: Iterable[ParameterInfo], rounding_bytes: int = 1, keep_32bit: Collection[str] = ()
@@ -213,7 +203,7 @@ KERNELS = frozenset({"foreach", "fused"})
 _ADAM = {"betas": "Adam's moments", "eps": "Adam's epsilon", "amsgrad": "AMSGrad"}
 _MAXIMIZE = {"maximize": "maximize"}
 _DECOUPLED, _L2 = {"weight_decay": "decoupled decay"}, {"weight_decay": "L2 penalty"}
-_SGD = {"momentum": "momentum", "dampening": "dampening", "nesterov": "Nesterov", "maximize": "maximize"}
+_SGD = {"momentum": "momentum", "dampening": "dampening", "nesterov": "Nesterov"}
 TORCH_SWITCHES = {"maximize": False, "capturable": False, "differentiable": False}
 """Switches of torch's optimizers that bitsandbytes would silently ignore."""
 
@@ -233,22 +223,17 @@ _TORCH_ADAM = OptimizerClass(
 )
 _TORCH_SGD = OptimizerClass(
     "torch.optim.sgd.SGD",
-    {**_SGD, **_L2},
+    {**_SGD, **_L2, **_MAXIMIZE},
     settings=KERNELS,
     family="SGD",
     eight_bit=EightBitForm(
         {**TORCH_SWITCHES, "nesterov": False, "dampening": 0}, ("momentum", "dampening"), paged=False
     ),
 )
+_ADAFACTOR = {"beta2_decay": "Adafactor's decay", "eps": "Adafactor's epsilons", "d": "update clipping"}
 _TORCH_ADAFACTOR = OptimizerClass(
     "torch.optim.Adafactor",
-    {
-        **_DECOUPLED,
-        "beta2_decay": "Adafactor's decay",
-        "eps": "Adafactor's epsilons",
-        "d": "update clipping",
-        "maximize": "maximize",
-    },
+    {**_ADAFACTOR, **_DECOUPLED, **_MAXIMIZE},
     settings=frozenset({"foreach"}),
     note="the learning rate counts relative to each weight's root mean square",
 )
@@ -274,8 +259,6 @@ def _eight_bit(num_states: int, paged: bool = False) -> StateLayout:
     # 256 elements share an fp32 scale (bitsandbytes 0.50; Dettmers et al. 2022).
     return StateLayout(num_states, 8, 256, paged=paged)
 
-
-_BNB = "bitsandbytes.optim"
 
 _RECORDS = (
     OptimizerRecord("sgd", _TORCH_SGD, _torch(0)),
@@ -328,7 +311,7 @@ _RECORDS = (
         "lion_8bit",
         _LION,
         _eight_bit(1),
-        f"{_BNB}.Lion8bit",
+        "bitsandbytes.optim.Lion8bit",
         cpu_seconds=1.6e-8,
         cpu_tensor_seconds=5e-5,
         replacement=Replacement(
@@ -340,13 +323,18 @@ _RECORDS = (
             then_8bit=True,
         ),
     ),
-    OptimizerRecord("paged_adamw", _TORCH_ADAMW, StateLayout(2, paged=True), f"{_BNB}.PagedAdamW"),
-    OptimizerRecord("adam_8bit", _TORCH_ADAM, _eight_bit(2), f"{_BNB}.Adam8bit"),
+    OptimizerRecord("paged_adamw", _TORCH_ADAMW, StateLayout(2, paged=True), "bitsandbytes.optim.PagedAdamW"),
+    OptimizerRecord("adam_8bit", _TORCH_ADAM, _eight_bit(2), "bitsandbytes.optim.Adam8bit"),
     OptimizerRecord(
-        "adamw_8bit", _TORCH_ADAMW, _eight_bit(2), f"{_BNB}.AdamW8bit", cpu_seconds=2.4e-8, cpu_tensor_seconds=8e-5
+        "adamw_8bit",
+        _TORCH_ADAMW,
+        _eight_bit(2),
+        "bitsandbytes.optim.AdamW8bit",
+        cpu_seconds=2.4e-8,
+        cpu_tensor_seconds=8e-5,
     ),
-    OptimizerRecord("sgd_8bit", _TORCH_SGD, _eight_bit(1), f"{_BNB}.SGD8bit", {"momentum": 0.9}),
-    OptimizerRecord("paged_adamw_8bit", _TORCH_ADAMW, _eight_bit(2, paged=True), f"{_BNB}.PagedAdamW8bit"),
+    OptimizerRecord("sgd_8bit", _TORCH_SGD, _eight_bit(1), "bitsandbytes.optim.SGD8bit", {"momentum": 0.9}),
+    OptimizerRecord("paged_adamw_8bit", _TORCH_ADAMW, _eight_bit(2, paged=True), "bitsandbytes.optim.PagedAdamW8bit"),
     # Its times come from a single run by hand with 50 million parameters; no record of it is kept.
     OptimizerRecord(
         "torchao_adamw_4bit",
@@ -361,7 +349,7 @@ _RECORDS = (
 )
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {record.name: record for record in _RECORDS}
-"""Records by name; those added by `register_optimizer` are last."""
+"""Records by name; those of `techniques.core.registry.register_optimizer` are last."""
 
 
 # --- looking up -------------------------------------------------------------------------------------------------------
@@ -376,25 +364,6 @@ def find_optimizer(name: str) -> OptimizerRecord:
     if name not in OPTIMIZERS:
         raise ValueError(f"`optimizer={name!r}` is unknown. Choose from: {', '.join(OPTIMIZERS)}.")
     return OPTIMIZERS[name]
-
-
-def register_optimizer(record: OptimizerRecord) -> Callable[[], None]:
-    """Register an optimizer of one's own in this process; `registry.register_optimizer` also adds its technique.
-
-    Returns:
-        A function that removes it again.
-
-    Raises:
-        ValueError: If there is one of that name already.
-    """
-    if record.name in OPTIMIZERS:
-        raise ValueError(f"`name={record.name!r}`: there is such an optimizer already. Choose another name.")
-    OPTIMIZERS[record.name] = record
-
-    def take_off() -> None:
-        OPTIMIZERS.pop(record.name, None)
-
-    return take_off
 
 
 def optimizer_classes() -> dict[str, OptimizerClass]:

@@ -10,7 +10,7 @@ marks `is_paged` and `page_deviceid`; `tests/numerics/optim/test_paging.py` fail
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -20,9 +20,9 @@ _MARKS = ("is_paged", "page_deviceid")
 _Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype, int | None]
 
 
-def is_marked(tensor: Tensor) -> bool:
-    """Whether bitsandbytes takes a tensor for a paged one."""
-    return bool(getattr(tensor, "is_paged", False))
+def is_marked(value: Any) -> bool:
+    """Whether bitsandbytes takes a value for a paged tensor."""
+    return bool(getattr(value, "is_paged", False))
 
 
 def mark_like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -33,13 +33,11 @@ def mark_like(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor
 
 
-def drop_false_marks(tensors: Iterable[Tensor]) -> None:
-    """Take the marks off tensors that are copies in ordinary memory."""
+def drop_false_marks(optimizer: Any) -> None:
+    """Take the marks off states of an optimizer that are copies in ordinary memory."""
     from bitsandbytes.functional import GlobalPageManager
 
-    marked = [tensor for tensor in tensors if is_marked(tensor)]
-    if not marked:
-        return
+    marked = [value for state in optimizer.state.values() for value in state.values() if is_marked(value)]
     paged = {whole.untyped_storage().data_ptr() for whole in GlobalPageManager.get_instance().paged_tensors}
     for tensor in marked:
         if tensor.untyped_storage().data_ptr() not in paged:
@@ -47,26 +45,8 @@ def drop_false_marks(tensors: Iterable[Tensor]) -> None:
                 vars(tensor).pop(mark, None)
 
 
-class _Lent:
-    """A paged buffer, which bitsandbytes keeps for good, and the array through which its borrower holds it."""
-
-    def __init__(self, whole: Tensor) -> None:
-        self._whole = whole
-        self._array: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no tensor uses the memory any more: neither the borrowed one nor a view of it."""
-        return self._array() is None
-
-    def lend(self) -> Tensor:
-        """Return a tensor with a storage of its own in the buffer's memory; the storage keeps the array alive."""
-        array = self._whole.numpy().view()
-        self._array = weakref.ref(array)
-        return mark_like(torch.from_numpy(array), self._whole)
-
-
-_LENT: defaultdict[_Kind, list[_Lent]] = defaultdict(list)
+_FREE: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
+"""Buffers that no tensor uses any more, which bitsandbytes keeps for good."""
 
 
 def paged_buffer(
@@ -75,14 +55,11 @@ def paged_buffer(
     """Return a buffer of zeros: one that was dropped if there is any of the kind, or else a new one."""
     from bitsandbytes.functional import fill
 
-    known = _LENT[(tuple(shape), dtype, device.index)]
-    free = next((lent for lent in known if lent.is_free), None)
-    if free is not None:
-        buffer = free.lend()
-        fill(buffer, 0)
-        return buffer
-    whole = make()
+    free = _FREE[(tuple(shape), dtype, device.index)]
+    whole = free.pop() if free else make()
     if not is_marked(whole):
         return whole
-    known.append(_Lent(whole))
-    return known[-1].lend()
+    fill(whole, 0)
+    array = whole.numpy().view()  # lives as long as the tensor that is returned, or any view of it
+    weakref.finalize(array, free.append, whole).atexit = False
+    return mark_like(torch.from_numpy(array), whole)

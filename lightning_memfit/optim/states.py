@@ -108,7 +108,7 @@ def _kind(family: str, class_name: str) -> str:
 # --- states that can't be stepped -------------------------------------------------------------------------------------
 
 _LIKE_PARAMETER = {
-    *chain.from_iterable(MOMENTS.values()),
+    *chain(NUMBERED, *MOMENTS.values()),
     *("variance", "sum", "exp_inf", "square_avg", "grad_avg", "acc_delta", "prev", "step_size", "ax"),
 }
 """States of torch, bitsandbytes, torchao and transformers that have their parameter's shape."""
@@ -121,10 +121,9 @@ def refuse_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
             return  # which torch refuses
         for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
             shape = tuple(parameter.shape)
-            # Of bitsandbytes' AdEMAMix two are stacked.
-            allowed = dict.fromkeys(_LIKE_PARAMETER, (shape,)) | dict.fromkeys(NUMBERED, (shape, (2, *shape)))
             for key, value in flat(state_dict["state"].get(number, {})).items():
-                if isinstance(value, Tensor) and key in allowed and tuple(value.shape) not in allowed[key]:
+                is_like = isinstance(value, Tensor) and key in _LIKE_PARAMETER
+                if is_like and tuple(value.shape) not in (shape, (2, *shape)):  # two of bitsandbytes' AdEMAMix
                     raise ValueError(
                         f"`ckpt_path`: its `{key}` for parameter {place} of group {index} has shape "
                         f"{tuple(value.shape)}, but that parameter has shape {shape}. Give the optimizer the "

@@ -225,7 +225,7 @@ class HostMasterWeights(TechniquePrecision):
     ) -> None:
         """Replace weights with their masters, and make everything else that was float32 before float32 again."""
         if self._host is not None:
-            self._host.remove(keep_masters=True)
+            self._host.remove()
         for parameter, value in values.items():  # of a run that does not train
             parameter.data = with_changes(value, parameter.data)
         for child, name, value in buffers:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from lightning_memfit.estimate.division import Division
-from lightning_memfit.optim import optimizers
-from lightning_memfit.optim.optimizers import OptimizerRecord
+from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord
 from lightning_memfit.techniques import (
     activation_checkpointing,
     attention,
@@ -122,15 +121,13 @@ def register_optimizer(record: OptimizerRecord) -> Callable[[], None]:
     Raises:
         ValueError: If an optimizer or a technique of its name exists already.
     """
-    optimizer_off = optimizers.register_optimizer(record)
-    try:
-        technique_off = register(optimizer.technique_of(record)) if record.replacement is not None else None
-    except ValueError:
-        optimizer_off()
-        raise
+    if record.name in OPTIMIZERS:
+        raise ValueError(f"`name={record.name!r}`: there is such an optimizer already. Choose another name.")
+    technique_off = register(optimizer.technique_of(record)) if record.replacement is not None else None
+    OPTIMIZERS[record.name] = record
 
     def take_off() -> None:
-        optimizer_off()
+        OPTIMIZERS.pop(record.name, None)
         if technique_off is not None:
             technique_off()
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections import defaultdict
 from types import SimpleNamespace
 
 import bitsandbytes as bnb
@@ -31,16 +32,10 @@ def allocated(monkeypatch):
 
     manager = bnb.functional.GlobalPageManager.get_instance()
     monkeypatch.setattr(manager, "paged_tensors", [])
-    monkeypatch.setattr("lightning_memfit.optim.paging._LENT", type(_lent())(list))
+    monkeypatch.setattr("lightning_memfit.optim.paging._FREE", defaultdict(list))
     monkeypatch.setattr("bitsandbytes.functional.get_paged", get_paged)
     monkeypatch.setattr("bitsandbytes.functional.fill", torch.Tensor.fill_)
     return sizes
-
-
-def _lent():
-    from lightning_memfit.optim import paging
-
-    return paging._LENT
 
 
 def paged(original=torch.optim.AdamW):
