@@ -145,7 +145,6 @@ NAMES: dict[str, str] = {
     "_opname": "torch._ops.OpOverload",
     "_optimizer_load_state_dict_post_hooks": "torch.optim.Optimizer",
     "_optimizer_load_state_dict_pre_hooks": "torch.optim.Optimizer",
-    "_optimizer_state_dict_post_hooks": "torch.optim.Optimizer",
     "_optimizer_step": "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
     "_optimizer_step_post_hooks": "torch.optim.Optimizer",
     "_optimizer_step_pre_hooks": "torch.optim.Optimizer",

@@ -1,8 +1,8 @@
 """`to_bitsandbytes`: convert an optimizer that a user built to its 8-bit or paged form, with all its settings.
 
-bitsandbytes' formulas are those of torch for AdamW, Lion and SGD with momentum. It would silently ignore flags of the
-original that it doesn't have; here they are refused, when an optimizer is converted and whenever it steps. Groups keep
-the original's hyper-parameters under the original's names, so that schedules and edits of them count.
+bitsandbytes' formulas are those of torch for AdamW, Lion and SGD with momentum. It would silently ignore flags that it
+doesn't have: they are refused when an optimizer is converted and whenever it steps. Groups keep the original's
+hyper-parameters under the original's names, so that schedules and edits of them count.
 """
 
 import functools
@@ -18,19 +18,8 @@ from typing_extensions import override
 
 from lightning_memfit.optim.optimizers import EightBitForm, OptimizerClass, optimizer_classes
 from lightning_memfit.optim.paging import drop_false_marks, is_marked, paged_buffer
-from lightning_memfit.optim.states import (
-    BLOCK_SIZE,
-    MOMENTS,
-    NUMBERED,
-    Resume,
-    State,
-    StateDict,
-    flat,
-    moments_of,
-)
+from lightning_memfit.optim.states import BLOCK_SIZE, MOMENTS, NUMBERED, Resume, State, StateDict, flat, moments_of
 from lightning_memfit.optim.steps import copied_whole, refuse_sparse, refuse_wide, run_closure, step_below_hooks
-
-# --- states -----------------------------------------------------------------------------------------------------------
 
 # Written for bitsandbytes 0.50: `Optimizer8bit.get_config`, `get_state_buffer`, `init_state`, `update_step`,
 # `name2qmap`, `args`, `mng` and the state keys `state1`, `state2`, `absmax1`, `absmax2`;
@@ -56,28 +45,10 @@ def repage_states(optimizer: Any) -> None:
                 state[key] = buffer.copy_(value) if is_marked(buffer) else value.to(parameter.device)
 
 
-def make_maps_fake(optimizer: Any) -> None:
-    """Give an optimizer of fake parameters fake quantization maps, so that it can step under `FakeTensorMode`."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            fake = parameter.data
-            if isinstance(fake, FakeTensor):
-                maps = {name: fake.fake_mode.from_tensor(table) for name, table in optimizer.name2qmap.items()}
-                optimizer.name2qmap = maps
-                return
-
-
 def embedding_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Weights of all embeddings in a module, each once. A head tied to an embedding is the same parameter."""
-    found: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
-            for parameter in owner.parameters(recurse=False):
-                found.setdefault(id(parameter), parameter)
-    return list(found.values())
-
-
-# --- stepping ---------------------------------------------------------------------------------------------------------
+    """Weights of all embeddings in a module. A head tied to an embedding is the same parameter."""
+    owners = (owner for owner in module.modules() if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)))
+    return [parameter for owner in owners for parameter in owner.parameters(recurse=False)]
 
 
 def _refusal(cls: OptimizerClass, group: Mapping[str, Any]) -> str | None:
@@ -176,14 +147,11 @@ class _Guarded(_Upstream):  # type: ignore[misc]
 
     @override
     def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
-        """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does.
-
-        States that will be paged go from where they are to paged memory, one at a time: the device may lack the room.
-        """
+        """Load what this optimizer or one of its family has saved, and run torch's hooks as torch does."""
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        stays_paged = move_to_device and self.is_paged
+        stays_paged = move_to_device and self.is_paged  # directly: the device may lack the room
         super().load_state_dict(state_dict, move_to_device and not stays_paged)
         drop_false_marks(self)
         if stays_paged:
@@ -225,8 +193,8 @@ class _ResumeStates(Resume):
         if not self.family:
             return saved
         made = _new_state(optimizer, parameter)
-        tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
-        if all(key in saved and _is_like(saved[key], value) for key, value in tensors.items()):
+        kinds = {key: (value.dtype, value.shape) for key, value in made.items() if isinstance(value, Tensor)}
+        if all(key in saved and (saved[key].dtype, saved[key].shape) == kind for key, kind in kinds.items()):
             return {key: value for key, value in saved.items() if key not in MOMENTS[self.family]}
         step, moments = moments_of(saved, self.family)
         made["step"] = step
@@ -244,21 +212,13 @@ class _ResumeStates(Resume):
         return group
 
 
-def _is_like(saved: Tensor, made: Tensor) -> bool:
-    return saved.dtype is made.dtype and saved.shape == made.shape
-
-
 def _new_state(optimizer: Any, parameter: Tensor) -> State:
     """A state as bitsandbytes makes it in a first step."""
-    places = (
-        (group, gindex, pindex)
-        for gindex, group in enumerate(optimizer.param_groups)
-        for pindex, other in enumerate(group["params"])
-        if other is parameter
-    )
-    group, gindex, pindex = next(places)
+    groups = enumerate(optimizer.param_groups)
+    places = ((g, p) for g, group in groups for p, other in enumerate(group["params"]) if other is parameter)
+    gindex, pindex = next(places)
     before = optimizer.state.pop(parameter, None)
-    optimizer.init_state(group, parameter, gindex, pindex)
+    optimizer.init_state(optimizer.param_groups[gindex], parameter, gindex, pindex)
     made: State = optimizer.state.pop(parameter)
     if before is not None:
         optimizer.state[parameter] = before
@@ -279,9 +239,6 @@ def _write(state: State, key: str, values: Tensor) -> None:
     scales.copy_(rounded.absmax)
 
 
-# --- converting -------------------------------------------------------------------------------------------------------
-
-
 def to_bitsandbytes(
     optimizer: torch.optim.Optimizer,
     *,
@@ -293,10 +250,8 @@ def to_bitsandbytes(
 ) -> Any:
     """Build the bitsandbytes form of an optimizer over the same parameters.
 
-    It accepts AdamW, Adam and SGD of `torch.optim`, and the same and Lion of bitsandbytes in 32 bits. Groups keep their
-    order, hyper-parameters and keys; what is changed in them later counts under the original's names. `foreach` and
-    `fused` choose a kernel, not a formula, and have no effect. States go on, in their new width. The original is not
-    changed.
+    It accepts AdamW, Adam and SGD of `torch.optim`, and the same and Lion of bitsandbytes in 32 bits. `foreach` and
+    `fused` choose a kernel, not a formula, and have no effect. States go on, in their new width.
 
     Args:
         optimizer: An optimizer.
@@ -332,7 +287,9 @@ def to_bitsandbytes(
     guard(converted, optimizer, original, class_name, technique, keep_32bit)
     converted.defaults = dict(optimizer.defaults)
     converted.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    make_maps_fake(converted)
+    fake = next((p.data for group in parameters for p in group["params"] if isinstance(p.data, FakeTensor)), None)
+    if fake is not None:  # steps under `FakeTensorMode` need fake maps
+        converted.name2qmap = {name: fake.fake_mode.from_tensor(one) for name, one in converted.name2qmap.items()}
     if optimizer.state:
         converted.load_state_dict(optimizer.state_dict())
     return converted

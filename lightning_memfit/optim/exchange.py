@@ -1,8 +1,7 @@
 """`exchange`: build an optimizer of another class over the same groups, with hyper-parameters carried over or given.
 
-A hyper-parameter that can't be carried over is refused unless it is dropped explicitly. torchao's optimizers compile
-their step, which torch refuses within a dispatch mode: `outside_modes` makes subclasses that step outside the modes
-that follow memory.
+torchao's optimizers compile their step, which torch refuses within a dispatch mode: `outside_modes` makes subclasses
+that step outside the modes that follow memory.
 """
 
 import functools
@@ -23,8 +22,6 @@ from lightning_memfit.optim.optimizers import KERNELS, OptimizerClass, class_nam
 from lightning_memfit.optim.states import Resume, StateDict, has_gaps
 from lightning_memfit.optim.steps import copied_whole, refuse_sparse, refuse_wide, run_closure, step_below_hooks
 
-# --- torchao's optimizers under dispatch modes ------------------------------------------------------------------------
-
 # Written for torchao 0.18, whose `step` compiles one function per parameter shape with `fullgraph=True`;
 # `tests/contract/test_contract.py` fails when the names move.
 _STATES = {"exp_avg": True, "exp_avg_sq": False}
@@ -35,9 +32,8 @@ _STATES = {"exp_avg": True, "exp_avg_sq": False}
 def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
     """Make a class of the same name whose step runs outside dispatch modes; its closure runs inside.
 
-    Ledgers see the states after the step that made them, but not the temporary tensors of a compiled step. On fake
-    tensors nothing is compiled: the step only makes the states. Learning rates that were set to numbers, which torchao
-    refuses, become tensors again.
+    On fake tensors nothing is compiled: the step only makes the states. Learning rates that were set to numbers, which
+    torchao refuses, become tensors again.
     """
 
     class Outside(cls):  # type: ignore[misc, valid-type]
@@ -51,8 +47,9 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
                 if not isinstance(group["lr"], Tensor):
                     group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
             if any(isinstance(parameter, FakeTensor) for parameter in trained):
-                for parameter in trained:
-                    self._make_states(parameter)
+                for parameter in (one for one in trained if not self.state[one]):
+                    moments = {name: self._new_buffer(parameter.detach(), sign) for name, sign in _STATES.items()}
+                    self.state[parameter].update(step=torch.tensor(0.0), **moments)
             else:
                 with _disable_current_modes():
                     step_below_hooks(self, cls)
@@ -61,19 +58,10 @@ def outside_modes(cls: type[Optimizer]) -> type[Optimizer]:
         @override
         def state_dict(self) -> dict[str, Any]:
             """Return states in plain tensors."""
-            saved: dict[str, Any] = super().state_dict()
-            states = saved["state"].items()
-            return {**saved, "state": {index: {k: _apart(v) for k, v in state.items()} for index, state in states}}
+            return _with_states(super().state_dict(), _apart)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             return copied_whole(self, memo)
-
-        @torch.no_grad()
-        def _make_states(self, parameter: Tensor) -> None:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state.update({name: self._new_buffer(parameter, signed) for name, signed in _STATES.items()})
 
     Outside.__name__, Outside.__qualname__, Outside.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Outside
@@ -84,9 +72,12 @@ class _ResumeTorchao(Resume):
 
     @override
     def adapt(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        states = state_dict["state"].items()
-        whole = {index: {key: _together(value) for key, value in state.items()} for index, state in states}
-        return super().adapt(optimizer, {**state_dict, "state": whole})
+        return super().adapt(optimizer, _with_states(state_dict, _together))
+
+
+def _with_states(state_dict: StateDict, change: Callable[[Any], Any]) -> StateDict:
+    states = state_dict["state"].items()
+    return {**state_dict, "state": {index: {k: change(v) for k, v in state.items()} for index, state in states}}
 
 
 def _apart(value: Any) -> Any:
@@ -106,9 +97,8 @@ def _together(value: Any) -> Any:
     return kind.__tensor_unflatten__(value["parts"], value["context"])
 
 
-# --- exchanging -------------------------------------------------------------------------------------------------------
-
 _MUST_BE_OFF = ("capturable", "differentiable")
+_STEPPING: dict[str, Any] = {"torchao": outside_modes, "bitsandbytes": guarded}
 
 
 def exchange(
@@ -120,10 +110,9 @@ def exchange(
 ) -> Optimizer:
     """Build an optimizer of another class over the same parameters and groups.
 
-    Groups keep their order, learning rates and extra keys. A hyper-parameter carries over if it means the same in both
-    classes. If it means something else in the new class (Lion's `betas`, Adafactor's `eps`), it must be given in
-    `options`. If the new class does not know it, and it differs from its default, it must be listed in `drop`.
-    Hyper-parameters that only the new class knows get their defaults. States go on within a family (`states.MOMENTS`).
+    A hyper-parameter carries over if it means the same in both classes. If it means something else in the new class
+    (Lion's `betas`, Adafactor's `eps`), it must be given in `options`. If the new class does not know it, and it
+    differs from its default, it must be listed in `drop`. States go on within a family (`states.MOMENTS`).
 
     Raises:
         ValueError: If a hyper-parameter is neither carried over nor given nor dropped, or is not known, or a
@@ -166,15 +155,12 @@ def exchange(
 def untranslatable(
     source: str, group: Mapping[str, Any], name: str, options: Mapping[str, Any], drop: Collection[str]
 ) -> str | None:
-    """Why a parameter group of the class `source` can't be exchanged, in the words of `exchange`; None if it can."""
+    """Why a group of the class `source` can't be exchanged, in the words of `exchange`; None if it can."""
     try:
         _translated(group, class_named(source), class_named(name), options, drop)
     except ValueError as error:
         return str(error)
     return None
-
-
-_STEPPING: dict[str, Any] = {"torchao": outside_modes, "bitsandbytes": guarded}
 
 
 def _translated(

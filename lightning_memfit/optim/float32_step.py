@@ -1,7 +1,5 @@
 """`Float32Step`: let any optimizer step bfloat16 weights in float32, a bounded number of elements at a time.
 
-`Piece` is a weight, or a part of one that an elementwise optimizer can step by itself.
-
 Written for torch 2.11-2.13 (`__setstate__`, attributes that end in `_hooks`) and bitsandbytes 0.50 (`init_state`);
 `tests/numerics/optim/test_float32_step.py` fails when these move.
 """
@@ -21,8 +19,6 @@ from lightning_memfit.optim.paging import mark_like
 from lightning_memfit.optim.rounding import Copies, generator_for, padded, round_stochastically_
 from lightning_memfit.optim.states import BLOCK_SIZE, FROM_WEIGHTS, lay_out, refuse_shapes
 from lightning_memfit.optim.steps import initialize, narrowed, refuse_sparse, run_closure, step_below_hooks
-
-# --- pieces of weights ------------------------------------------------------------------------------------------------
 
 FLOAT32_STEP = "float32_step"
 """Key of a state dict under which the position of the random bits is saved."""
@@ -57,10 +53,7 @@ def pieces_of(parameter: Tensor, group: int, state: dict[str, Any], limit: int) 
 
 
 class Piece:
-    """A weight, its gradient and its optimizer state before the step, or the parts of them that `span` cuts out.
-
-    The state of a part are views of tensors with a value per element or per block, else copies.
-    """
+    """A weight, its gradient and its optimizer state before the step, or (views of) the parts that `span` cuts out."""
 
     def __init__(self, parameter: Tensor, group: int, before: dict[str, Any], span: slice | None) -> None:
         gradient = parameter.grad
@@ -98,19 +91,13 @@ class Piece:
         return isinstance(value, Tensor) and (value.shape == self.weight.shape or key.startswith(_PER_BLOCK))
 
 
-# --- the optimizer ----------------------------------------------------------------------------------------------------
-
-_LEAST_CHUNK, _LARGEST_CHUNK = 1 << 20, 1 << 24
-"""Bounds of the chunk by default: fewer elements leave kernels too little work, more save no time."""
-
-_CHUNKS = 16
-"""Chunks into which a model between these bounds is cut: copies then take about one byte for each weight of the model,
-where weights and gradients take four."""
-
-
 def default_chunk(num_elements: int) -> int:
-    """Elements that have float32 copies at a time by default, of so many bfloat16 weights."""
-    return min(_LARGEST_CHUNK, max(_LEAST_CHUNK, num_elements // _CHUNKS))
+    """Elements that have float32 copies at a time by default, of so many bfloat16 weights.
+
+    Copies then take about one byte for each weight of the model. Fewer than 2**20 elements leave kernels too little
+    work, more than 2**24 save no time.
+    """
+    return min(1 << 24, max(1 << 20, num_elements // 16))
 
 
 def _of_wrapped(name: str) -> property:
@@ -121,11 +108,10 @@ def _of_wrapped(name: str) -> property:
 class Float32Step(Optimizer):
     """Wraps an optimizer and steps its bfloat16 weights through float32 copies, a chunk at a time.
 
-    A step takes some of the weights, or a part of a large one, makes float32 copies of weights and gradients, lets the
-    optimizer step these, and rounds the result at random into the weights. A float32 copy of all weights never exists:
-    a step needs 9 bytes for each of `chunk_elements`, or 8 plus the optimizer's own scratch memory if that is more
-    (none for fused kernels and, on CUDA, for bitsandbytes; 8 bytes for batched kernels). States are float32, or 8 bits
-    wide, as they would be for float32 weights.
+    The optimizer steps float32 copies of some weights and gradients at a time, and the result is rounded at random into
+    the weights. That needs 9 bytes for each of `chunk_elements`, or 8 plus the optimizer's own scratch memory if that
+    is more (none for fused kernels and, on CUDA, for bitsandbytes; 8 bytes for batched kernels). States are float32, or
+    8 bits wide, as they would be for float32 weights.
 
     Elementwise optimizers (`can_be_cut`) step parts of a weight; others step each weight as a whole, so that the
     largest weight counts if it exceeds `chunk_elements`. Weights of other dtypes are stepped directly. Groups, states,

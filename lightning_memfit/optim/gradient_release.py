@@ -1,8 +1,7 @@
 """Step each parameter during the backward pass and free its gradient at once (LOMO, Lv et al., 2023, arXiv 2306.09782).
 
-All gradients together, which are as large as the weights, never exist at once. A parameter's gradient is complete when
-autograd accumulates it, after every use of the parameter that has a gradient. Where a use without one, of
-`weight.detach()` or of a layer frozen in one branch, is read later still, torch finds that a saved tensor has changed.
+A parameter's gradient is complete when autograd accumulates it, after every use of the parameter that has a gradient.
+Where a use without one (`weight.detach()`) is read later still, torch finds that a saved tensor has changed.
 """
 
 from collections.abc import Iterator
@@ -16,24 +15,19 @@ from torch.optim import Optimizer
 
 from lightning_memfit.optim.steps import narrowed, refuse_own_step, step_below_hooks
 
-_SINGLE_PARAMETER = (
-    *("torch.optim", "bitsandbytes.optim.", "torchao.optim.adam", "transformers.optimization", "lion_pytorch."),
-)
-_WHOLE_MODEL = ("LBFGS",)
+_SINGLE_PARAMETER = ("torch.optim", "bitsandbytes.", "torchao.optim.adam", "transformers.optimization", "lion_pytorch.")
 _OWN_STEP = "which would run once per parameter, without the gradients of the others"
 _CHANGED_IN_PLACE = "modified by an inplace operation"
 
 
 class GradientRelease:
-    """Let backward passes step an optimizer, which keeps its states, groups, hooks and checkpoints.
+    """Let backward passes, run in `backward`, step an optimizer, which keeps its states, groups, hooks and checkpoints.
 
     One backward pass is one step: gradients cannot be accumulated over several. The optimizer's `step`, called
     afterwards, finds no gradients and does nothing, so that training loops stay as they are.
 
     Parameters may be frozen, unfrozen and added to the optimizer at any time. Call `refresh` before the next forward
     pass; otherwise their first gradient is kept until `step`.
-
-    Nothing that a backward pass does may read a parameter after the last of its gradient: run passes in `backward`.
 
     Args:
         optimizer: Must step each parameter independently of the others: any of torch (except LBFGS) and bitsandbytes,
@@ -50,7 +44,7 @@ class GradientRelease:
         self.clip_value = clip_value
         self.is_open = True
         """Whether a backward pass is a step. While it is not, one that reaches a parameter is refused."""
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._handles: dict[Tensor, Any] = {}
         self._groups: dict[Tensor, int] = {}
         """Index of each parameter's group."""
@@ -63,19 +57,11 @@ class GradientRelease:
         """Number of parameters that are stepped during backward; 0 after removal."""
         return len(self._handles)
 
-    def serves(self, optimizer: Optimizer) -> bool:
-        """Whether backward passes step this optimizer."""
-        return self._optimizer is optimizer
-
     def refresh(self) -> None:
-        """Follow parameters that were unfrozen or given to the optimizer since the last call, and no others.
-
-        Raises:
-            ValueError: If the optimizer has got a `step` or hooks that the constructor refuses.
-        """
-        refuse_own_step(self._optimizer, _OWN_STEP)
-        _refuse_hooks(self._optimizer)
-        groups = enumerate(self._optimizer.param_groups)
+        """Follow parameters that were unfrozen or given to the optimizer since the last call, and no others."""
+        refuse_own_step(self.optimizer, _OWN_STEP)
+        _refuse_hooks(self.optimizer)
+        groups = enumerate(self.optimizer.param_groups)
         self._groups = {parameter: index for index, group in groups for parameter in group["params"]}
         for parameter in self._handles.keys() - self._groups.keys():
             self._handles.pop(parameter).remove()
@@ -90,12 +76,7 @@ class GradientRelease:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Run one backward pass inside, which is a step.
-
-        Raises:
-            RuntimeError: If the pass reads what is stepped before, as far as torch finds it by the version of a saved
-                tensor. Some parameters have changed then.
-        """
+        """Run one backward pass inside, which is a step."""
         self.is_open = True
         try:
             yield
@@ -114,7 +95,7 @@ class GradientRelease:
     def _begin_step(self, *_: Any) -> None:
         self._stepped.clear()
         if self.clip_value is not None:  # gradients that came before their parameter was followed
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 left = [parameter for parameter in group["params"] if parameter.grad is not None]
                 if left:
                     torch.nn.utils.clip_grad_value_(left, self.clip_value)
@@ -135,16 +116,12 @@ class GradientRelease:
                 "that are released cannot be accumulated. Use one backward pass per step, and `use_reentrant=False`."
             )
         self._stepped.add(id(parameter))
-        self._step_and_release(parameter)
-
-    def _step_and_release(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
         if self.clip_value is not None:
             parameter.grad.clamp_(-self.clip_value, self.clip_value)
         # Made anew each time: schedules change the group's values between steps.
-        group = {**self._optimizer.param_groups[self._groups[parameter]], "params": [parameter]}
-        with narrowed(self._optimizer, [group]):
-            step_below_hooks(self._optimizer)
+        group = {**self.optimizer.param_groups[self._groups[parameter]], "params": [parameter]}
+        with narrowed(self.optimizer, [group]):
+            step_below_hooks(self.optimizer)
         # Kernels of bitsandbytes write past torch, which then would not notice that saved tensors have changed.
         increment_version(parameter)
         parameter.grad = None
@@ -165,7 +142,7 @@ def _refuse_hooks(optimizer: Optimizer) -> None:
 def refuse_coupled(optimizer: Optimizer, what: str = "releasing gradients during backward") -> None:
     """Raise a `ValueError` unless it is known that the optimizer steps each parameter independently of the others."""
     cls = type(getattr(optimizer, "wrapped", optimizer))  # inside `Float32Step`, which steps those with a gradient
-    if not cls.__module__.startswith(_SINGLE_PARAMETER) or cls.__name__ in _WHOLE_MODEL:
+    if not cls.__module__.startswith(_SINGLE_PARAMETER) or cls.__name__ == "LBFGS":
         raise ValueError(
             f"`{cls.__module__}.{cls.__name__}` is not known to step each parameter independently of the others, which "
             f"{what} needs. Use an optimizer of torch.optim (but LBFGS) or bitsandbytes, torchao's Adam, transformers' "

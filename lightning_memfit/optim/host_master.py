@@ -1,12 +1,10 @@
 """Float32 master weights on the host, which an optimizer steps, for half-precision weights on a device.
 
-The device holds weights and activations; a gradient leaves it as soon as backward has completed it (ZeRO-Offload, Ren
-et al., 2021, arXiv 2101.06840). On CUDA, copies run on their own stream during the backward pass, and a thread adds
-them up; on the CPU they are plain copies.
+A gradient leaves the device as soon as backward has completed it (ZeRO-Offload, Ren et al., 2021, arXiv 2101.06840). On
+CUDA, copies run on their own stream during the backward pass, and a thread adds them up; on the CPU they are plain.
 
-The optimizer and the module keep one set of parameters. They point to half-precision memory while the model runs, and
-to masters and float32 gradients while these are clipped and used. Whoever looks then finds what a float32 run would
-show.
+The optimizer and the module keep one set of parameters, which point to half-precision memory while the model runs, and
+to masters and float32 gradients while these are clipped and used: whoever looks then finds what a float32 run has.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,23 +36,19 @@ class HostMaster:
     """Make an optimizer step float32 masters on the host instead of half-precision weights on a device.
 
     Afterwards a backward pass adds gradients, in float32, to masters and leaves none on the weights. `optimizer.step()`
-    steps the masters and copies them, rounded to nearest, to the weights. `optimizer.zero_grad()` clears the masters'
-    gradients. Between `show` and `hide` the weights are their masters, gradients included, for clipping and the like;
-    a step ends that, and so does the closure of one before it runs. States that are loaded into the optimizer stay
-    float32. Groups, schedulers and hooks of the optimizer stay; Adam and AdamW use their fused kernel unless `foreach`
-    or `fused` was chosen.
+    steps the masters and copies them, rounded to nearest, to the weights. Between `show` and `hide` the weights are
+    their masters, gradients included, for clipping and the like; a step ends that, and so does the closure of one
+    before it runs. Loaded states stay float32. Adam and AdamW use their fused kernel unless a kernel was chosen.
 
     Parameters may be frozen, unfrozen and added to the optimizer at any time: call `refresh` before the next backward
-    pass. A half-precision weight that other code writes to is refused at the next step, which would overwrite it. Torch
-    counts such writes, except those through `weight.data`: these are found in the first two steps, by their values, and
-    not later.
+    pass. A weight that other code writes to is refused at the next step, which would overwrite it. Torch counts such
+    writes, except those through `weight.data`: these are found in the first two steps, by their values.
 
     Host memory per trained weight: 8 bytes for master and gradient, the optimizer's states, and on CUDA 2 pinned bytes,
     each tensor's rounded up to a power of two by torch.
 
     Args:
-        optimizer: Optimizer of float16 or bfloat16 weights that has not stepped. Weights of other dtypes are stepped
-            where they are.
+        optimizer: Optimizer that has not stepped. Weights other than in float16 or bfloat16 are stepped where they are.
         values: Exact values by weight, in float32 or wider; those on the host become the masters themselves. Weights
             that the optimizer does not have are shown in these, too.
 
@@ -76,7 +70,7 @@ class HostMaster:
         self._handles: list[Any] = []
         self._last_handle: Any = None
         self._is_shown = False
-        self._depth = 0
+        self.depth = 0
         """Steps of the optimizer's classes that run: torch may call hooks in each `super().step()`, too."""
         self.attach(optimizer)
 
@@ -85,22 +79,13 @@ class HostMaster:
         """Number of weights that are trained and have a master."""
         return sum(slot.is_trained for slot in self._slots.values())
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether the optimizer's step has begun and not ended."""
-        return self._depth > 0
-
     def master_of(self, weight: Tensor) -> Tensor | None:
         """The exact value of a weight, or None where none is kept."""
         slot = self._slots.get(weight)
         return None if slot is None else slot.exact
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let an optimizer step the masters from now on; nothing if it does.
-
-        Raises:
-            ValueError: If it has states in half precision already.
-        """
+        """Let an optimizer step the masters from now on; nothing if it does."""
         if optimizer is self._optimizer:
             return
         refuse_own_step(optimizer, _OWN_STEP)
@@ -131,7 +116,7 @@ class HostMaster:
         """Follow parameters that were unfrozen or given to the optimizer since the last call."""
         assert self._optimizer is not None
         refuse_own_step(self._optimizer, _OWN_STEP)
-        self._depth = 0
+        self.depth = 0
         self.hide()  # in case the last step failed
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         if len(weights) != len(self._weights) or not all(map(is_, weights, self._weights)):
@@ -144,7 +129,8 @@ class HostMaster:
             _take_fused_kernel(self._optimizer)
         for weight, slot in self._slots.items():
             if slot.handle is None and slot.is_trained and weight.requires_grad:
-                slot.follow(self._transfer_of(slot))
+                self._transfer = self._transfer or _Transfer(slot.half.device)
+                slot.follow(self._transfer)
         if self._last_handle is not None:
             self._last_handle.remove()
         # After every other hook of the step, so that these find masters.
@@ -153,14 +139,11 @@ class HostMaster:
     def wait(self) -> None:
         """Wait until all gradients have arrived."""
         for slot in self._slots.values():
-            slot.wait()
+            if slot.arrival is not None:
+                slot.wait()
 
     def show(self, check: bool = True) -> None:
-        """Let weights be their masters, once all gradients have arrived.
-
-        Args:
-            check: In the first steps, read the weights to find changes that their masters did not get. Otherwise only
-                those that torch has counted are found, and weights that have been exchanged.
+        """Let weights be their masters, once all gradients have arrived; with `check`, look at values in first steps.
 
         Raises:
             RuntimeError: If other code has written to a weight, which the next step would overwrite.
@@ -194,7 +177,8 @@ class HostMaster:
                 sent.append(slot)
         self._is_shown = False
         if sent:
-            self._transfer_of(sent[0]).to_device(sent)
+            self._transfer = self._transfer or _Transfer(sent[0].half.device)
+            self._transfer.to_device(sent)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -215,15 +199,15 @@ class HostMaster:
         for slot in self._slots.values():
             slot.release()
         self._slots.clear()
-        if self._transfer is not None:
-            self._transfer.close()
-            self._transfer = None
+        if self._transfer is not None and self._transfer.thread is not None:
+            self._transfer.thread.shutdown()
+        self._transfer = None
 
     # --- the optimizer's hooks --------------------------------------------------------------------------------------
 
     def _begin(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._depth += 1
-        if self._depth > 1:
+        self.depth += 1
+        if self.depth > 1:
             return None
         args, closure = args[:1], args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
@@ -240,7 +224,7 @@ class HostMaster:
         return loss
 
     def _lay_out(self) -> None:
-        """Just before a fused kernel: hooks, also those of the closure, may have exchanged gradients."""
+        """Just before a fused kernel: hooks may have exchanged gradients."""
         assert self._optimizer is not None
         if not self._is_laid_out:
             lay_out_all(self._optimizer)
@@ -252,8 +236,8 @@ class HostMaster:
 
     def _end(self, *_: Any) -> None:
         assert self._optimizer is not None
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
+        self.depth = max(0, self.depth - 1)
+        if self.depth:
             return
         if len(self._optimizer.state) != self._num_marked:
             self._mark_states()
@@ -271,7 +255,6 @@ class HostMaster:
         _take_fused_kernel(self._optimizer)  # states may come from a run that had another
 
     def _mark_states(self) -> None:
-        """Mark states as host memory."""
         assert self._optimizer is not None
         self._num_marked = len(self._optimizer.state)
         for weight, state in self._optimizer.state.items():
@@ -280,7 +263,7 @@ class HostMaster:
                     keep_on_host(value, Category.OPTIMIZER_STATE, weight)
 
     def _detach(self) -> None:
-        self._weights, self._num_marked, self._is_laid_out, self._depth = [], 0, False, 0
+        self._weights, self._num_marked, self._is_laid_out, self.depth = [], 0, False, 0
         for handle in (*self._handles, *([] if self._last_handle is None else [self._last_handle])):
             handle.remove()
         self._handles, self._last_handle = [], None
@@ -288,13 +271,7 @@ class HostMaster:
             vars(self._optimizer).pop("zero_grad", None)
             self._optimizer = None
 
-    def _transfer_of(self, slot: "_Slot") -> "_Transfer":
-        if self._transfer is None:
-            self._transfer = _Transfer(slot.half.device)
-        return self._transfer
-
     def _refuse_changes(self, thoroughly: bool) -> None:
-        """Raise an error if a weight is no longer what was sent."""
         thoroughly &= self._checks_left > 0
         self._checks_left -= thoroughly
         for weight, slot in self._slots.items():
@@ -378,10 +355,8 @@ class _Slot:
             self.gradient.add_(gradient)
 
     def wait(self) -> None:
-        """Wait for the gradient that is on its way."""
         arrival, self.arrival = self.arrival, None
-        if arrival is not None:
-            arrival.result()
+        arrival.result()
 
     def release(self) -> None:
         """Leave the weight alone from now on, with its exact value."""
@@ -398,12 +373,8 @@ class _Transfer:
     def __init__(self, device: torch.device) -> None:
         is_asynchronous = DeviceKind.of(device).is_asynchronous
         self._stream: Any = torch.cuda.Stream(device) if is_asynchronous else None
-        self._thread = ThreadPoolExecutor(1, "gradients") if is_asynchronous else None
+        self.thread = ThreadPoolExecutor(1, "gradients") if is_asynchronous else None
         self._sent: Any = None  # when the weights are where they were last sent
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
 
     def to_host(self, slot: _Slot, weight: Tensor) -> None:
         """Move a gradient from the device to the host."""
@@ -415,9 +386,10 @@ class _Transfer:
                 f"The gradient of a weight of shape {tuple(weight.shape)} is sparse, and only dense ones are added up "
                 "on the host. Make its embedding with `sparse=False`, or train without masters."
             )
-        slot.wait()  # the staging memory may still hold the last micro-batch's gradient
+        if slot.arrival is not None:
+            slot.wait()  # the staging memory may still hold the last micro-batch's gradient
         is_new = slot.make_room()
-        if self._thread is None:
+        if self.thread is None:
             slot.add(gradient, is_new)
             return
         self._stream.wait_stream(torch.cuda.current_stream(weight.device))
@@ -426,7 +398,7 @@ class _Transfer:
             slot.staging.copy_(gradient, non_blocking=True)
             copied = self._stream.record_event()
         gradient.record_stream(self._stream)  # keeps its memory from being used again before it is copied
-        slot.arrival = self._thread.submit(_add_when, copied, slot, is_new)
+        slot.arrival = self.thread.submit(_add_when, copied, slot, is_new)
 
     @torch.no_grad()
     def to_device(self, slots: list[_Slot]) -> None:
@@ -458,9 +430,6 @@ def _add_when(copied: Any, slot: _Slot, is_new: bool) -> None:
         slot.add(slot.staging, is_new)
 
 
-# --- what has been changed --------------------------------------------------------------------------------------------
-
-
 def with_changes(exact: Tensor, current: Tensor) -> Tensor:
     """An exact value, with the elements of its rounded copy that are no longer what rounding gave."""
     if current.dtype is exact.dtype or current.shape != exact.shape:
@@ -471,8 +440,6 @@ def with_changes(exact: Tensor, current: Tensor) -> Tensor:
     changed = (current != exact.to(current.dtype)) & ~(current.isnan() & exact.isnan())
     return torch.where(changed, current.to(exact.dtype), exact) if bool(changed.any()) else exact
 
-
-# --- the optimizer ----------------------------------------------------------------------------------------------------
 
 _OWN_STEP = "which would find weights and gradients in another form than a plain run has"
 

@@ -176,11 +176,6 @@ class OptimizerRecord:
         """Top-level package that must be installed."""
         return (self.path or self.cls.path).partition(".")[0]
 
-    @property
-    def can_be_traced(self) -> bool:
-        """Whether its step can be traced; torchao compiles steps, which a trace can't follow."""
-        return self.cls.package in ("torch", "bitsandbytes")
-
     def make(self, parameters: Any, lr: float) -> Any:
         """Build the optimizer."""
         made: Any = _load(self.path or self.cls.path)
@@ -196,8 +191,6 @@ def _load(path: str) -> type:
         found: type = getattr(import_module(module), name)
     return found
 
-
-# --- classes ----------------------------------------------------------------------------------------------------------
 
 KERNELS = frozenset({"foreach", "fused"})
 _ADAM = {"betas": "Adam's moments", "eps": "Adam's epsilon", "amsgrad": "AMSGrad"}
@@ -246,9 +239,6 @@ _TORCHAO_ADAMW_4BIT = OptimizerClass(
 _LION = OptimizerClass(
     "bitsandbytes.optim.lion.Lion", {**_DECOUPLED, "betas": "Lion's momenta"}, family="Lion", eight_bit=EightBitForm()
 )
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def _torch(num_states: int, scratch_copies: int | None = 0, factored: bool = False) -> StateLayout:
@@ -350,9 +340,6 @@ _RECORDS = (
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {record.name: record for record in _RECORDS}
 """Records by name; those of `techniques.core.registry.register_optimizer` are last."""
-
-
-# --- looking up -------------------------------------------------------------------------------------------------------
 
 
 def find_optimizer(name: str) -> OptimizerRecord:

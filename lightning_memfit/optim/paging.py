@@ -11,13 +11,12 @@ marks `is_paged` and `page_deviceid`; `tests/numerics/optim/test_paging.py` fail
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _MARKS = ("is_paged", "page_deviceid")
-_Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype, int | None]
 
 
 def is_marked(value: Any) -> bool:
@@ -45,7 +44,7 @@ def drop_false_marks(optimizer: Any) -> None:
                 vars(tensor).pop(mark, None)
 
 
-_FREE: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
+_FREE: defaultdict[Any, list[Tensor]] = defaultdict(list)
 """Buffers that no tensor uses any more, which bitsandbytes keeps for good."""
 
 

@@ -1,11 +1,12 @@
 """Replace an optimizer that schedulers, hooks and user code already refer to, or take parameters out of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memfit.optim.steps import OwnHook, refuse_own_step
@@ -26,7 +27,7 @@ def replace_optimizers(configured: Any, convert: Convert) -> Any:
     Raises:
         ValueError: If somebody has put a `step` of their own on an optimizer.
     """
-    optimizers = list({id(found): found for found in _find(configured)}.values())
+    optimizers = dict.fromkeys(leaf for leaf in tree_leaves(configured) if isinstance(leaf, Optimizer))
     replacements = [(optimizer, convert(optimizer)) for optimizer in optimizers]
     changed = [(optimizer, replacement) for optimizer, replacement in replacements if replacement is not optimizer]
     for optimizer, _ in changed:
@@ -48,17 +49,6 @@ def take_out(optimizer: Optimizer, leaves: Callable[[Tensor], bool]) -> None:
         for key in ("params", "param_names"):
             if key in group:
                 group[key][:] = [group[key][place] for place in kept]
-
-
-def _find(value: Any) -> Iterator[Optimizer]:
-    if isinstance(value, Optimizer):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _find(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _find(item)
 
 
 _STEP = "step"
@@ -85,7 +75,11 @@ def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
     if wraps:
         after["wrapped"] = replacement
     else:
-        after[_GROUPS] = _moved(before[_GROUPS], after[_GROUPS])
+        for group, values in zip(before[_GROUPS], after[_GROUPS], strict=True):
+            values = dict(values)  # of which the group may be the same object
+            group.clear()
+            group.update(values)
+        after[_GROUPS] = before[_GROUPS]
         # What users have put on the object, but not what the old class says of itself: fused optimizers of torch
         # unscale gradients, and GradScaler asks a private attribute whether this one does.
         theirs = {name: value for name, value in before.items() if name == _STEPPED or not name.startswith("_")}
@@ -94,15 +88,6 @@ def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
     for attributes, values in ((old, after), (new, before)):
         attributes.clear()
         attributes.update(values)
-
-
-def _moved(kept: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for group, values in zip(kept, groups, strict=True):
-        if group is not values:
-            values = dict(values)
-            group.clear()
-            group.update(values)
-    return kept
 
 
 class _KeepLearningRate(LRScheduler):

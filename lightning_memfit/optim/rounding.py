@@ -49,9 +49,6 @@ def round_stochastically_(values: Tensor, generator: torch.Generator, scratch: T
 
     Random bits are added to the 16 that bfloat16 lacks, and these are cut off. It needs a byte of memory per element.
     Infinities and NaN stay; a value beyond bfloat16's largest may become infinite, as in rounding to nearest.
-
-    Returns:
-        The same tensor, `values`.
     """
     noise = scratch.view(torch.int32).random_(0, 1 << _DISCARDED_BITS, generator=generator)
     noise.masked_fill_(values.isnan(), 0)  # otherwise CUDA's NaN, all ones, would overflow to minus zero

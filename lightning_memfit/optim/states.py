@@ -1,8 +1,7 @@
 """`Resume`: load the states that one optimizer saved into the 8-bit or 32-bit form of the same family.
 
-States of 32 bits have torch's names, those of bitsandbytes its own (`state1`, `absmax1`, `qmap1`). Widening keeps every
-value; narrowing rounds as the optimizer itself does after each step. States of another family, or of a class whose
-states mean nothing elsewhere, are refused before anything is loaded.
+States of 32 bits have torch's names, those of bitsandbytes its own (`state1`, `absmax1`, `qmap1`). States of another
+family, or of a class whose states mean nothing elsewhere, are refused before anything is loaded.
 
 Written for bitsandbytes 0.50; `tests/numerics/optim/test_states.py` fails when its names move.
 """
@@ -35,9 +34,7 @@ RECORD = "lightning_memfit"
 """Key of an optimizer's state dict under which it says what it was."""
 FROM_WEIGHTS = "start from the weights alone (load_from_checkpoint)"
 _WRAPPED = "__bnb_optimizer_quant_state__"
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
+_RESUME = "memfit_resume"
 
 
 def flat(state: Mapping[str, Any]) -> State:
@@ -55,7 +52,6 @@ def moments_of(state: Mapping[str, Any], family: str) -> tuple[int, dict[str, Te
 
 
 def _wide(state: State, key: str) -> Tensor:
-    """A moment with the values with which the next step computes."""
     value: Tensor = state[key]
     if value.dtype is not torch.uint8:
         return value.to(torch.promote_types(value.dtype, torch.float32))
@@ -63,9 +59,6 @@ def _wide(state: State, key: str) -> Tensor:
 
     scales, table = (state[key.replace("state", name)] for name in ("absmax", "qmap"))
     return dequantize_blockwise(value, absmax=scales, code=table, blocksize=BLOCK_SIZE)
-
-
-# --- families ---------------------------------------------------------------------------------------------------------
 
 
 def family_of(state_dict: StateDict) -> str | None:
@@ -104,8 +97,6 @@ def refuse_other_family(state_dict: StateDict, family: str, class_name: str) -> 
 def _kind(family: str, class_name: str) -> str:
     return f"{family} ({class_name})" if family else class_name
 
-
-# --- states that can't be stepped -------------------------------------------------------------------------------------
 
 _LIKE_PARAMETER = {
     *chain(NUMBERED, *MOMENTS.values()),
@@ -176,14 +167,10 @@ def has_gaps(parameter: Tensor) -> bool:
     return parameter.stride() != torch.empty_like(parameter, device="meta").stride()
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
-
-
 class Resume(OwnHook):
     """Makes an optimizer's state dict say what it is, and lets it load what others of its family have saved.
 
-    Groups of the checkpoint count, as in torch, except for the kernel (`foreach`, `fused`): a learning rate that a
-    schedule has reached goes on, and so does the kind of weight decay.
+    Groups of the checkpoint count, as in torch, except for the kernel (`foreach`, `fused`).
 
     Args:
         family: A key of `MOMENTS`, or "" if states of this class mean nothing to other classes.
@@ -199,9 +186,7 @@ class Resume(OwnHook):
     @staticmethod
     def of(optimizer: Optimizer) -> "Resume | None":
         """The one attached to an optimizer."""
-        hooks = optimizer._optimizer_state_dict_post_hooks.values()
-        owners = (getattr(hook, "__self__", None) for hook in hooks)
-        return next((owner for owner in owners if isinstance(owner, Resume)), None)
+        return getattr(optimizer, _RESUME, None)
 
     @staticmethod
     def was_made_by(optimizer: Optimizer, technique: str) -> bool:
@@ -214,6 +199,7 @@ class Resume(OwnHook):
         before = Resume.of(original)
         if before is not None:
             self.techniques = [*before.techniques, *self.techniques]
+        setattr(optimizer, _RESUME, self)
         optimizer.register_state_dict_post_hook(self.mark)
         optimizer.register_load_state_dict_pre_hook(self.adapt)
         optimizer.register_load_state_dict_post_hook(self.lay_out)
@@ -226,8 +212,7 @@ class Resume(OwnHook):
         """Return a state dict that this optimizer can load.
 
         Raises:
-            ValueError: If the states are of another family or of other parameters, or a hyper-parameter is one that
-                this optimizer would ignore.
+            ValueError: If the states are of another family or of other parameters.
         """
         refuse_other_family(state_dict, self.family, self.class_name)
         refuse_shapes(optimizer, state_dict)

@@ -62,9 +62,7 @@ def narrowed(optimizer: Any, groups: list[dict[str, Any]], states: Any = None) -
 
 
 def initialize(optimizer: Any) -> None:
-    """Prepare an optimizer of bitsandbytes for steps of some of its parameters, as its first step does for all.
-
-    Written for bitsandbytes 0.50: `mng`, `to_gpu` and `initialized`.
+    """Prepare an optimizer of bitsandbytes (0.50) for steps of some of its parameters, as a first step does for all.
 
     Raises:
         ValueError: If bitsandbytes is told something of single parameters, which it finds by their places.
@@ -105,11 +103,9 @@ def refuse_sparse(name: str, parameters: Iterable[Tensor]) -> None:
 def refuse_own_step(optimizer: Optimizer, why: str) -> None:
     """Raise a `ValueError` if someone has put a `step` on the object; the layer of torch's schedulers is none."""
     step: Any = vars(optimizer).get("step")
-    if step is None:
-        return
-    if hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step:
-        return
-    raise ValueError(
-        f"This {type(optimizer).__name__} has a `step` that was put on the object, {why}. Leave it out "
-        "(`register_step_pre_hook` and `register_step_post_hook` may do), or leave the technique out."
-    )
+    is_layer = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    if step is not None and not is_layer:
+        raise ValueError(
+            f"This {type(optimizer).__name__} has a `step` that was put on the object, {why}. Leave it out "
+            "(`register_step_pre_hook` and `register_step_post_hook` may do), or leave the technique out."
+        )

@@ -76,7 +76,7 @@ class GradientRelease(TechniqueCallback):
         """Follow what was done to the optimizer since the last batch."""
         optimizer = trainer.optimizers[0]
         clip_value = float(trainer.gradient_clip_val) if trainer.gradient_clip_val else None
-        if self._released is not None and self._released.serves(optimizer):
+        if self._released is not None and self._released.optimizer is optimizer:
             self._released.clip_value = clip_value
             self._released.refresh()
             return

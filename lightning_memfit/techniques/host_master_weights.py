@@ -119,7 +119,7 @@ class HostMasterWeights(TechniquePrecision):
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Follow what others have done to the optimizer since the last pass, in passes that come before a step."""
-        if self._host is not None and not self._host.is_stepping:
+        if self._host is not None and not self._host.depth:
             self._host.refresh()
         return super().pre_backward(tensor, module)
 

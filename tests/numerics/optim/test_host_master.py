@@ -142,5 +142,5 @@ def test_values_sent_to_a_busy_device_arrive_in_their_order():
         slot.exact.fill_(value)
         transfer.to_device([slot])
         seen.append(half.clone())
-    transfer.close()
+    transfer.thread.shutdown()
     assert [(one.min().item(), one.max().item()) for one in seen] == [(1, 1), (2, 2), (3, 3)]
