@@ -1,5 +1,6 @@
-"""Find the linear layers of a module that can get adapters or be quantized, and say why others can't."""
+"""Find the linear layers of a module that can get adapters or be quantized."""
 
+from collections import Counter
 from collections.abc import Collection
 
 import torch
@@ -28,10 +29,11 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is Linear or is_conv1d(module) or quantized_bits(module) > 0
 
 
-def linear_layers(
-    module: nn.Module, names: str | Collection[str] = AUTO
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Linear layers by dotted name, and those that `auto` leaves out with the reason.
+UNFIT = "the layer or its weight is used in two places, computed from other parameters, replaced, or no plain matrix"
+
+
+def linear_layers(module: nn.Module, names: str | Collection[str] = AUTO) -> tuple[dict[str, nn.Module], list[str]]:
+    """Linear layers by dotted name, and the names of those that `auto` leaves out as `UNFIT`.
 
     Args:
         module: A module without adapters.
@@ -40,72 +42,52 @@ def linear_layers(
     Raises:
         ValueError: If the module has no such layer, a name fits none, or a layer that is named can't be changed.
     """
-    places: dict[int, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        if name and is_linear(child):
-            places.setdefault(id(child), []).append(name)
-    wanted, heads = [names] if isinstance(names, str) else list(names), output_heads(module)
-    found: dict[str, nn.Module] = {}
-    left_out: dict[str, str] = {}
-    for identity, of_one in places.items():
-        if identity in heads if names == AUTO else not any(_fits(full, name) for full in of_one for name in wanted):
-            continue
-        reason = _unfit(module, of_one)
-        if reason is None:
-            found[of_one[0]] = module.get_submodule(of_one[0])
-        elif names == AUTO:
-            left_out[of_one[0]] = reason
-        else:
-            raise ValueError(f"{of_one[0]}: {reason}. Leave it out of `target_modules`.")
-    known = [full for of_one in places.values() for full in of_one]
-    missing = [] if names == AUTO else [name for name in wanted if not any(_fits(full, name) for full in known)]
-    if missing or not found:
-        ends = ", ".join(sorted({full.rpartition(".")[2] for full in known})) or "none"
+    linear = {name: child for name, child in module.named_modules(remove_duplicate=False) if name and is_linear(child)}
+    wanted = [names] if isinstance(names, str) else list(names)
+    heads = _output_heads(module)
+    chosen = {
+        name: layer
+        for name, layer in linear.items()
+        if (id(layer) not in heads if names == AUTO else any(f".{name}".endswith(f".{end}") for end in wanted))
+    }
+    every = (module.named_modules, module.named_parameters, module.named_buffers)
+    times = Counter(id(one) for named in every for _, one in named(remove_duplicate=False))
+    left_out = [name for name, layer in chosen.items() if not _is_plain(layer, times)]
+    if left_out and names != AUTO:
+        raise ValueError(f"{left_out[0]} stays as it is: {UNFIT}. Leave it out of `target_modules`.")
+    missing = (
+        [] if names == AUTO else [end for end in wanted if not any(f".{one}".endswith(f".{end}") for one in chosen)]
+    )
+    if missing or len(left_out) == len(chosen):
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
         raise ValueError(
             f"{type(module).__name__} has no linear layer for {missing[0] if missing else names!r}. Its nn.Linear and "
             f"Conv1D (no subclasses, which may compute something else) are named: {ends}."
         )
-    return found, left_out
+    return {name: layer for name, layer in chosen.items() if name not in left_out}, left_out
 
 
-def _fits(full: str, name: str) -> bool:
-    return full == name or full.endswith(f".{name}")
-
-
-def _unfit(module: nn.Module, places: list[str]) -> str | None:
-    """Why another layer can't take the place of one without changing what others compute, or None."""
-    layer = module.get_submodule(places[0])
+def _is_plain(layer: nn.Module, times: Counter[int]) -> bool:
+    """Whether another layer can take the place of one without changing what others compute."""
     weight = layer._parameters.get("weight")
-    if len(places) > 1:
-        return f"{' and '.join(places)} are one layer"
-    if not isinstance(weight, nn.Parameter):
-        return "its weight is computed from other parameters (weight_norm, spectral_norm)"
-    if "forward" in vars(layer):
-        return "its `forward` was replaced before"
-    shape = getattr(weight, "ds_shape", weight.shape)  # of all ranks together under ZeRO-3
+    if not isinstance(weight, nn.Parameter) or "forward" in vars(layer) or times[id(layer)] > 1:
+        return False
     if quantized_bits(layer):
-        return None
-    if len(shape) != 2 or not weight.is_floating_point():
-        return f"its weight is {len(shape)}-dimensional, of {weight.dtype}"
-    if is_traceable_wrapper_subclass(weight) or weight.layout is not torch.strided:
-        return f"its weight is a {type(weight.data).__name__} of layout {weight.layout}, no plain tensor"
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-    others = [name for name, tensor in tensors.items() if tensor is weight and name != f"{places[0]}.weight"]
-    return f"{places[0]}.weight and {others[0]} are one weight" if others else None
+        return True
+    shape = getattr(weight, "ds_shape", weight.shape)  # of all ranks together under ZeRO-3
+    is_tensor = weight.layout is torch.strided and not is_traceable_wrapper_subclass(weight)
+    return is_tensor and len(shape) == 2 and weight.is_floating_point() and times[id(weight)] == 1
 
 
-def output_heads(module: nn.Module) -> set[int]:
+def _output_heads(module: nn.Module) -> set[int]:
     """Ids of the layers that make a model's outputs: those named by Hugging Face models, and those tied to embeddings.
 
     A linear layer after the last repeated block is not a head for that reason alone: adapters work there, too.
     """
-    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
-    heads = {
-        id(child)
-        for child in module.modules()
-        if is_linear(child) and id(child._parameters.get("weight")) in embeddings
-    }
-    for child in module.modules():
+    children = list(module.modules())
+    embeddings = {id(child.weight) for child in children if isinstance(child, nn.Embedding)}
+    heads = {id(one) for one in children if is_linear(one) and id(one._parameters.get("weight")) in embeddings}
+    for child in children:
         if any(kind.__name__ == "PreTrainedModel" for kind in type(child).__mro__):  # others may mean something else
             heads.add(id(child.get_output_embeddings()))  # type: ignore[operator]
     return heads

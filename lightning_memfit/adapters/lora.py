@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_memfit.adapters.checkpoint import merged_entries
+from lightning_memfit.adapters.checkpoint import merged
 from lightning_memfit.adapters.linears import quantized_bits
 from lightning_memfit.memory.conversion import StaysFloat32, default_dtype
 
@@ -34,15 +34,9 @@ class _Factor(StaysFloat32, nn.Linear):
 def inject(
     module: nn.Module, names: Iterable[str], rank: int, alpha: float, dropout: float, stay_float32: bool
 ) -> None:
-    """Freeze a module and put adapters on some of its layers, in place.
+    """Freeze a module and put adapters on the linear layers of these dotted names, in place.
 
-    Args:
-        module: The module.
-        names: Dotted names of linear layers.
-        rank: Inner width of the adapters.
-        alpha: Their outputs are scaled by `alpha / rank`.
-        dropout: Dropout of their inputs.
-        stay_float32: Keep them in float32 where the module is converted to half precision.
+    With `stay_float32` they keep it where the module is converted to half precision.
     """
     targets = "|".join(re.escape(f"root.{name}") for name in names)
     scale: Any = alpha  # which peft calls an integer
@@ -88,13 +82,12 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def merge(module: nn.Module) -> None:
-    """Give a module its own layers back, with what was learned in their weights. What was frozen stays so.
-
-    Raises:
-        ValueError: If a frozen weight has 4 or 8 bits.
-    """
-    layers = adapted_layers(module)
-    weights = merged_entries(module, module.state_dict(), next(iter(layers.values())).scaling[NAME]) if layers else {}
-    for name, layer in layers.items():
-        module.set_submodule(name, layer.get_base_layer())
-        layer.get_base_layer().weight.data = weights[f"{name}.weight"]
+    """Give a module its own layers back, with what was learned in their weights. What was frozen stays so."""
+    weights = []
+    for name, layer in adapted_layers(module).items():
+        factors = (layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+        base = layer.get_base_layer()
+        weights.append((name, base, merged(name, base, base.weight, *factors, layer.scaling[NAME])))
+    for name, base, weight in weights:
+        base.weight.data = weight
+        module.set_submodule(name, base)

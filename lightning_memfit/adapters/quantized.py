@@ -44,7 +44,7 @@ class Linear4bit(upstream.Linear4bit):  # type: ignore[misc, name-defined]
         """Quantize a weight of shape `(out, in)`."""
         with _disable_current_modes():
             super().__init__(weight.shape[1], weight.shape[0], bias=False, quant_type="nf4", device="meta")
-        operators, plain = torch.ops.bitsandbytes, weight
+        operators = torch.ops.bitsandbytes
         weight = (weight if weight.dtype in _KERNEL_DTYPES else weight.float()).contiguous()
         table = torch.tensor(_scale_codes(), dtype=torch.float32, device=weight.device)
         codes, scales = operators.quantize_4bit(weight, 64, "nf4", torch.uint8)
@@ -55,8 +55,6 @@ class Linear4bit(upstream.Linear4bit):  # type: ignore[misc, name-defined]
         for name, value in (("outer", outer), ("table", table), ("offset", offset)):
             # As integers with the same bits, which converting the module to half precision leaves alone.
             self.register_buffer(name, value.view(torch.int32), persistent=False)
-        # Empty: tells which dtype and device the weight would have by now.
-        self.register_buffer("like", plain.new_empty(0), persistent=False)
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -98,7 +96,6 @@ class Linear8bit(upstream.Linear8bitLt):  # type: ignore[misc, name-defined]
         codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(weight.contiguous().half())
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.register_buffer("scale", largest.mul(1.0 / 127.0).view(torch.int32), persistent=False)
-        self.register_buffer("like", weight.new_empty(0), persistent=False)
 
     @override
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.adapters.checkpoint import KEY
-from lightning_memfit.adapters.linears import AUTO, linear_layers
+from lightning_memfit.adapters.linears import AUTO, UNFIT, linear_layers
 from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.replace import replace_optimizers, take_out
@@ -201,8 +201,8 @@ class Lora(TechniqueCallback):
             child.requires_grad_(True)
         count = sum(p.numel() for p in module.parameters() if p.requires_grad)
         self.announce(f"{len(names)} layers, {count:,} parameters to train")
-        for name, reason in left_out.items():
-            self.announce(f"{name} gets no adapter: {reason}")
+        if left_out:
+            self.announce(f"no adapter in {', '.join(left_out)}: {UNFIT}")
 
 
 def _leave_out_frozen(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -64,12 +64,15 @@ class QuantizedWeights(TechniqueCallback):
         from lightning_memfit.adapters.quantized import quantized
 
         layers, left_out = linear_layers(module, self.target_modules)
-        unfit = dict.fromkeys(_kept_in_float32(module), "transformers keeps it in float32, and reads its dtype")
-        unfit |= dict.fromkeys(trained, "it is trained as a whole (`train` of Lora)")
-        for name in [name for name, layer in layers.items() if id(layer) in unfit]:
-            left_out[name] = unfit[id(layers.pop(name))]
-            if self.target_modules != AUTO:
-                raise ValueError(f"QuantizedWeights: {name}: {left_out[name]}. Leave it out of `target_modules`.")
+        kept = {*trained, *_kept_in_float32(module)}
+        whole = [name for name, layer in layers.items() if id(layer) in kept]
+        if whole and self.target_modules != AUTO:
+            raise ValueError(
+                f"QuantizedWeights: {whole[0]} is trained as a whole (`train` of Lora), or transformers keeps it in "
+                "float32. Leave it out of `target_modules`."
+            )
+        for name in whole:
+            del layers[name]
         before = after = count = 0
         for name in list(layers):  # one by one: a layer goes when the one that stands for it has come
             layer: Any = layers.pop(name)
@@ -82,8 +85,8 @@ class QuantizedWeights(TechniqueCallback):
             count += 1
         if count:
             self.announce(f"{count} layers in {self.bits} bits, {before / after:.1f} times smaller")
-        for name, reason in left_out.items():
-            self.announce(f"{name} stays as it is: {reason}")
+        if left_out or whole:
+            self.announce(f"{', '.join([*left_out, *whole])} not in {self.bits} bits")
 
 
 def _kept_in_float32(module: nn.Module) -> set[int]:
