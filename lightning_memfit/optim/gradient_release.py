@@ -17,7 +17,6 @@ from lightning_memfit.optim.steps import narrowed, refuse_own_step, step_below_h
 
 _SINGLE_PARAMETER = ("torch.optim", "bitsandbytes.", "torchao.optim.adam", "transformers.optimization", "lion_pytorch.")
 _OWN_STEP = "which would run once per parameter, without the gradients of the others"
-_CHANGED_IN_PLACE = "modified by an inplace operation"
 
 
 class GradientRelease:
@@ -81,7 +80,7 @@ class GradientRelease:
         try:
             yield
         except RuntimeError as error:
-            if self._stepped and _CHANGED_IN_PLACE in str(error):
+            if self._stepped and "modified by an inplace operation" in str(error):
                 raise RuntimeError(
                     "The backward pass reads a weight after its gradient is complete, when it is stepped. Something "
                     "uses it without a gradient (`weight.detach()`, a layer frozen for one branch), or it shares "

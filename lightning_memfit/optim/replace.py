@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.steps import OwnHook, refuse_own_step
 
 Convert = Callable[[Optimizer], Optimizer]
@@ -18,8 +19,7 @@ def replace_optimizers(configured: Any, convert: Convert) -> Any:
     """Convert every optimizer in what `configure_optimizers` returned.
 
     The objects stay the ones that the module made, and become what `convert` returns: a reference that the module
-    keeps, its parameter groups (the list and the dicts), its hooks and its schedulers are those of the new optimizer,
-    so that there is nothing that could be changed in the wrong place.
+    keeps, its parameter groups (the list and the dicts), its hooks and its schedulers are those of the new optimizer.
 
     Returns:
         `configured` itself.
@@ -33,11 +33,16 @@ def replace_optimizers(configured: Any, convert: Convert) -> Any:
     for optimizer, _ in changed:
         refuse_own_step(optimizer, "which its replacement would not run")
     for optimizer, replacement in changed:
-        is_tracked = _STEP in vars(optimizer)  # by schedulers, for which torch puts a layer on the object
+        is_tracked = "step" in vars(optimizer)  # by schedulers, for which torch puts a layer on the object
         _become(optimizer, replacement)
         if is_tracked:
             _KeepLearningRate(optimizer)
     return configured
+
+
+def convert_configured(module: Any, convert: Convert) -> Callable[[], None]:
+    """Convert what a module's `configure_optimizers` will return; the function that is returned takes this back."""
+    return wrap_method(module, "configure_optimizers", lambda inner: replace_optimizers(inner(), convert))
 
 
 def take_out(optimizer: Optimizer, leaves: Callable[[Tensor], bool]) -> None:
@@ -51,11 +56,6 @@ def take_out(optimizer: Optimizer, leaves: Callable[[Tensor], bool]) -> None:
                 group[key][:] = [group[key][place] for place in kept]
 
 
-_STEP = "step"
-_GROUPS = "param_groups"
-_STEPPED = "_opt_called"  # schedulers warn where they don't find it
-
-
 def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
     """Exchange class and attributes of two optimizers, so that the first is what the second was.
 
@@ -64,8 +64,8 @@ def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
     old, new = vars(optimizer), vars(replacement)
     before, after = dict(old), dict(new)
     wraps = after.get("wrapped") is optimizer
-    before.pop(_STEP, None)  # a scheduler's layer around the old class's step; it gets a new one below
-    after.pop(_STEP, None)
+    before.pop("step", None)  # a scheduler's layer around the old class's step; it gets a new one below
+    after.pop("step", None)
     for name in (name for name in before if name.endswith("_hooks")):
         # The same dicts: whoever registered a hook removes it from the one it was put into.
         for key in [key for key, hook in before[name].items() if OwnHook.is_one(hook) and not wraps]:
@@ -75,14 +75,14 @@ def _become(optimizer: Optimizer, replacement: Optimizer) -> None:
     if wraps:
         after["wrapped"] = replacement
     else:
-        for group, values in zip(before[_GROUPS], after[_GROUPS], strict=True):
+        for group, values in zip(before["param_groups"], after["param_groups"], strict=True):
             values = dict(values)  # of which the group may be the same object
             group.clear()
             group.update(values)
-        after[_GROUPS] = before[_GROUPS]
+        after["param_groups"] = before["param_groups"]
         # What users have put on the object, but not what the old class says of itself: fused optimizers of torch
-        # unscale gradients, and GradScaler asks a private attribute whether this one does.
-        theirs = {name: value for name, value in before.items() if name == _STEPPED or not name.startswith("_")}
+        # unscale gradients, and GradScaler asks a private attribute whether this one does. Schedulers warn without one.
+        theirs = {name: value for name, value in before.items() if name == "_opt_called" or not name.startswith("_")}
         after = {**theirs, **after}
     optimizer.__class__, replacement.__class__ = type(replacement), type(optimizer)
     for attributes, values in ((old, after), (new, before)):

@@ -2,19 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
-from lightning_memfit.checkpointing.apply import (
-    AppliedCheckpointing,
-    apply_checkpointing,
-    disable_caches,
-    refuse_checkpointed,
-)
-from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
+from lightning_memfit.checkpointing import apply
+from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
 from lightning_memfit.checkpointing.recompute import in_trace
 from lightning_memfit.techniques.core.callback import TechniqueCallback, describe
@@ -76,7 +72,7 @@ class ActivationCheckpointing(TechniqueCallback):
         self.keep = tuple(keep)
         self.blocks = blocks
         self.choices = None if choices is None else tuple(choices)
-        self._applied: AppliedCheckpointing | None = None
+        self._applied: apply.AppliedCheckpointing | None = None
 
     @property
     @override
@@ -102,19 +98,17 @@ class ActivationCheckpointing(TechniqueCallback):
         # `EMAWeightAveraging` and Lightning both call `configure_model`.
         if self._applied is not None and self._applied.is_on(module):
             return
-        refuse_checkpointed(module)
+        apply.refuse_checkpointed(module)
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
         if not groups:
             raise ValueError(f"ActivationCheckpointing: {_NO_BLOCKS}")
-        self.on_restore(disable_caches(module))
+        self.on_restore(apply.disable_caches(module))
         blocks = [block for group in groups for block in group.modules]
-        applied = self._applied = apply_checkpointing(blocks, self._choices(len(blocks)))
-        self.on_restore(self._forget)
+        applied = self._applied = apply.apply_checkpointing(blocks, self._choices(len(blocks)))
+        self.on_restore(partial(setattr, self, "_applied", None))
         self.on_restore(applied.remove)
-        self.announce(f"{self._label()}, {describe(_count(groups))} found, {applied.num_blocks} checkpointed")
-
-    def _forget(self) -> None:
-        self._applied = None
+        found = Counter(group.class_name for group in groups for _ in group.modules)
+        self.announce(f"{self._label()}, {describe(found)} found, {applied.num_blocks} checkpointed")
 
     def _resolve(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the plan, unless this is a copy, inside a trace, of a callback that already has one."""
@@ -150,13 +144,6 @@ class ActivationCheckpointing(TechniqueCallback):
             return "choices " + describe(Counter(self.choices))
         detail = self.every if self.every is not None else "+".join(self.keep)
         return f"mode {self.mode}{f' ({detail})' if detail else ''}"
-
-
-def _count(groups: list[BlockGroup]) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for group in groups:
-        counts[group.class_name] += len(group.modules)
-    return dict(counts)
 
 
 def check_budget(budget: str | int) -> str:

@@ -1,6 +1,5 @@
 """`AttentionKernel`: which implementation of attention Hugging Face models use."""
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,7 +8,7 @@ from typing_extensions import override
 
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.model_facts import attention_configs, outermost_pretrained
+from lightning_memfit.techniques.core.model_facts import keep_attention, outermost_pretrained
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 
@@ -36,8 +35,7 @@ class AttentionKernel(TechniqueCallback):
         if not models:
             raise ValueError(f"AttentionKernel: the module {_NO_MODEL}")
         for model in models:
-            before = [(config, config._attn_implementation) for config in attention_configs(model)]
-            self.on_restore(partial(_put_back, before))
+            self.on_restore(keep_attention(model))
             reason: object = "it keeps its own."
             try:
                 model.set_attn_implementation(self.implementation)
@@ -49,11 +47,6 @@ class AttentionKernel(TechniqueCallback):
                     "AttentionKernel out for this model."
                 )
         self.announce(f"{', '.join(type(model).__name__ for model in models)}: {self.implementation}")
-
-
-def _put_back(before: list[tuple[Any, str]]) -> None:
-    for config, implementation in before:
-        config._attn_implementation = implementation
 
 
 _NO_MODEL = (

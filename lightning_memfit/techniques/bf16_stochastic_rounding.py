@@ -1,16 +1,14 @@
 """`StochasticRounding`: bfloat16 weights only, stepped in float32 and rounded so that small updates count."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.float32_step import Float32Step
-from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.replace import convert_configured
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.precision import TechniquePrecision
@@ -51,11 +49,7 @@ class StochasticRounding(TechniquePrecision):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_optimizers`."""
-
-        def configure(inner: Callable[[], Any]) -> Any:
-            return replace_optimizers(inner(), self._convert)
-
-        self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
+        self.on_restore(convert_configured(pl_module, self._convert))
 
     def _convert(self, optimizer: Optimizer) -> Optimizer:
         weights = [p for group in optimizer.param_groups for p in group["params"]]

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_memfit.checkpointing.blocks import BlockGroup, find_blocks, select_blocks
 from lightning_memfit.checkpointing.knapsack import CheckpointingPlan
-from lightning_memfit.checkpointing.policies import Choice, Keep
+from lightning_memfit.checkpointing.policies import Choice
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.device.runtime import RuntimeMemory, runtime_memory
 from lightning_memfit.estimate.block_figures import BudgetError
@@ -31,12 +31,6 @@ from lightning_memfit.techniques.core.first_batch import first_batch
 
 Checkpointing = Callable[..., TechniqueCallback]
 """The class `ActivationCheckpointing`, passed as an argument because its module imports this one."""
-
-_KEPT: dict[Choice, tuple[Keep, ...]] = {
-    "keep_attention": ("attention",),
-    "keep_matmul": ("matmul",),
-    "keep_matmul_attention": ("matmul", "attention"),
-}
 
 
 @dataclass(frozen=True)
@@ -75,18 +69,15 @@ def make_planner(
         return find_blocks(clone) if blocks is None else select_blocks(clone, blocks)
 
     def trace_uniform(choice: Choice) -> Trace:
+        # Written as a mode, so that a trace may be shortened.
+        kept = choice.removeprefix("keep_").split("_") if choice.startswith("keep_") else ()
         # Values that have to be assumed, and mixtures' routings, are those of the step, whatever is recomputed.
-        return trace(True, choice == "none", **_following(choice))
+        return trace(True, choice == "none", mode="selective" if kept else choice, keep=kept)
 
     def trace_plan(choices: tuple[Choice, ...]) -> Trace:
         return trace(False, False, choices=choices)
 
     return BudgetPlanner(trace_uniform, trace_plan, rate, rounding_bytes)
-
-
-def _following(choice: Choice) -> dict[str, Any]:
-    """Options that make all blocks follow one choice, written as a mode, so that a trace may be shortened."""
-    return {"mode": "selective", "keep": _KEPT[choice]} if choice in _KEPT else {"mode": choice}
 
 
 def resolve_budget(

@@ -72,11 +72,7 @@ class ChunkedLoss(TechniqueCallback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Refuse a module that computes its loss itself, before a weight changes.
-
-        Raises:
-            MisconfigurationException: If no model was given labels so far.
-        """
+        """Refuse a module that computes its loss itself, before a weight changes."""
         if self._heads and not any(head.num_losses for head in self._heads):
             names = ", ".join(head.name for head in self._heads)
             raise MisconfigurationException(
@@ -93,11 +89,7 @@ class ChunkedLoss(TechniqueCallback):
 
 
 def find_causal_models(module: nn.Module) -> list[Any]:
-    """Hugging Face language models in a module.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Hugging Face language models in a module; an error if there is none."""
     models = [child for child in module.modules() if is_causal_lm(child)]
     if not models:
         raise ValueError(f"ChunkedLoss: the module {_NO_MODEL}")
@@ -134,11 +126,7 @@ class ChunkedHead:
     def _run_model(
         self, model: nn.Module, signature: inspect.Signature, inner: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a model, and its head without logits if it is given labels.
-
-        Raises:
-            ValueError: If the model took another loss of its logits than one in chunks.
-        """
+        """Run a model, and its head without logits if it is given labels."""
         given = signature.bind_partial(*args, **kwargs).arguments
         labels = {**given, **given.get("kwargs", {})}.get("labels")
         items = kwargs.get("num_items_in_batch")
@@ -173,9 +161,7 @@ class ChunkedHead:
         call = next((one for one in reversed(self.calls) if one is not None), None)
         if call is None or call.made or torch.compiler.is_compiling() or not isinstance(hidden, Tensor):
             return inner(hidden, *args, **kwargs)
-        head: Any = self.head
-        # Read once: spectral norm and the like change with each.
-        return call.begin(hidden, head.weight, head.bias)
+        return call.begin(hidden)
 
     def refusal(self, reason: str, fix: str = "Leave ChunkedLoss out for this model.") -> str:
         """A sentence that names the model."""
@@ -202,26 +188,24 @@ class _Call(TorchFunctionMode):
         """Whether a value stands for logits."""
         return any(value is one for one, _ in self.made)
 
-    def begin(self, hidden: Tensor, weight: Any, bias: Any) -> Tensor:
+    def begin(self, hidden: Tensor) -> Tensor:
         """Return what stands for the head's output of `hidden`, `(..., width)`."""
         self.hidden = hidden if hidden.ndim == 3 else hidden.reshape(1, -1, hidden.shape[-1])
-        self.weight, self.bias = weight, bias
+        head: Any = self.head.head
+        self.weight, self.bias = head.weight, head.bias  # read once: spectral norm changes with each reading
         self.with_gradients = torch.is_grad_enabled()
         device = hidden.device.type
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dtype = hidden.dtype if self.autocast is None or hidden.dtype is torch.float64 else self.autocast
         self.stack.enter_context(self)
-        return self._stand_in((*hidden.shape[:-1], weight.shape[0]), dtype)
+        return self._stand_in((*hidden.shape[:-1], self.weight.shape[0]), dtype)
 
     def _stand_in(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self.made.append((self.hidden.new_zeros((), dtype=dtype).expand(*shape), len(self.steps)))
         return self.made[-1][0]
 
-    def logits_of(self, rows: Tensor, num_steps: int) -> Tensor:
-        """Logits of `(tokens, width)`, after so many of the steps."""
-        return self._changed(F.linear(rows, _gathered(self.weight), _gathered(self.bias)), num_steps)
-
-    def _changed(self, logits: Tensor, num_steps: int) -> Tensor:
+    def changed(self, logits: Tensor, num_steps: int) -> Tensor:
+        """Logits of `(tokens, classes)`, after so many of the steps."""
         for step in self.steps[:num_steps]:
             logits = step(logits)
         return logits
@@ -287,7 +271,7 @@ class _Call(TorchFunctionMode):
             raise ValueError(self.head.refusal(f"applies `cross_entropy({asked})` to its logits"))
         self.num_losses += 1
         labels = target.to(hidden.device, torch.long).view(hidden.shape[:2])
-        change = partial(self._changed, num_steps=len(self.steps)) if self.steps else None
+        change = partial(self.changed, num_steps=len(self.steps)) if self.steps else None
         total = linear_cross_entropy(
             hidden,
             _gathered(self.weight),
@@ -327,20 +311,16 @@ class _Unread:
         self.time = call.head.num_updates
 
     def read(self) -> Tensor:
-        """Compute them.
-
-        Raises:
-            RuntimeError: If an optimizer has stepped since.
-        """
+        """Compute them."""
         if self.call.head.num_updates != self.time:
             raise RuntimeError(
                 "ChunkedLoss: logits are read after the optimizer's step, whose weights would give others. Read "
                 "them (`output.logits`) in the step, or leave ChunkedLoss out."
             )
-        hidden, dtype = self.call.hidden, self.call.autocast
-        cast = torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype is not None)
-        with cast, torch.set_grad_enabled(self.call.with_gradients):
-            logits = self.call.logits_of(hidden.reshape(-1, hidden.shape[-1]), self.num_steps)
+        call, rows = self.call, self.call.hidden.flatten(0, 1)
+        cast = torch.autocast(rows.device.type, dtype=call.autocast, enabled=call.autocast is not None)
+        with cast, torch.set_grad_enabled(call.with_gradients):
+            logits = call.changed(F.linear(rows, _gathered(call.weight), _gathered(call.bias)), self.num_steps)
         return logits.view(self.shape).to(self.dtype)
 
 
@@ -384,11 +364,6 @@ def _at_least_one(num_items: Any, labels: Tensor) -> Any:
     return num_items + ((num_items == 0) & ~(labels != -100).any().to(num_items.device)).to(num_items.dtype)
 
 
-_ZERO_3 = (
-    "it uses the head's weight outside the head, where ZeRO-3 has put it away. Use `memfit_zero_2` or `memfit_fsdp2`, "
-    "or leave ChunkedLoss out."
-)
-
 _NO_MODEL = (
     "holds no Hugging Face causal language model or encoder-decoder (PreTrainedModel) with one linear output head. A "
     "head of several layers, as an `nn.Sequential`, isn't served. Leave ChunkedLoss out, or call "
@@ -399,7 +374,7 @@ _NO_MODEL = (
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if the loss can be computed in chunks."""
     if run.zero_3:
-        return _ZERO_3
+        return "it uses the head's weight outside the head, where ZeRO-3 has put it away. Use `memfit_zero_2` or FSDP2."
     if run.callbacks.count("ChunkedLoss") > 1:
         return "it is listed twice in the trainer's callbacks. Leave one out."
     if run.facts.causal_lm is False:
@@ -407,11 +382,12 @@ def unsupported(run: Run, options: Options) -> str | None:
     return None
 
 
+_KERNELS_PER_CHUNK = 15
+
+
 def _cost(profile: "ModelProfile", options: Options) -> Cost:
     return Cost(micro_batch=Work(kernels=_KERNELS_PER_CHUNK * int(options.get("num_chunks", 8))))
 
-
-_KERNELS_PER_CHUNK = 15
 
 TECHNIQUE = Technique(
     name="chunked_loss",

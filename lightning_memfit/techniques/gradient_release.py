@@ -107,16 +107,12 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
         )
     if facts.gradient_clip_val and facts.gradient_clip_algorithm == "norm":
         return (
-            f"`gradient_clip_val={facts.gradient_clip_val}` by norm scales every gradient by the norm of all, which is "
-            "known when the last has arrived, and the first are stepped and freed by then. Clip by value "
-            "(gradient_clip_algorithm='value'), take an optimizer that bounds its own updates (torch.optim.Adafactor), "
-            "or leave one of the two out."
+            f"`gradient_clip_val={facts.gradient_clip_val}` by norm needs all gradients, and the first are freed "
+            "before. Clip by value (gradient_clip_algorithm='value'), take an optimizer that bounds its own updates "
+            "(torch.optim.Adafactor), or leave one of the two out."
         )
     if run.strategy != "SingleDeviceStrategy":
-        return (
-            f"{run.strategy} reduces gradients across devices after they are accumulated, and "
-            "parameters would step before. Use one device, or leave GradientRelease out."
-        )
+        return f"{run.strategy} reduces gradients across devices, and parameters would step before. Use one device."
     if run.precision == "16-mixed":
         return "loss scaling (16-mixed) needs all gradients to look for overflow. Use bf16-mixed."
     if len(facts.optimizers) > 1:

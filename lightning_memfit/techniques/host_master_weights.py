@@ -1,7 +1,7 @@
 """`HostMasterWeights`: half-precision weights on the device, float32 masters and the optimizer on the host."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -75,14 +75,9 @@ class HostMasterWeights(TechniquePrecision):
         self._names: dict[Tensor, str] = {}
         self._host: HostMaster | None = None
 
-    @contextmanager
-    def float32_weights(self) -> Iterator[None]:
+    def float32_weights(self) -> AbstractContextManager[None]:
         """Let the module's parameters be their float32 masters for a while, to read or to write them in a hook."""
-        if self._host is None:
-            yield
-            return
-        with self._host.shown():
-            yield
+        return nullcontext() if self._host is None else self._host.shown()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -186,11 +181,7 @@ class HostMasterWeights(TechniquePrecision):
         return converted
 
     def _keep_values(self, module: nn.Module, loaded: Mapping[str, Tensor]) -> list[tuple[nn.Module, str, Tensor]]:
-        """Remember the values that the conversion to bfloat16 is about to round, without copying those on the host.
-
-        Returns:
-            Buffers, by module and name.
-        """
+        """Remember the values that the conversion is about to round, and return those of buffers by module and name."""
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
             exact = self._exact_value(parameter, loaded.get(name))

@@ -3,15 +3,13 @@
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
-_USED_UP = "its gradients are used up during backward, which may have to be repeated."
-_CONFLICTS = {"GradientRelease": _USED_UP, "HostMasterWeights": _USED_UP}
-
 
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if batches can be cut."""
     if not run.facts.automatic_optimization:
         return "with manual optimization the module runs its own forward and backward. Use automatic optimization."
-    return run.beside(_CONFLICTS)
+    used_up = "its gradients are used up during backward, which may have to be repeated."
+    return run.beside(dict.fromkeys(("GradientRelease", "HostMasterWeights"), used_up))
 
 
 TECHNIQUE = Technique(

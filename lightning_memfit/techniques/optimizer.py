@@ -3,7 +3,6 @@
 Its techniques, one per optimizer, are derived from the records of `optim.optimizers`.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -11,21 +10,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.extras import require
-from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.exchange import exchange, untranslatable
 from lightning_memfit.optim.optimizers import OPTIMIZERS, OptimizerRecord, class_named, optimizer_classes
-from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.replace import convert_configured
 from lightning_memfit.optim.states import Resume
 from lightning_memfit.techniques.core.callback import TechniqueCallback
-from lightning_memfit.techniques.core.cost import Cost, Work
+from lightning_memfit.techniques.core.cost import Cost
 from lightning_memfit.techniques.core.facts import Run
-from lightning_memfit.techniques.core.step_cost import (
-    FOREACH_PASSES,
-    FUSED_PASSES,
-    num_trained,
-    other_cpu_step,
-    other_states,
-)
+from lightning_memfit.techniques.core.step_cost import fusing, other_states
 from lightning_memfit.techniques.core.technique import CallbackSpec, Options, Technique
 
 if TYPE_CHECKING:
@@ -67,11 +59,7 @@ class ReplaceOptimizer(TechniqueCallback):
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_optimizers`."""
-
-        def configure(inner: Callable[[], Any]) -> Any:
-            return replace_optimizers(inner(), self._convert)
-
-        self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
+        self.on_restore(convert_configured(pl_module, self._convert))
 
     @property
     def _technique(self) -> str:
@@ -116,12 +104,6 @@ def unsupported(run: Run, options: Options) -> str | None:
     return None
 
 
-def _cost_of_fusing(profile: "ModelProfile", record: OptimizerRecord) -> Work:
-    if profile.device == "cpu":
-        return other_cpu_step(profile, record.name)
-    return Work(device_bytes=-4.0 * (FOREACH_PASSES - FUSED_PASSES) * num_trained(profile))
-
-
 def technique_of(record: OptimizerRecord) -> Technique:
     """The technique that exchanges a module's optimizer for the one in a record.
 
@@ -134,7 +116,7 @@ def technique_of(record: OptimizerRecord) -> Technique:
     fused = bool(record.arguments.get("fused"))
 
     def cost(profile: "ModelProfile", options: Options) -> Cost:
-        return Cost(step=_cost_of_fusing(profile, record) if fused else other_states(profile, record.name))
+        return Cost(step=fusing(profile, record.name) if fused else other_states(profile, record.name))
 
     given = {"options": dict(replacement.options), "drop": list(replacement.drop)}
     arguments = {"name": record.cls.name, **{name: value for name, value in given.items() if value}}

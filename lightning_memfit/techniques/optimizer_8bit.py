@@ -1,6 +1,7 @@
 """`Optimizer8bit`: the module's own optimizer with 8-bit states."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ from lightning_memfit.extras import require
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.eight_bit import convertible, embedding_parameters, repage_states, to_bitsandbytes
 from lightning_memfit.optim.optimizers import find_optimizer
-from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.replace import convert_configured
 from lightning_memfit.optim.states import Resume
 from lightning_memfit.techniques.core.callback import TechniqueCallback
 from lightning_memfit.techniques.core.facts import Run
@@ -65,15 +66,12 @@ class Optimizer8bit(TechniqueCallback):
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap `configure_optimizers`."""
 
-        def configure(inner: Callable[[], Any]) -> Any:
-            return self._convert_all(inner(), pl_module)
-
         def load(inner: Callable[..., Any], checkpoint: Any) -> None:
             # Lightning would move paged states to the device, which may lack the room.
             for optimizer, states in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(states)
 
-        self.on_restore(wrap_method(pl_module, "configure_optimizers", configure))
+        self.on_restore(convert_configured(pl_module, partial(self._convert, pl_module)))
         if self.paged and type(trainer.strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
             self.on_restore(wrap_method(trainer.strategy, "load_optimizer_state_dict", load))
 
@@ -83,24 +81,19 @@ class Optimizer8bit(TechniqueCallback):
         for optimizer in trainer.optimizers:
             repage_states(optimizer)
 
-    def _convert_all(self, configured: Any, pl_module: pl.LightningModule) -> Any:
-        kept = embedding_parameters(pl_module) if self.keep_32bit_embeddings else []
-
-        def convert(optimizer: Optimizer) -> Optimizer:
-            if Resume.was_made_by(optimizer, self._technique):
-                return optimizer
-            converted: Optimizer = to_bitsandbytes(
-                optimizer,
-                bits=self.bits,
-                paged=self.paged,
-                keep_32bit=kept,
-                min_8bit_size=self.min_8bit_size,
-                technique=self._technique,
-            )
-            self.announce(f"{type(optimizer).__name__} -> {type(converted).__name__}, {_summary(converted)}")
-            return converted
-
-        return replace_optimizers(configured, convert)
+    def _convert(self, pl_module: pl.LightningModule, optimizer: Optimizer) -> Optimizer:
+        if Resume.was_made_by(optimizer, self._technique):
+            return optimizer
+        converted: Optimizer = to_bitsandbytes(
+            optimizer,
+            bits=self.bits,
+            paged=self.paged,
+            keep_32bit=embedding_parameters(pl_module) if self.keep_32bit_embeddings else [],
+            min_8bit_size=self.min_8bit_size,
+            technique=self._technique,
+        )
+        self.announce(f"{type(optimizer).__name__} -> {type(converted).__name__}, {_summary(converted)}")
+        return converted
 
     @property
     def _technique(self) -> str:

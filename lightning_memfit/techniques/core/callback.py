@@ -38,14 +38,10 @@ class Reversible:
 
     @classmethod
     def refusal(cls, run: Run, options: Options) -> str | None:
-        """Reason and fix, or None if a run can have this callback with these arguments.
+        """Reason and fix, or None if a run that has this callback can have it with these arguments, by name.
 
         The rule is the function `unsupported` in the file of the class, beside the technique's record, which names it:
         what `Setting.validate` says of a setting is what the run says, in the same words.
-
-        Args:
-            run: The run, with this callback in it.
-            options: All arguments of the callback by name.
         """
         modules = [sys.modules[base.__module__] for base in cls.__mro__]  # that of a subclass need not have a rule
         rule = next((module.unsupported for module in modules if hasattr(module, "unsupported")), None)
@@ -93,21 +89,13 @@ class Reversible:
             self._undo = []
 
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Apply the technique to a run that trains.
-
-        Raises:
-            Refusal: If the run can't have it.
-        """
+        """Apply the technique to a run that trains."""
         if self.rules_traces or not self.in_trace:
             self.refuse_unsupported(run_of(trainer, pl_module))
         self.apply(trainer, pl_module)
 
     def refuse_unsupported(self, run: Run) -> None:
-        """Check the rule.
-
-        Raises:
-            Refusal: If the run can't have this callback.
-        """
+        """Raise a `Refusal` if the run can't have this callback."""
         reason = self.refusal(run, arguments_of(self))
         if reason is not None:
             raise Refusal(f"{type(self).__name__}: {reason}")
@@ -122,11 +110,7 @@ class ReversibleCallback(Reversible, pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Apply the technique to a run that trains.
-
-        Raises:
-            Refusal: If the run can't have it.
-        """
+        """Apply the technique to a run that trains."""
         self.restore()
         if stage == "fit":
             self.begin(trainer, pl_module)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -79,10 +80,16 @@ def outermost_pretrained(module: nn.Module) -> list[Any]:
     return [model for child in module.children() for model in outermost_pretrained(child)]
 
 
-def attention_configs(model: Any) -> list[Any]:
-    """Configurations of a model and its parts, each once."""
-    found = {id(child.config): child.config for child in model.modules() if is_pretrained(child)}
-    return list(found.values())
+def keep_attention(model: Any) -> Callable[[], None]:
+    """Remember which implementation of attention a model and its parts have; return a function that puts it back."""
+    configs = {id(child.config): child.config for child in model.modules() if is_pretrained(child)}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+
+    def put_back() -> None:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+
+    return put_back
 
 
 def _attention(module: nn.Module) -> frozenset[str] | None:
@@ -94,12 +101,11 @@ def _attention(module: nn.Module) -> frozenset[str] | None:
 
 
 def _can_switch(model: Any, name: str) -> bool:
-    before = [(config, config._attn_implementation) for config in attention_configs(model)]
+    put_back = keep_attention(model)
     try:
         model.set_attn_implementation(name)
         return bool(model.config._attn_implementation == name)
     except (ValueError, ImportError):
         return False
     finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
+        put_back()

@@ -28,11 +28,7 @@ class TechniquePrecision(Reversible, HalfPrecision):
 
     @override
     def convert_module(self, module: Any) -> Any:
-        """Apply the technique to a run that trains, and convert the module.
-
-        Raises:
-            Refusal: If the run can't have it.
-        """
+        """Apply the technique to a run that trains, and convert the module."""
         self.restore()
         if isinstance(module, pl.LightningModule) and module.trainer.state.fn == TrainerFn.FITTING:
             self.begin(module.trainer, module)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FOREACH_PASSES = 20
 """How often batched AdamW (`foreach`, CUDA's default) reads or writes a tensor of a parameter's size."""
-FUSED_PASSES = 7
+_FUSED_PASSES = 7
 """Fused AdamW reads weight, gradient and two states, and writes weight and states."""
 
 _TENSOR_KERNELS, _FACTORED_KERNELS = 2.5, 5.5
@@ -71,6 +71,13 @@ def other_states(profile: ModelProfile, optimizer: str) -> Work:
     alone = record.package == "bitsandbytes"
     kernels = _FACTORED_KERNELS if record.states.factored else _TENSOR_KERNELS if alone else 0.0
     return Work(device_bytes=2.0 * (made - state_bytes(profile)), kernels=kernels * len(stepped))
+
+
+def fusing(profile: ModelProfile, optimizer: str) -> Work:
+    """Work that a step saves with one kernel, and the same states."""
+    if profile.device == "cpu":
+        return other_cpu_step(profile, optimizer)
+    return Work(device_bytes=-4.0 * (FOREACH_PASSES - _FUSED_PASSES) * num_trained(profile))
 
 
 def other_cpu_step(profile: ModelProfile, optimizer: str) -> Work:

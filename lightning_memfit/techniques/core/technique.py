@@ -189,8 +189,7 @@ class Technique:
             ValueError: If none has it.
         """
         trainer = {name: options.get(name, value) for name, value in self.trainer.items()}
-        specs = []
-        known = list(self.trainer)
+        specs, known = [], list(self.trainer)
         for spec in self.callbacks:
             names = [name for name in defaults_of(spec.load()) if name not in spec.kept]
             taken = {name: options[name] for name in names if name in options}
@@ -206,21 +205,11 @@ class Technique:
         return trainer, tuple(specs)
 
     def config(self, **options: Any) -> dict[str, Any]:
-        """Configuration that uses the technique in YAML: `trainer` with its options, `callbacks+` and `plugins+`.
-
-        Raises:
-            ValueError: If it has no such option.
-        """
-        trainer, specs = self.configured(**options)
-        return overlay(trainer, specs)
+        """Configuration that uses the technique in YAML: `trainer` with its options, `callbacks+` and `plugins+`."""
+        return overlay(*self.configured(**options))
 
     def build(self, **options: Any) -> list[Any]:
-        """Callbacks and plugins for a Trainer, or for `profile_module(..., callbacks=...)`.
-
-        Raises:
-            ModuleNotFoundError: If a package is missing.
-            ValueError: If it has no such option, or a value is wrong.
-        """
+        """Callbacks and plugins for a Trainer, or for `profile_module(..., callbacks=...)`."""
         reason = self.missing()
         if reason is not None:
             raise ModuleNotFoundError(f"{self.name} {reason}")

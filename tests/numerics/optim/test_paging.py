@@ -97,11 +97,11 @@ def test_copies_are_paged_again(way, allocated):
 def test_a_second_fit_pages_states_that_lightning_has_moved(allocated):
     """Before forward, which may need the room on the card."""
     callback, module = Optimizer8bit(paged=True), nn.Linear(1, 1)
-    optimizer = callback._convert_all(torch.optim.AdamW([nn.Parameter(torch.empty(SHAPE, device="meta"))]), module)
+    optimizer = callback._convert(module, torch.optim.AdamW([nn.Parameter(torch.empty(SHAPE, device="meta"))]))
     state = make_states(optimizer, 7)
     for key in KEYS:
         state[key] = state[key].clone()  # as `_optimizers_to_device` does on CUDA
-    assert callback._convert_all(optimizer, module) is optimizer
+    assert callback._convert(module, optimizer) is optimizer
     callback.on_train_start(SimpleNamespace(optimizers=[optimizer]), module)
     assert all(state[key].is_paged and state[key].eq(7).all() for key in KEYS)
     assert sum(allocated) == NUM_BYTES
