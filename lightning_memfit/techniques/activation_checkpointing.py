@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
-from lightning_memfit.checkpointing import apply
+from lightning_memfit.checkpointing import apply as checkpointing
 from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.checkpointing.policies import Choice, Keep, Mode, check_mode, choices_for
 from lightning_memfit.checkpointing.recompute import in_trace
@@ -72,7 +72,7 @@ class ActivationCheckpointing(TechniqueCallback):
         self.keep = tuple(keep)
         self.blocks = blocks
         self.choices = None if choices is None else tuple(choices)
-        self._applied: apply.AppliedCheckpointing | None = None
+        self._applied: checkpointing.AppliedCheckpointing | None = None
 
     @property
     @override
@@ -98,13 +98,13 @@ class ActivationCheckpointing(TechniqueCallback):
         # `EMAWeightAveraging` and Lightning both call `configure_model`.
         if self._applied is not None and self._applied.is_on(module):
             return
-        apply.refuse_checkpointed(module)
+        checkpointing.refuse_checkpointed(module)
         groups = select_blocks(module, self.blocks) if self.blocks is not None else find_blocks(module)
         if not groups:
             raise ValueError(f"ActivationCheckpointing: {_NO_BLOCKS}")
-        self.on_restore(apply.disable_caches(module))
+        self.on_restore(checkpointing.disable_caches(module))
         blocks = [block for group in groups for block in group.modules]
-        applied = self._applied = apply.apply_checkpointing(blocks, self._choices(len(blocks)))
+        applied = self._applied = checkpointing.apply_checkpointing(blocks, self._choices(len(blocks)))
         self.on_restore(partial(setattr, self, "_applied", None))
         self.on_restore(applied.remove)
         found = Counter(group.class_name for group in groups for _ in group.modules)
