@@ -35,7 +35,7 @@ class CheckpointedForward(ReplacedForward):
         super().__init__(block)
         self.choice = choice
         self.inputs_on_host = inputs_on_host
-        self._knowledge = Knowledge((block,))
+        self._knowledge = Knowledge(block)
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

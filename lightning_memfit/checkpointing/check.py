@@ -73,7 +73,7 @@ class FirstCall:
         _refuse_caches(known.name, (*args, *kwargs.values()))
         known.is_light = False
         known.look_at_devices(_tensors_in(args))
-        children = (child for module in known.modules for child in module.modules())
+        children = known.module.modules()
         # Such layers are known to write buffers before a trace has seen it.
         have_statistics = any(one.training and getattr(one, "track_running_stats", False) is True for one in children)
         self._may_be_light &= known.look_at_parameters() and not have_statistics
@@ -86,7 +86,7 @@ class FirstCall:
             self._refuse("its forward hooks the accumulation of gradients, once more in every recomputation.")
         self._note_written()
         self._look_at_results(result)
-        (known.settled if self._has_values else known.traced).add(known.modules[0].training)
+        (known.settled if self._has_values else known.traced).add(known.module.training)
         return result
 
     # --- forward ---
@@ -226,7 +226,7 @@ class FirstCall:
         apart = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
         with drawing_from(self._random), self._state.put_back(), apart:
             try:
-                return _Run(function, self._inputs, self._known.named_parameters(), self._given)
+                return _Run(function, self._inputs, dict(self._known.module.named_parameters()), self._given)
             except (InexactRecomputationError, torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:

@@ -38,25 +38,27 @@ def in_trace() -> bool:
 
 
 class Knowledge:
-    """What the first calls of some modules have shown, by which later ones are run. A copy begins without any.
+    """What the first calls of a block have shown, by which later ones are run. A copy begins without any.
 
     Args:
-        modules: What is run together.
+        module: The block.
 
     Attributes:
-        settled: Training modes in which they have been called.
+        name: What errors call it.
+        settled: Training modes in which it has been called.
         traced: The same of calls in a trace, whose tensors have no values.
         written: Groups of their state that a call writes, which are put back around a recomputation.
         moves_generators: Whether a call draws from Python's or NumPy's global generator.
         is_light: Whether a `LightCall` gives what torch's checkpoint does.
         constant_outputs: Numbers of the outputs that need no gradients.
-        has_script: Whether part of them is TorchScript.
-        parameters: What they train.
-        devices: The CPU, and the accelerators that they and their positional arguments lie on.
+        has_script: Whether part of it is TorchScript.
+        parameters: What it trains.
+        devices: The CPU, and the accelerators that it and its positional arguments lie on.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = tuple(modules)
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.name = type(module).__name__
         self.settled: set[bool] = set()
         self.traced: set[bool] = set()
         self.written: tuple[Group, ...] = ()
@@ -71,22 +73,17 @@ class Knowledge:
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return Knowledge, (self.modules,)
-
-    @property
-    def name(self) -> str:
-        """What errors call the modules."""
-        return " and ".join(dict.fromkeys(type(module).__name__ for module in self.modules))
+        return Knowledge, (self.module,)
 
     def is_new(self) -> bool:
         """Whether the next call is the first in this training mode."""
-        mode = self.modules[0].training
+        mode = self.module.training
         return mode not in self.settled and not (mode in self.traced and in_trace())
 
     def run(
         self, function: Function, kept: frozenset[Any], args: tuple[Any, ...], kwargs: dict[str, Any], around: Around
     ) -> Any:
-        """Run a function of the modules so that it is recomputed in backward, as all calls but the first."""
+        """Run a function of the block so that it is recomputed in backward, as all calls but the first."""
         if self.is_light and not kept and around is None and self.takes_light(args, kwargs):
             return LightCall(function, self).run(args, kwargs)
         options = {}
@@ -127,15 +124,10 @@ class Knowledge:
 
     # --- what the first call looks at ---
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by name."""
-        together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
-        return dict(together.named_parameters())
-
     def groups(self) -> tuple[Group, ...]:
-        """Their state; without weights that DeepSpeed gives and takes while they run."""
+        """Its state; without weights that DeepSpeed gives and takes while it runs."""
         is_gathered = any(hasattr(parameter, "ds_id") for parameter in self.parameters)
-        return tuple(one for one in groups_of(self.modules) if not (is_gathered and one.kind == "parameters"))
+        return tuple(one for one in groups_of([self.module]) if not (is_gathered and one.kind == "parameters"))
 
     def look_at_parameters(self) -> bool:
         """Note the parameters that there are now, and return whether a `LightCall` can take them.
@@ -143,7 +135,7 @@ class Knowledge:
         It gives back all gradients of a block at once. Where one is used up as soon as it is there (a step in backward,
         masters on the host), torch's checkpoint needs less memory, as it does under strategies that shard.
         """
-        children = dict.fromkeys(child for module in self.modules for child in module.modules())
+        children = list(self.module.modules())
         self.has_script = any(isinstance(child, torch.jit.ScriptModule) for child in children)
         self._places = [
             (child._parameters, name, parameter)
@@ -164,8 +156,8 @@ class Knowledge:
         Args:
             inputs: Those among positional arguments, of whose devices `checkpoint` keeps the random states by itself.
         """
-        own = (tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers()))
-        devices = {tensor.device for tensor in (*own, *inputs) if tensor.device.type not in ("cpu", "meta")}
+        tensors = (*self.module.parameters(), *self.module.buffers(), *inputs)
+        devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
         self.devices = (_CPU, *sorted(devices, key=str))
         further = sorted(devices - {tensor.device for tensor in inputs}, key=str)
         self._markers = tuple(torch.empty(0, device=device) for device in further)

@@ -355,6 +355,7 @@ class _Slot:
             self.gradient.add_(gradient)
 
     def wait(self) -> None:
+        assert self.arrival is not None
         arrival, self.arrival = self.arrival, None
         arrival.result()
 

@@ -16,19 +16,12 @@ Convert = Callable[[Optimizer], Optimizer]
 
 
 def replace_optimizers(configured: Any, convert: Convert) -> Any:
-    """Convert every optimizer in what `configure_optimizers` returned.
+    """Convert every optimizer in what `configure_optimizers` returned, and return that.
 
     The objects stay the ones that the module made, and become what `convert` returns: a reference that the module
     keeps, its parameter groups (the list and the dicts), its hooks and its schedulers are those of the new optimizer.
-
-    Returns:
-        `configured` itself.
-
-    Raises:
-        ValueError: If somebody has put a `step` of their own on an optimizer.
     """
-    optimizers = dict.fromkeys(leaf for leaf in tree_leaves(configured) if isinstance(leaf, Optimizer))
-    replacements = [(optimizer, convert(optimizer)) for optimizer in optimizers]
+    replacements = [(optimizer, convert(optimizer)) for optimizer in optimizers_in(configured)]
     changed = [(optimizer, replacement) for optimizer, replacement in replacements if replacement is not optimizer]
     for optimizer, _ in changed:
         refuse_own_step(optimizer, "which its replacement would not run")
@@ -38,6 +31,11 @@ def replace_optimizers(configured: Any, convert: Convert) -> Any:
         if is_tracked:
             _KeepLearningRate(optimizer)
     return configured
+
+
+def optimizers_in(configured: Any) -> list[Optimizer]:
+    """The optimizers in what `configure_optimizers` returned, each once."""
+    return list(dict.fromkeys(leaf for leaf in tree_leaves(configured) if isinstance(leaf, Optimizer)))
 
 
 def convert_configured(module: Any, convert: Convert) -> Callable[[], None]:

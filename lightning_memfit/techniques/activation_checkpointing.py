@@ -153,19 +153,17 @@ def check_budget(budget: str | int) -> str:
         ValueError: If it is none of these.
     """
     text = str(budget).strip()
-    if text == "auto":
-        return text
-    if not text.endswith("%"):
+    if text.endswith("%"):
+        try:
+            fits = 0 <= float(text[:-1]) <= 100
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"`budget={budget!r}` must be a percentage from 0% to 100%, a size such as 6GiB, or auto.")
+    elif text != "auto":
         from lightning_memfit.memory import parse_bytes  # which budgets alone need
 
         parse_bytes(text, "budget")
-        return text
-    try:
-        percentage = float(text[:-1])
-    except ValueError:
-        percentage = -1.0
-    if not 0 <= percentage <= 100:
-        raise ValueError(f"`budget={budget!r}` must be a percentage from 0% to 100%, a size such as 6GiB, or auto.")
     return text
 
 

@@ -52,8 +52,9 @@ class StochasticRounding(TechniquePrecision):
         self.on_restore(convert_configured(pl_module, self._convert))
 
     def _convert(self, optimizer: Optimizer) -> Optimizer:
-        weights = [p for group in optimizer.param_groups for p in group["params"]]
-        if all(p.dtype is torch.float32 for p in weights):  # adapters beside frozen bfloat16 weights
+        if all(
+            p.dtype is torch.float32 for group in optimizer.param_groups for p in group["params"]
+        ):  # adapters beside frozen bfloat16 weights
             self.announce(f"{type(optimizer).__name__} trains float32 weights alone, which need no other rounding")
             return optimizer
         self.announce(f"{type(optimizer).__name__} steps bfloat16 weights in float32, stochastic rounding")

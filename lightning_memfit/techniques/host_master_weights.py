@@ -16,7 +16,7 @@ from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import keep_on_host, return_to_device
 from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.optim.host_master import HostMaster, with_changes
-from lightning_memfit.optim.replace import replace_optimizers
+from lightning_memfit.optim.replace import optimizers_in
 from lightning_memfit.techniques.core.cost import Cost, Work
 from lightning_memfit.techniques.core.facts import Run
 from lightning_memfit.techniques.core.precision import TechniquePrecision
@@ -89,14 +89,8 @@ class HostMasterWeights(TechniquePrecision):
         """Wrap the methods that configure and load, and those that average weights."""
 
         def configure(inner: Callable[[], Any]) -> Any:
-            optimizers: list[Optimizer] = []
-
-            def note(optimizer: Optimizer) -> Optimizer:
-                optimizers.append(optimizer)
-                return optimizer
-
-            configured = replace_optimizers(inner(), note)
-            self._move(optimizers)
+            configured = inner()
+            self._move(optimizers_in(configured))
             return configured
 
         def load_states(inner: Callable[..., Any], checkpoint: Any) -> None:

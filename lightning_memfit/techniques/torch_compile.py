@@ -58,14 +58,10 @@ class TorchCompile(ReversibleCallback):
             for block in group.modules:
                 if block._compiled_call_impl is not None:
                     raise ValueError(f"TorchCompile: {type(block).__name__} is compiled already. Leave it out.")
-                self.on_restore(partial(_uncompile, block))
+                self.on_restore(partial(vars(block).pop, "_compiled_call_impl", None))  # the class has None
                 block.compile(mode=self.mode, dynamic=self.dynamic)
         counts = {group.class_name: len(group.modules) for group in groups}
         self.announce(f"{describe(counts)} compiled when first called")
-
-
-def _uncompile(block: nn.Module) -> None:
-    vars(block).pop("_compiled_call_impl", None)  # the class has None
 
 
 _NO_BLOCKS = "has no repeated blocks. Name what to compile with `blocks`: a class, or dotted names such as `model`."

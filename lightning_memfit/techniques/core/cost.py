@@ -57,11 +57,12 @@ class Cost:
     """Work added only to the last micro-batch of a step: exchanging gradients as they are completed."""
 
     def __add__(self, other: Cost) -> Cost:
+        moving = [cost for cost in (self, other) if cost.moves]
         return Cost(
             self.micro_batch + other.micro_batch,
             self.step + other.step,
             # Traffic of two techniques is hidden only if both hide theirs; a technique without traffic doesn't count.
-            _hides(self, other),
+            bool(moving) and all(cost.overlap for cost in moving),
             self.once_seconds + other.once_seconds,
             self.matmul_rate or other.matmul_rate,
             max(self.fused_share, other.fused_share),
@@ -72,8 +73,3 @@ class Cost:
     def moves(self) -> bool:
         """Whether anything goes over the host link."""
         return bool(self.micro_batch.host_link_bytes or self.step.host_link_bytes)
-
-
-def _hides(first: Cost, second: Cost) -> bool:
-    moving = [cost for cost in (first, second) if cost.moves]
-    return bool(moving) and all(cost.overlap for cost in moving)

@@ -184,13 +184,15 @@ def run_of(trainer: Any, module: Any) -> Run:
     device = trainer.strategy.root_device
     given = [*trainer.callbacks, *(one for one in (trainer.precision_plugin,) if hasattr(one, "refusal"))]
     techniques = [one for one in given if hasattr(one, "refusal")]
+    # The loaders that `fit` was given; a module or data module makes them later.
+    source = getattr(trainer.fit_loop._data_source, "instance", None)
     facts = run_facts(
         module,
         device.type,
         compute_capability(device),
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        loader=_given_loader(trainer),
+        loader=None if source is None or hasattr(source, "train_dataloader") else source,
         callbacks=trainer.callbacks,
     )
     return Run(
@@ -203,12 +205,6 @@ def run_of(trainer: Any, module: Any) -> Run:
         callbacks=tuple(type(one).__name__ for one in given),
         arguments={type(callback).__name__: arguments_of(callback) for callback in techniques},
     )
-
-
-def _given_loader(trainer: Any) -> Any:
-    """The loaders that `fit` was given; None if a module or data module makes them later."""
-    source = getattr(trainer.fit_loop._data_source, "instance", None)
-    return None if source is None or hasattr(source, "train_dataloader") else source
 
 
 def flat_loaders(source: Any) -> list[Any]:

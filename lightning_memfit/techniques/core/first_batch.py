@@ -47,7 +47,7 @@ def first_batch(trainer: Trainer) -> Any:
 def batches_per_epoch(trainer: Trainer) -> int | None:
     """Batches of an epoch as far as loader and Trainer tell before training begins; None if they don't."""
     try:
-        length: float = run(partial(_length, trainer), _SECONDS, backward=False)
+        length: float = run(lambda: len(_source(trainer)), _SECONDS, backward=False)
     except (Exception, RefusedError):  # a loader without a length, or a `train_dataloader` that can't be called yet
         length = float("inf")
     limit = trainer.limit_train_batches
@@ -58,10 +58,6 @@ def batches_per_epoch(trainer: Trainer) -> int | None:
 def training_data_source(trainer: Trainer) -> Any:
     """The object whose method `dataloader` gives a Trainer its training loaders."""
     return trainer.fit_loop._data_source
-
-
-def _length(trainer: Trainer) -> int:
-    return len(_source(trainer))
 
 
 def _read(trainer: Trainer) -> list[Any]:
