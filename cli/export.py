@@ -92,7 +92,7 @@ def end_with_answers(network: Any, tokenizer: PreTrainedTokenizerBase, chats: di
 
 def load_verified(ckpt_path: str) -> dict[str, Any]:
     """Check a checkpoint and load it; a sharded one is consolidated in memory."""
-    from lightning_memfit.strategies.checkpoints import consolidated
+    from lightning_memfit.strategies.checkpoint_io import consolidated
     from lightning_memfit.strategies.integrity import verify
 
     path = Path(ckpt_path).expanduser()

@@ -6,8 +6,7 @@ Each is imported on first use, so that ZeRO doesn't load what shards by torch, n
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_memfit.strategies.checkpoint_io import AtomicCheckpointIO
-from lightning_memfit.strategies.checkpoints import read_folders_in_load_from_checkpoint
+from lightning_memfit.strategies.checkpoint_io import AtomicCheckpointIO, read_folders_in_load_from_checkpoint
 from lightning_memfit.strategies.registry import register
 
 if TYPE_CHECKING:

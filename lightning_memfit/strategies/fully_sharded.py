@@ -28,13 +28,14 @@ from lightning_memfit.checkpointing.blocks import find_blocks, select_blocks
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.strategies.integrity import FSDP2_MARK, CheckpointError, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
+    DIVIDED,
     STOCHASTIC_AVERAGES,
     EqualBatches,
+    check_optimizer,
     is_traced,
     refuse_callbacks,
     synchronize_batch_norms,
 )
-from lightning_memfit.strategies.optimizers import DIVIDED, check_optimizer
 from lightning_memfit.strategies.saved_names import without_other_states
 from lightning_memfit.strategies.sequence_parallel import DividesSequences
 from lightning_memfit.strategies.shards import CURRENT, WEIGHTS, load_folder, load_weights

@@ -1,4 +1,4 @@
-"""Check arguments, processes and callbacks before a strategy starts."""
+"""Check arguments, processes, callbacks and optimizers before a strategy starts."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed, nn
+from torch.optim import Optimizer
 
 from lightning_memfit.reliability.rank_watch import watch_ranks
 from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
@@ -32,6 +33,35 @@ def refuse_callbacks(trainer: Trainer, strategy: str, *refused: tuple[tuple[type
         for kinds, words in refused:
             if isinstance(callback, kinds):
                 raise MisconfigurationException(f"`{type(callback).__name__}` {words.format(strategy)}")
+
+
+DIVIDED = {"Lbfgs": "it joins all weights in one vector, and a rank has parts of weights"}
+"""Classes that can't step parts of weights, by name, and why."""
+
+FLAT = {
+    **DIVIDED,
+    **dict.fromkeys(
+        ("Adafactor", "Came", "Galoreadamw", "Lamb", "Lars", "Muon", "Shampoo", "Sm3", "Soap"),
+        "it steps by rows or by the norm of a weight, and DeepSpeed gives it one vector for many weights",
+    ),
+    "Adagrad": "DeepSpeed constructs another one, which has the first group's options and no schedule",
+}
+"""Classes that DeepSpeed 0.19 makes step otherwise than the weights one by one, and why."""
+
+
+def check_optimizer(optimizer: Optimizer, strategy: str, refused: dict[str, str]) -> None:
+    """Refuse an optimizer that would train other weights than on one device. Subclasses count as what they derive from.
+
+    Raises:
+        MisconfigurationException: If it is known to do so.
+    """
+    names = (kind.__name__.capitalize() for kind in type(optimizer).__mro__)
+    because = next((refused[name] for name in names if name in refused), None)
+    if because is not None:
+        raise MisconfigurationException(
+            f"`{type(optimizer).__name__}` would give other weights than on one device under `strategy={strategy}`: "
+            f"{because}. Train with `strategy=memfit_ddp`, or choose another optimizer."
+        )
 
 
 def may_accumulate(trainer: Trainer) -> bool:

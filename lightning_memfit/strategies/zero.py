@@ -30,17 +30,17 @@ from lightning_memfit.memory.process import return_freed_memory
 from lightning_memfit.nvme.extensions import outlive_killed_builds
 from lightning_memfit.profile.replaced import keep_constructors
 from lightning_memfit.reliability.rank_watch import watch_ranks
-from lightning_memfit.strategies.checkpoint_io import use_atomic_checkpoints
-from lightning_memfit.strategies.checkpoints import consolidated
+from lightning_memfit.strategies.checkpoint_io import consolidated, use_atomic_checkpoints
 from lightning_memfit.strategies.integrity import ZERO_MARK, CheckpointError, is_sharded, replacing_folder, verify
 from lightning_memfit.strategies.launched import (
     AVERAGES,
+    FLAT,
     EqualBatches,
+    check_optimizer,
     may_accumulate,
     refuse_callbacks,
     synchronize_batch_norms,
 )
-from lightning_memfit.strategies.optimizers import FLAT, check_optimizer
 from lightning_memfit.strategies.safe_loading import without_code
 from lightning_memfit.strategies.saved_names import check_names, plain_name, without_other_states
 from lightning_memfit.strategies.sequence_parallel import DividesSequences

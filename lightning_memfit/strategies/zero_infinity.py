@@ -1,5 +1,6 @@
 """`ZeroInfinityStrategy`: ZeRO-3 with optimizer states, parameters or both on disk, checked before and during a run."""
 
+import copy
 import os
 import weakref
 from collections.abc import Iterator
@@ -7,7 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -27,7 +30,6 @@ from lightning_memfit.memory.kind import DeviceKind
 from lightning_memfit.memory.parameters import ParameterInfo
 from lightning_memfit.nvme.folder import RunFolder, folder_bytes, new_run_id
 from lightning_memfit.nvme.watermark import check_reserve
-from lightning_memfit.strategies.model_shape import parameters_once_built
 from lightning_memfit.strategies.upstream.deepspeed import (
     copy_parameters_from_swap_buffers,
     gather_states_from_disk,
@@ -265,3 +267,28 @@ class ZeroInfinityStrategy(ZeroStrategy):
     def _complete(self, folder: Path) -> None:
         if self._offloads[0]:
             gather_states_from_disk(self.deepspeed_engine, folder)
+
+
+def parameters_once_built(module: LightningModule) -> Parameters:
+    """Build a copy on the meta device, without memory, and read its parameters. Module and random state stay unchanged.
+
+    What callbacks add to `configure_model` is left out, because adapters are small.
+
+    Raises:
+        MisconfigurationException: If the module can't be built this way.
+    """
+    from lightning_memfit.profile.fake import fake_pretrained_weights
+
+    random_state, trainer = torch.get_rng_state(), getattr(module, "_trainer", None)
+    try:
+        clone = copy.deepcopy(module, {} if trainer is None else {id(trainer): None})
+        with torch.device("meta"), fake_pretrained_weights():
+            type(clone).configure_model(clone)
+    except Exception as error:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.configure_model can't be run without memory, to learn the parameters' shapes "
+            f"({type(error).__name__}: {error}). Build the model in `__init__` instead."
+        ) from error
+    finally:
+        torch.set_rng_state(random_state)
+    return parameter_table(clone)

@@ -112,7 +112,7 @@ def fit_twice(case: dict[str, Any]) -> dict[str, Any]:
 def evaluate_whole(folder: str, ranks: int) -> float:
     """The validation loss of a consolidated checkpoint in plain torch, over what two batches per rank hold."""
     from lightning_memfit.models.trained import network_from_checkpoint
-    from lightning_memfit.strategies.checkpoints import consolidated
+    from lightning_memfit.strategies.checkpoint_io import consolidated
     from tests.helpers.strategy_runs import BATCH, Tokens
 
     network = network_from_checkpoint(consolidated(folder))

@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_memfit.reliability.non_finite import NonFiniteGuard
 from lightning_memfit.strategies import DataParallelStrategy, FullyShardedStrategy
-from lightning_memfit.strategies.checkpoints import consolidated
+from lightning_memfit.strategies.checkpoint_io import consolidated
 from lightning_memfit.strategies.upstream import fsdp
 from tests.helpers.ranks import num_ranks, run_ranks
 from tests.helpers.trainers import quiet_trainer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memfit import FullyShardedStrategy
-from lightning_memfit.strategies.checkpoints import consolidated
+from lightning_memfit.strategies.checkpoint_io import consolidated
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import quiet_trainer
 

@@ -145,7 +145,7 @@ def test_the_exported_model_has_equal_logits(results, folder):
     from transformers import AutoModelForCausalLM
 
     from lightning_memfit.models.trained import export_folder, network_from_checkpoint
-    from lightning_memfit.strategies.checkpoints import consolidated
+    from lightning_memfit.strategies.checkpoint_io import consolidated
 
     network = network_from_checkpoint(consolidated(folder / "logits" / "half.ckpt"))
     exported = AutoModelForCausalLM.from_pretrained(export_folder(network, folder / "exported", None)).eval()

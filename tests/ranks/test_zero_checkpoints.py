@@ -82,7 +82,7 @@ def test_export_gives_a_hugging_face_folder(results, folder, name, tmp_path, cap
     from transformers import AutoModelForCausalLM
 
     from cli.main import main
-    from lightning_memfit.strategies.checkpoints import consolidated
+    from lightning_memfit.strategies.checkpoint_io import consolidated
 
     source, target = folder / name / "half.ckpt", tmp_path / "exported"
     arguments = ["export", "--ckpt_path", str(source), "--folder", str(target), "--tokenizer", "bytes"]
@@ -93,7 +93,7 @@ def test_export_gives_a_hugging_face_folder(results, folder, name, tmp_path, cap
 
 
 def test_consolidating_something_else_is_refused(tmp_path: Path):
-    from lightning_memfit.strategies.checkpoints import consolidated
+    from lightning_memfit.strategies.checkpoint_io import consolidated
 
     with pytest.raises(ValueError, match="no sharded checkpoint"):
         consolidated(tmp_path)

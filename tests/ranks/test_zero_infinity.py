@@ -196,7 +196,7 @@ def test_killed_run_is_cleaned_up_after_resumed_and_exported(tmp_path: Path, res
     from transformers import AutoModelForCausalLM
 
     from cli.main import main
-    from lightning_memfit.strategies.checkpoints import consolidated
+    from lightning_memfit.strategies.checkpoint_io import consolidated
 
     drive, kept = tmp_path / "drive", tmp_path / "kept"
     for folder in (drive, kept):

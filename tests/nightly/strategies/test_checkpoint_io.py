@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from cli.main import main
 from lightning_memfit import AtomicCheckpointIO
-from lightning_memfit.strategies.checkpoints import consolidated
+from lightning_memfit.strategies.checkpoint_io import consolidated
 from lightning_memfit.strategies.integrity import MANIFEST, ZERO_MARK, CheckpointError, replacing_folder, verify
 from lightning_memfit.strategies.safe_loading import UnsafeCheckpointError, load_index, without_code
 from tests.helpers.small_drive import small_drive

@@ -5,7 +5,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_memfit.estimate.deepspeed_sizes import most_per_module
 from lightning_memfit.memory.conversion import parameter_table
-from lightning_memfit.strategies.model_shape import parameters_once_built
+from lightning_memfit.strategies.zero_infinity import parameters_once_built
 
 
 class Late(LightningModule):

@@ -5,7 +5,7 @@ import torch
 import transformers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_memfit.strategies.optimizers import DIVIDED, FLAT, check_optimizer
+from lightning_memfit.strategies.launched import DIVIDED, FLAT, check_optimizer
 
 
 def parameters():
