@@ -8,7 +8,6 @@ steps (`strategies_cpu.json`), and page-locked memory (`deepspeed_buffers.json`)
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Literal
 
 from lightning_memfit.estimate.deepspeed_sizes import InfinitySizes, sub_groups
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.conversion import bytes_by_block
 from lightning_memfit.memory.parameters import ParameterInfo
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
@@ -36,9 +36,6 @@ PERSISTENT_NUMEL = 100_000
 """Parameters up to this size stay on the device (`stage3_param_persistence_threshold`, DeepSpeed's default)."""
 
 _FP32, _FP64 = 4, 8
-
-_IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
-"""Names of parameters of repeated blocks; the group is the block."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,7 @@ class DeepSpeedRun:
     def gathered_in_recomputation(self) -> int:
         """The same while blocks are recomputed, with all weights of one (`torch.utils.checkpoint` keeps them)."""
         large = [replace(p, itemsize=1) for p in self.parameters if p.numel > PERSISTENT_NUMEL]
-        blocks = [size for name, size in block_bytes(large).items() if name]
+        blocks = [size for name, size in bytes_by_block(large).items() if name]
         return max(self.gathered, *blocks, 0) if self.gathered else 0
 
     @property
@@ -189,17 +186,6 @@ class DeepSpeedRun:
         every = sum(self.trained) * self.itemsize
         share = -(-every // self.world_size)
         return (after - before) * (max(0, every - after) // share < (every - before - 1) // share)
-
-
-def block_bytes(parameters: Sequence[ParameterInfo]) -> dict[str, int]:
-    """Bytes of the parameters of each repeated block, and of those outside under the empty name; tied ones once."""
-    groups: dict[str, int] = {}
-    for parameter in parameters:
-        if not parameter.shared_with:
-            match = _IN_BLOCK.match(parameter.name)
-            key = match[1] if match else ""
-            groups[key] = groups.get(key, 0) + parameter.numel * parameter.itemsize
-    return groups
 
 
 @dataclass(frozen=True)

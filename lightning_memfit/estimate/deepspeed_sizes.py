@@ -6,8 +6,6 @@ offloading. `zero_sizes` is for states in memory, `infinity_sizes` for states on
 Sizes are in elements unless the name says bytes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ _SMALLEST = 2**20
 _LARGEST_BUCKET = 200_000_000  # Lightning's default
 _LARGEST_SUB_GROUP = 100_000_000
 _PARTS = 16
+_OPTIMIZER_BUFFERS = 4  # master weights, gradient and Adam's two states
 
 
 # --- states in memory -----------------------------------------------------------------------------------------------
@@ -92,8 +91,6 @@ class InfinitySizes:
     """Elements from which a sub-group, which is stepped at once, is complete."""
     sub_groups: tuple[int, ...]
     """Elements of every sub-group that results."""
-    optimizer_buffer_count: int
-    """Master weights, gradient and each state."""
     param_buffer_count: int
     """Parameters of the running module, as many for the next or a tied one, and one in reserve."""
     param_buffer_size: int
@@ -118,7 +115,7 @@ class InfinitySizes:
     @property
     def optimizer_buffer_bytes(self) -> int:
         """Pinned memory for swapping optimizer states, `buffer_count` times the largest sub-group in fp32."""
-        return 4 * self.optimizer_buffer_count * self.aio.aligned(self.largest_sub_group, 4)
+        return 4 * _OPTIMIZER_BUFFERS * self.aio.aligned(self.largest_sub_group, 4)
 
     def config(self, nvme_path: str, optimizer: bool = True, parameters: bool = True) -> dict[str, Any]:
         """DeepSpeed's configuration: the sections `zero_optimization` and `aio`.
@@ -129,7 +126,7 @@ class InfinitySizes:
         zero: dict[str, Any] = {"stage": 3, "sub_group_size": self.sub_group_size}
         drive = {"device": "nvme", "nvme_path": nvme_path}
         if optimizer:
-            zero["offload_optimizer"] = {**drive, "buffer_count": self.optimizer_buffer_count}
+            zero["offload_optimizer"] = {**drive, "buffer_count": _OPTIMIZER_BUFFERS}
         if parameters:
             pool = {"buffer_count": self.param_buffer_count, "buffer_size": max(1, self.param_buffer_size)}
             zero["offload_param"] = {**drive, **pool, "max_in_cpu": self.max_in_cpu}
@@ -143,7 +140,6 @@ def infinity_sizes(
     world_size: int = 1,
     itemsize: int = 2,
     aio: AioSettings | None = None,
-    num_states: int = 2,
     params_per_module: int = 1,
     max_in_cpu: int = 0,
 ) -> InfinitySizes:
@@ -164,7 +160,6 @@ def infinity_sizes(
         itemsize,
         size,
         tuple(sum(sub) for group in partitions for sub in sub_groups(group, size)),
-        optimizer_buffer_count=2 + num_states,
         param_buffer_count=2 * params_per_module + 3,
         param_buffer_size=max(swapped, default=0),
         max_in_cpu=max_in_cpu,

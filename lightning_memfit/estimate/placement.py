@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, block_bytes, deepspeed_memory
+from lightning_memfit.estimate.deepspeed import NCCL_BYTES, DeepSpeedRun, deepspeed_memory
 from lightning_memfit.estimate.steady_state import HELD, SteadyState, later_phases, released_levels
 from lightning_memfit.memory import MIB, Category, MemoryBreakdown, Tier
+from lightning_memfit.memory.conversion import bytes_by_block
 from lightning_memfit.memory.parameters import ParameterInfo, trained
 from lightning_memfit.profile.record import ModelProfile
 
@@ -151,6 +152,6 @@ def gathered_bytes(parameters: Sequence[ParameterInfo]) -> int:
     What is outside of all repeated blocks (`h.3.` in its names) is one group, and stays gathered. Of the blocks, one is
     running, the next one is gathered, and the buffer through which that happens or the gradients of one are there.
     """
-    groups = block_bytes(parameters)
+    groups = bytes_by_block(parameters)
     outside = groups.pop("", 0)
     return outside + 3 * max(groups.values(), default=0)

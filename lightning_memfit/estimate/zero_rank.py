@@ -3,8 +3,6 @@
 A trace shows activations and when gradients are made; `estimate.deepspeed` knows what else is kept, and where.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -102,14 +100,9 @@ def _passes_bytes(profile: ModelProfile, run: DeepSpeedRun) -> int:
 
 # --- optimizer states -------------------------------------------------------------------------------------------------
 
-_NUMBER_BYTES = 8
-"""Most bytes of a single number, such as the count of steps."""
-
-_MAP_BYTES = (64, 1024)
-"""Bytes of the maps of 4-bit and 8-bit states, whose 16 and 256 values are fp32 in torchao and bitsandbytes."""
-
-_SCALE_BLOCKS = (64, 128, 256)
-"""Elements that share an fp32 scale; by larger blocks, factors of adapters would look like scales."""
+_NUMBER_BYTES = 8  # at most, of a single number such as the count of steps
+_MAP_BYTES = (64, 1024)  # of 4-bit and 8-bit states, whose 16 and 256 values are fp32 in torchao and bitsandbytes
+_SCALE_BLOCKS = (64, 128, 256)  # elements with one fp32 scale; by larger ones, factors of adapters look like scales
 
 
 def why_states_stay_whole(profile: ModelProfile) -> str | None:

@@ -1,6 +1,8 @@
 """Types of weights: that in which modules are built, that in which each is stored, and values that stay in float32."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -73,3 +75,17 @@ def parameter_table(module: nn.Module, dtype: torch.dtype | None = None) -> tupl
         info = ParameterInfo(name, prod(shape), size, parameter.requires_grad, len(shape), shared, shape)
         table.append(info)
     return tuple(table)
+
+
+_IN_BLOCK = re.compile(r"(.+?\.\d+)\.")
+"""Names of parameters of repeated blocks; the group is the block."""
+
+
+def bytes_by_block(parameters: Iterable[ParameterInfo]) -> dict[str, int]:
+    """Bytes of the parameters of each repeated block, and of those outside under the empty name; tied ones once."""
+    groups = Counter[str]()
+    for parameter in parameters:
+        if not parameter.shared_with:
+            match = _IN_BLOCK.match(parameter.name)
+            groups[match[1] if match else ""] += parameter.numel * parameter.itemsize
+    return dict(groups)
