@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import lightning_memfit
+from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.build import batch_size
 from lightning_memfit.profile.step import Precision, StepOptions
@@ -38,9 +39,6 @@ from .arguments import LARGEST_COUNT
 from .explain import import_public_names
 from .lightning_cli import MemFitCLI, plain
 from .recipe_files import configs_of
-
-if TYPE_CHECKING:
-    from lightning_memfit.estimate.pretrained import Weightless
 
 _PRECISIONS: dict[str, Precision] = {
     "32": "32-true",
@@ -118,7 +116,7 @@ class _RecipeCLI(MemFitCLI):
 
     def __init__(self, arguments: list[str], weights: bool, context: ExitStack) -> None:
         self._weights, self._context = weights, context
-        self._without: Weightless | None = None
+        self._is_without_weights = False
         self.example = ""
         super().__init__(arguments, run=False, save_config_callback=None)
 
@@ -145,7 +143,8 @@ class _RecipeCLI(MemFitCLI):
         if not self._weights and _may_load_weights(self.config.get("model")):
             from lightning_memfit.estimate.pretrained import without_weights
 
-            self._without = self._context.enter_context(without_weights())
+            self._context.enter_context(without_weights())
+            self._is_without_weights = True
         self.as_written = self.config.clone()
         trainer = self.config.trainer
         self.recipe = {name: trainer[name] for name in _STAND_IN}
@@ -156,15 +155,12 @@ class _RecipeCLI(MemFitCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        """Make everything, without weights."""
-        if self._without is None:
-            super().instantiate_classes()
-            return
+        """Make everything, without weights: torch names the meta device where it can't do something without values."""
         try:
-            with self._without:
-                super().instantiate_classes()
+            super().instantiate_classes()
         except Exception as error:
-            if not self._without.was_asked:
+            told = " ".join(map(str, error_chain(error)))
+            if not (self._is_without_weights and re.search(r"\bmeta\b", told, re.IGNORECASE)):
                 raise
             raise ValueError(
                 f"{_reads_weights(error)}. Move that line to `configure_model`, where a value is assumed."
@@ -173,7 +169,6 @@ class _RecipeCLI(MemFitCLI):
 
 def _reads_weights(error: Exception) -> str:
     """Say which line of the user's reads values of pretrained weights, which an estimate doesn't load."""
-    from lightning_memfit.memory.error_chain import error_chain
     from lightning_memfit.profile.culprit import Culprit
 
     places = [place for one in error_chain(error) if (place := Culprit.of(one).place)]  # jsonargparse's is the first

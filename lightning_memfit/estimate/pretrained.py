@@ -7,11 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from typing_extensions import override
-
 from lightning_memfit.estimate.architectures import known_configuration
 from lightning_memfit.hub import offline_if_unreachable
 from lightning_memfit.profile.fake import fake_pretrained_weights
@@ -26,32 +21,8 @@ _OF_HUB = frozenset(
 """Arguments that transformers takes for finding a configuration, and doesn't pass on."""
 
 
-class Weightless(TorchFunctionMode):
-    """What was built without weights; entered, it notes what can't be done without them.
-
-    Attributes:
-        models: The models that `from_pretrained` gave.
-        was_asked: Whether a call failed that was given a tensor without values.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.models: list[torch.nn.Module] = []
-        self.was_asked = False
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception:
-            self.was_asked |= any(
-                isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))
-            )
-            raise
-
-
 @contextmanager
-def without_weights() -> Iterator[Weightless]:
+def without_weights() -> Iterator[None]:
     """Let transformers' `from_pretrained` give models on the meta device, without reading or fetching weights.
 
     Configurations of well-known models come from our table (`architectures.json`), others from a folder, the hub's
@@ -71,10 +42,9 @@ def without_weights() -> Iterator[Weightless]:
             return found
         return known, {key: value for key, value in kwargs.items() if key not in _OF_HUB}
 
-    weightless = Weightless()
     with (
         offline_if_unreachable(),
         replaced(PretrainedConfig, "get_config_dict", classmethod(get_config_dict)),
-        fake_pretrained_weights("meta", weightless.models.append),
+        fake_pretrained_weights("meta"),
     ):
-        yield weightless
+        yield

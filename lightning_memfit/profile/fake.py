@@ -222,9 +222,7 @@ _PLACE = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
 
 
 @contextmanager
-def fake_pretrained_weights(
-    device: str | None = None, note: Callable[[Any], object] = lambda model: None
-) -> Iterator[None]:
+def fake_pretrained_weights(device: str | None = None) -> Iterator[None]:
     """Let `from_pretrained` build the architecture without reading the weights, whose values no trace needs.
 
     That of transformers' models and of diffusers'.
@@ -243,7 +241,6 @@ def fake_pretrained_weights(
             dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None)
             with torch.device(device) if device is not None else nullcontext():
                 model = build(cls, name, dtype, kwargs).eval()
-            note(model)
             return (model, {}) if kwargs.get("output_loading_info") else model
 
         return classmethod(from_pretrained)
