@@ -5,10 +5,10 @@ so does ECC. It is taken from torch's own out-of-memory messages ("GPU 0 has a t
 figure where drivers differ, so it may be 1 to 2 % low. Entries whose source says "memory estimated" take the figure of
 a card of the same size and generation. `probe_device` reads the true figure of the card in this machine.
 
-Arithmetic rates are dense (no sparsity) and accumulate in fp32, which GeForce cards do at half rate: at twice their fp32
-rate in 16 bits, four times in FP8, and TF32 at the fp32 rate. Professional cards run TF32 at half their rate in 16 bits,
-INT8 and FP8 at twice. Bandwidths are theoretical maxima; the host link counts one direction of PCIe x16 unless said
-otherwise, that to peers one direction of NVLink in machines with SXM modules (data sheets count both).
+Arithmetic rates are dense (no sparsity) and accumulate in fp32. GeForce cards reach twice their fp32 rate in 16 bits,
+four times in FP8, and TF32 at the fp32 rate. Professional cards run TF32 at half their rate in 16 bits, INT8 and FP8 at
+twice. Bandwidths are theoretical maxima; the host link counts one direction of PCIe x16 unless said otherwise, that to
+peers one direction of NVLink in machines with SXM modules (data sheets count both).
 """
 
 from __future__ import annotations
