@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_in_parts
 from torch.distributed.constants import default_pg_timeout
@@ -40,7 +41,7 @@ from lightning_memfit.strategies.saved_names import without_other_states
 from lightning_memfit.strategies.sequence_parallel import DividesSequences
 from lightning_memfit.strategies.shards import CURRENT, WEIGHTS, load_folder, load_weights
 from lightning_memfit.strategies.tensor_parallel import divide_blocks, share_random_state
-from lightning_memfit.strategies.upstream.torch import StepsAsForward, save_states_plainly
+from lightning_memfit.strategies.upstream.torch import StepsAsForward, plain
 
 
 class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy):
@@ -224,15 +225,12 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Set up as Lightning does; checkpoints of the states then don't depend on how layers were divided."""
+        """Set up as Lightning does, and put weights away before and after every step."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             check_optimizer(optimizer, self.strategy_name, DIVIDED)
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(optimizer.register_step_post_hook(self._put_away).remove)
-        if self.tensor_parallel_size > 1:
-            for optimizer in self.optimizers:
-                save_states_plainly(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -242,6 +240,8 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
             states = {k: {n: one for n, one in v.items() if isinstance(one, DTensor)} for k, v in states.items()}
         states |= {f"optimizer_{n}": one for n, one in enumerate(checkpoint.get("optimizer_states", ()))}
         rest = {key: value for key, value in checkpoint.items() if key not in (*states, "optimizer_states")}
+        if self.tensor_parallel_size > 1:
+            states = apply_to_collection(states, DTensor, plain)
         with replacing_folder(self.broadcast(filepath), FSDP2_MARK) as folder:
             save_in_parts(states, checkpoint_id=folder)
             if self.is_global_zero:

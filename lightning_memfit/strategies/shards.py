@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from typing_extensions import override
 from lightning_memfit.strategies.integrity import FSDP2_MARK
 from lightning_memfit.strategies.safe_loading import load_index, without_code
 from lightning_memfit.strategies.saved_names import check_names, check_stepped, parameter_names, plain_name
+from lightning_memfit.strategies.upstream.torch import divided_as, plain
 
 WEIGHTS, CURRENT = "state_dict", "current_model_state"
 """Keys of Lightning's checkpoints: of averaged weights where `WeightAveraging` runs, with those in training beside."""
@@ -121,7 +121,7 @@ def load_folder(
             check_stepped(
                 folder, saved, [{names[id(p)] for g in one.param_groups for p in g["params"]} for one in optimizers]
             )
-        read = source.read({WEIGHTS: weights})[WEIGHTS]
+        read = source.read({WEIGHTS: {name: plain(one) for name, one in weights.items()}})[WEIGHTS]
         current: dict[str, Any] = {}
         if optimizers and source.below(CURRENT):
             own = module.state_dict()
@@ -130,7 +130,7 @@ def load_folder(
             folder / FSDP2_MARK, map_location="cpu", weights_only=weights_only is not False
         )  # nosec B614
     called = {plain_name(name): name for name in module.state_dict()}
-    module.load_state_dict({called[name]: value for name, value in read.items()}, strict=False)
+    module.load_state_dict({called[name]: divided_as(weights[name], one) for name, one in read.items()}, strict=False)
     for optimizer, state_dict in zip(optimizers, states, strict=True):
         options = StateDictOptions(strict=False)
         set_optimizer_state_dict(module, optimizer, optim_state_dict=state_dict, options=options)
@@ -144,13 +144,16 @@ def _states(source: _Folder, key: str, module: nn.Module, optimizer: Optimizer) 
     """States and groups of an optimizer as they were saved: of those that torch makes for it, the ones saved."""
     live: Any = get_optimizer_state_dict(module, optimizer)["state"]
     states = {
-        name: {what: value for what, value in state.items() if (key, "state", name, what) in source.keys}
+        name: {what: plain(value) for what, value in state.items() if (key, "state", name, what) in source.keys}
         for name, state in live.items()
         if source.below(key, "state", name)
     }
-    groups = source.read_whole(key, "param_groups")
+    groups, read = source.read_whole(key, "param_groups"), source.read({key: {"state": states}})[key]["state"]
     return {
-        "state": source.read({key: {"state": states}})[key]["state"],
+        "state": {
+            name: {what: divided_as(live[name][what], value) for what, value in state.items()}
+            for name, state in read.items()
+        },
         "param_groups": [groups[n] for n in sorted(groups)],
     }
 
@@ -162,6 +165,8 @@ def _names_in(state_dict: Mapping[str, Any]) -> set[str]:
 def load_weights(path: str | Path, checkpoint: dict[str, Any], module: nn.Module, strict: bool) -> dict[str, Any]:
     """Load another strategy's weights into divided parameters, and give everything but these and states."""
     weights = {plain_name(name): value for name, value in checkpoint[WEIGHTS].items()}
-    check_names(path, weights, get_model_state_dict(module), strict)
-    set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, strict=False))
+    live = {plain_name(name): (name, one) for name, one in module.state_dict().items()}
+    check_names(path, weights, live, strict)
+    known = {live[name][0]: divided_as(live[name][1], one) for name, one in weights.items() if name in live}
+    module.load_state_dict(known, strict=False)
     return {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, "optimizer_states")}

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.memory.collectives import announce, announce_in_backward
-from lightning_memfit.strategies.upstream.torch import distribute_packed, own_parameters, packed_slice, save_plainly
+from lightning_memfit.strategies.upstream.torch import distribute_packed, own_parameters, packed_slice
 
 
 class _Layer(ParallelStyle):
@@ -95,8 +95,6 @@ class Columns(_Layer):
         module.nf = module.nf // device_mesh.size()  # type: ignore[operator, assignment]  # it shapes its output by this
         super()._apply(module, device_mesh)
         module.register_forward_pre_hook(lambda _, args: (_with_summed_gradient(args[0], device_mesh),))
-        if self.parts > 1:
-            save_plainly(module)
         return module
 
 

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 
@@ -125,61 +124,26 @@ class StepsAsForward:
             self._handles.pop().remove()
 
 
-def save_plainly(module: nn.Module) -> list[RemovableHandle]:
-    """Make a module's own packed parameters plain in its state dict, and packed again when one is loaded."""
-
-    def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, parameter in own_parameters(owner).items():
-            key = prefix + name
-            if is_packed(parameter) and isinstance(state.get(key), DTensor):
-                state[key] = _plain(state[key])
-
-    def loaded(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, parameter in own_parameters(owner).items():
-            key = prefix + name
-            if is_packed(parameter) and isinstance(state.get(key), DTensor):
-                state[key] = _like(state[key], parameter)
-
-    return [module.register_state_dict_post_hook(saved), module.register_load_state_dict_pre_hook(loaded)]
-
-
-def save_states_plainly(optimizer: Optimizer) -> None:
-    """Do the same for the optimizer states of packed parameters."""
-
-    def saved(_: Optimizer, state: dict[str, Any]) -> None:
-        state["state"] = {
-            key: {name: _plain(value) for name, value in values.items()} for key, values in state["state"].items()
-        }
-
-    def loaded(owner: Optimizer, state: dict[str, Any]) -> None:
-        keys = [key for group in state["param_groups"] for key in group["params"]]  # indices, or names
-        parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
-        by_key = dict(zip(keys, parameters, strict=False))  # torch itself refuses groups of other sizes
-        state["state"] = {
-            key: {name: _like(value, by_key.get(key)) for name, value in values.items()}
-            for key, values in state["state"].items()
-        }
-
-    optimizer.register_state_dict_post_hook(saved)
-    optimizer.register_load_state_dict_pre_hook(loaded)
-
-
-def _plain(tensor: Any) -> Any:
+def plain(tensor: Any) -> Any:
+    """A packed tensor divided plainly, as checkpoints have it; anything else as it is."""
     if not is_packed(tensor):
         return tensor
     packed: Any = tensor.placements[-1]
     return _redistributed(tensor.detach(), Shard(packed.dim))
 
 
-def _like(tensor: Any, parameter: Tensor | None) -> Any:
-    if is_packed(parameter) and isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
-        return _redistributed(tensor, parameter.placements[-1])
-    return tensor
+def divided_as(live: Any, saved: Any) -> Any:
+    """A saved tensor, whole or divided plainly, divided as a live one is."""
+    if not isinstance(live, DTensor) or saved.shape != live.shape:
+        return saved
+    if not isinstance(saved, DTensor):
+        whole = [Replicate()] * live.device_mesh.ndim
+        saved = DTensor.from_local(saved.to(live.device), live.device_mesh, whole, run_check=False)
+        return saved.redistribute(placements=live.placements)
+    return _redistributed(saved, live.placements[-1]) if is_packed(live) else saved
 
 
 def _redistributed(tensor: Any, placement: Placement) -> Any:
-    others = tensor.placements[:-1]
-    whole = tensor.redistribute(
-        placements=(*others, Replicate())
-    )  # from shard to shard of one dimension, torch may do nothing
+    others = tensor.placements[:-1]  # from shard to shard of one dimension, torch may do nothing
+    whole = tensor.redistribute(placements=(*others, Replicate()))
     return whole.redistribute(placements=(*others, placement))
