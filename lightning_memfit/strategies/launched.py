@@ -130,16 +130,10 @@ class EqualBatches:
         self._compare(False)
 
     def on_validation_start(self) -> None:
-        """Compare the loaders of validation."""
+        """Compare the loaders of what trains nothing."""
         self._compare(True)
 
-    def on_test_start(self) -> None:
-        """Compare the loaders of a test."""
-        self._compare(True)
-
-    def on_predict_start(self) -> None:
-        """Compare the loaders of a prediction."""
-        self._compare(True)
+    on_test_start = on_predict_start = on_validation_start
 
     def _compare(self: Any, evaluates: bool) -> None:
         trainer = self.lightning_module.trainer

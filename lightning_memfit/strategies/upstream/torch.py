@@ -5,7 +5,7 @@ FSDP2 gathers weights for a module's forward, and a step calls what it likes: `S
 A module's own parameters are replaced while it runs, and fused weights, `q|k|v`, are divided so that a rank has its
 part of each. torch has no public placement for that: `_StridedShard`, written for FSDP2 over tensor parallelism,
 describes it, and no other module names it. A distributed checkpoint stores one rectangle per rank, which such a part is
-not. In state dicts the same tensor is therefore divided plainly, so that checkpoints don't depend on the division.
+not. There the same tensor is therefore divided plainly, so that checkpoints don't depend on the division.
 """
 
 from collections.abc import Callable

@@ -20,13 +20,6 @@ def save(path, content):
         (folder / "weights").write_text(content)
 
 
-def test_a_second_save_replaces_the_first(tmp_path):
-    for content in ("first", "second"):
-        save(tmp_path / "last.ckpt", content)
-    assert (tmp_path / "last.ckpt" / "weights").read_text() == "second"
-    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
-
-
 def test_a_failed_save_leaves_the_former_one(tmp_path):
     save(tmp_path / "last.ckpt", "first")
     with (
