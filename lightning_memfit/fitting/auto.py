@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
@@ -21,7 +21,6 @@ from lightning_memfit.device.host import probe_host
 from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.estimate.division import Division, NotDividedError, division_in_plans
 from lightning_memfit.estimate.target import Target, device_target, host_target
-from lightning_memfit.fitting.recovery.last_resort import LastResort
 from lightning_memfit.fitting.size.prediction import step_options
 from lightning_memfit.fitting.step.callback import MicroBatching, check_strategy, own_method, refuse_batch_size_finder
 from lightning_memfit.memory import parse_bytes
@@ -258,7 +257,7 @@ class MemFit(pl.Callback):
             undo()
 
 
-def _last_resort(trainer: pl.Trainer) -> LastResort:
+def _last_resort(trainer: pl.Trainer) -> Literal["none", "recompute"]:
     return "none" if isinstance(trainer.strategy, DeepSpeedStrategy) else "recompute"  # DeepSpeed repeats no step
 
 

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce")
 """Functions of `torch.distributed` that FSDP2 communicates by, from torch 2.13 on."""
+_MAX_KNOWN = 4096
 _OWN, _DONE = len(_COLLECTIVES) + 1, 0
 """What a rank is about to do, beside these: a collective of the module's own, or nothing more."""
 
@@ -110,7 +111,7 @@ class Lockstep(OfModule):
 
     def __init__(self, module: nn.Module, world_size: int) -> None:
         super().__init__(module, world_size)
-        self._known: set[Hashable] = set()
+        self._known: set[Any] = set()
         self._last: Hashable = None
 
     @override
@@ -161,6 +162,8 @@ class Lockstep(OfModule):
             failure = error
         else:
             if key is not None:
+                if len(self._known) >= _MAX_KNOWN:  # a step whose key is forgotten is watched by all ranks again
+                    self._known = {known for known in self._known if known[0] != TRAINING}
                 self._known.add(key)
             return result, None
         is_told = any(isinstance(one, _Stopped) for one in error_chain(failure))

@@ -1,9 +1,11 @@
 """`OutOfMemoryReport`: what filled the memory when a run ran out of it."""
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.postmortem import explain
 from lightning_memfit.measure.resident_tensors import held_bytes
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.error_chain import error_chain
@@ -23,12 +25,88 @@ from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.profile.build import batch_size, resize_batch
 from lightning_memfit.reliability.whole_steps import check_folder, is_remote
 
+# --- what fills the memory --------------------------------------------------------------------------------------------
+
+_NUM_NAMED = 5
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+@contextmanager
+def _kept_for_backward(module: nn.Module) -> Iterator[dict[int, tuple[int, str]]]:
+    """Record bytes and description of the tensors that forward passes keep for backward, by storage."""
+    known = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, tuple[int, str]] = {}
+    owners: list[str] = []
+    handles = []
+    for name, child in module.named_modules():
+        handles.append(child.register_forward_pre_hook(lambda *_, name=name: owners.append(name)))
+        handles.append(child.register_forward_hook(lambda *_: owners.pop() and None, always_call=True))
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            owner = owners[-1] if owners else ""
+            text = f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]} kept for backward by `{owner or 'training_step'}`"
+            kept.setdefault(storage.data_ptr(), (storage.nbytes(), text))
+        return tensor
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def explain(trainer: Trainer, run: Callable[[], Any], hint: str = "") -> str:
+    """Run the failing micro-batch once more and name the largest tensors alive when it fails.
+
+    Args:
+        trainer: The trainer.
+        run: Runs the micro-batch; its error is expected.
+        hint: What would help.
+    """
+    module = trainer.lightning_module
+    kept_until = "by the whole micro-batch"
+    with _kept_for_backward(module) as tensors:
+        try:
+            run()
+        except Exception:
+            kept_until = "until the error"
+    found = list(tensors.values())
+    for name, parameter in module.named_parameters():
+        found.append((parameter.nbytes, f"{tuple(parameter.shape)} parameter `{name}`"))
+        if parameter.grad is not None:
+            found.append((parameter.grad.nbytes, f"{tuple(parameter.shape)} gradient of `{name}`"))
+    held = held_bytes(module, trainer.optimizers, trainer.strategy.root_device)
+    sizes = ", ".join(f"{str(category).replace('_', ' ')} {format_bytes(n)}" for _, category, n in held)
+    summary = f"Module and optimizers hold {format_bytes(held.total())} on the device: {sizes or 'nothing'}"
+    if kept := sum(size for size, _ in tensors.values()):
+        summary += f"; kept for backward {kept_until} {format_bytes(kept)}"
+    lines = [hint] if hint else []  # first, for who shows no more than the beginning
+    lines.append(f"{summary}. The largest tensors:")
+    lines += [f"  {format_bytes(size)}  {text}" for size, text in _largest(found)]
+    return "\n".join(lines)
+
+
+def _largest(found: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return bytes and description of the largest; equal ones of numbered modules, such as blocks, are grouped."""
+    alike: dict[str, list[tuple[int, str]]] = {}
+    for size, text in found:
+        what, mark, owner = text.partition("`")
+        alike.setdefault(what + mark + _NUMBER.sub("*", owner), []).append((size, text))
+    together = [
+        (sum(size for size, _ in members), f"{len(members)} x {text}" if len(members) > 1 else members[0][1])
+        for text, members in alike.items()
+    ]
+    return sorted(together, reverse=True)[:_NUM_NAMED]
+
+
 # --- torch's own record of CUDA allocations, for https://pytorch.org/memory_viz ---------------------------------------
 
 # `torch.cuda.memory._record_memory_history` and `_dump_snapshot` are documented by torch, but their names are
 # private, as is `torch._C._cuda_isHistoryEnabled`, which CUDA builds have; written for torch 2.11 to 2.13.
 # `tests/rules/device/test_memory_history.py` fails when they move.
-
 
 _MAX_ENTRIES = 100_000  # number of latest allocations and frees; they take some tens of MiB of host memory
 
@@ -67,8 +145,9 @@ def dump_snapshot(path: Path) -> None:
 class OutOfMemoryReport(Callback):
     """Explain an out-of-memory error that ends a run, before the error is raised further.
 
-    The report goes to stderr and to `text`: what module and optimizers hold by category, and the largest tensors with
-    the modules that made them. On CUDA, torch's memory snapshot is written as well. What would fit, `memfit plan` says.
+    The report goes to stderr and to `text`: what parameters, optimizer states and activations hold, and the largest
+    tensors with the modules that made them. On CUDA, torch's memory snapshot is written as well. What would fit,
+    `memfit plan` says.
 
     The largest tensors are found by running the failing micro-batch (with `MicroBatching` one sample) once more, after
     the tensors that the error's frames hold are released. They are left out for several processes, manual optimization
@@ -156,18 +235,13 @@ class OutOfMemoryReport(Callback):
         self, trainer: Trainer, module: LightningModule, error: BaseException, running: tuple[Any, int] | None
     ) -> None:
         snapshot = self._take_snapshot(trainer)  # before anything is let go
-        parts: tuple[Callable[[], str], ...] = (
-            lambda: _what_is_held(trainer, module),
-            lambda: explain(module, trainer.optimizers, _step_again(trainer, module, error, running)),
-        )
-        lines = []
-        for part in parts:
-            try:
-                lines.append(part())
-            except Exception as failure:  # which must not be raised in the place of the run's own error
-                lines.append(f"A part of this report could not be made: {_in_short(failure)}")
-        lines += ["`memfit plan` finds the fastest techniques that fit.", *snapshot]
-        self.text = "\n".join(lines)
+        text = f"Out of memory on {trainer.strategy.root_device}, rank {trainer.global_rank}, after "
+        text += f"{trainer.global_step} optimizer steps. "
+        try:
+            text += explain(trainer, _step_again(trainer, module, error, running))
+        except Exception as failure:  # which must not be raised in the place of the run's own error
+            text += f"What fills it could not be found out: {_in_short(failure)}"
+        self.text = "\n".join((text, "`memfit plan` finds the fastest techniques that fit.", *snapshot))
         print(f"OutOfMemoryReport: {self.text}", file=sys.stderr, flush=True)
 
     def _take_snapshot(self, trainer: Trainer) -> list[str]:
@@ -206,20 +280,10 @@ def _step_again(
             named = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
             output = module.training_step(batch, batch_idx) if named else module.training_step(batch)
             loss = output.get("loss") if isinstance(output, dict) else output
-            if isinstance(loss, torch.Tensor):
+            if isinstance(loss, Tensor):
                 torch.autograd.backward(loss)
 
     return step
-
-
-def _what_is_held(trainer: Trainer, module: LightningModule) -> str:
-    device = trainer.strategy.root_device
-    held = held_bytes(module, trainer.optimizers, device)
-    sizes = ", ".join(f"{str(category).replace('_', ' ')} {format_bytes(n)}" for _, category, n in held)
-    return (
-        f"Out of memory on {device}, rank {trainer.global_rank}, after {trainer.global_step} optimizer steps. "
-        f"Module and optimizers hold {format_bytes(held.total())} there: {sizes or 'nothing'}."
-    )
 
 
 def _in_short(error: Exception) -> str:
@@ -227,11 +291,8 @@ def _in_short(error: Exception) -> str:
 
 
 def _free_path(folder: Path, rank: int) -> Path:
-    number, path = 1, folder / f"out_of_memory_rank{rank}.pickle"
-    while path.exists():
-        number += 1
-        path = folder / f"out_of_memory_rank{rank}-{number}.pickle"
-    return path
+    names = (f"out_of_memory_rank{rank}{'' if number == 1 else f'-{number}'}.pickle" for number in count(1))
+    return next(folder / name for name in names if not (folder / name).exists())
 
 
 @contextmanager

@@ -6,7 +6,6 @@ exactly as it would have without them.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +13,18 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_memfit.fitting.recovery.step_state import (
+    Place,
     Saved,
-    StepState,
+    changed_since,
     copies_frozen_weights,
     held,
     hidden_metrics,
+    is_look,
     places_of,
     put_back,
-    restore_all,
+    remove_new,
+    sampled_weights,
+    trained_places,
 )
 from lightning_memfit.memory.generators import NUMPY, PYTHON, TORCH
 from lightning_memfit.memory.host_copy import HostCopy
@@ -57,28 +60,53 @@ def _of_one(device: torch.device) -> tuple[torch.device, ...]:
     return (device,) if DeviceKind.of(device).has_own_generator else ()  # "mps" has one device, and no such argument
 
 
+class RollbackPoint:
+    """What a module was before a batch, but for weights in training and gradients.
+
+    Args:
+        module: The module.
+        device: Whose generator it draws from.
+        metrics: Its metrics.
+        state: What was saved of its places.
+    """
+
+    __slots__ = ("_hook_name", "_metrics", "_module", "_of_metrics", "random", "state")
+
+    def __init__(self, module: nn.Module, device: torch.device, metrics: "MetricStates", state: Saved) -> None:
+        self.random = RandomState(device)
+        self.state = state
+        self._module: Any = module
+        self._metrics, self._of_metrics = metrics, metrics.save()
+        # The hook that was running, which Lightning leaves behind when a hook raises.
+        self._hook_name = getattr(module, "_current_fx_name", None)
+
+    def load(self) -> None:
+        """Go back to it."""
+        self._module._current_fx_name = self._hook_name
+        self.random.restore()
+        self.load_metrics()
+        put_back(self.state)
+
+    def load_metrics(self) -> None:
+        """Put the states of metrics back."""
+        self._metrics.load(self._of_metrics)
+
+
 class TrainingSnapshot:
     """All state of a module in training that passes which are undone may change.
 
     Weights in training, gradients, what `step_state` lists, metrics, random generators and training flags.
-
-    Args:
-        module: The module in training.
-        device: The device in use.
-        with_parameters: Whether to save parameters and gradients; passes of forward alone don't change them.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, with_parameters: bool = True) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
-        self._random = RandomState(device)
-        parameters = [p for p in module.parameters() if with_parameters]
+        parameters = list(module.parameters())
         self._parameters = [(held_weight(p), HostCopy(held_weight(p))) for p in parameters if p.requires_grad]
         self._flags = [(p, p.requires_grad) for p in parameters]
         self._gradients = [(p, p.grad, None if p.grad is None else HostCopy(p.grad)) for p in parameters]
-        self._state = held(places_of(module).values(), copies_frozen_weights(module))
         self._modes = [(child, child.training) for child in module.modules()]
-        self._metrics = MetricStates(module)
-        self._of_metrics = self._metrics.save()
+        state = held(places_of(module).values(), copies_frozen_weights(module))
+        self._start = RollbackPoint(module, device, MetricStates(module), state)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -89,11 +117,10 @@ class TrainingSnapshot:
             parameter.grad = grad
             if grad is not None and grad_copy is not None:
                 grad_copy.restore(grad)
-        restore_all(self._state, places_of(self._module))
+        remove_new(self._start.state, places_of(self._module))
+        self._start.load()
         for child, mode in self._modes:
             child.training = mode
-        self.restore_metrics()
-        self._random.restore()
 
     def restore_weights(self) -> None:
         """Put the weights in training back."""
@@ -102,11 +129,11 @@ class TrainingSnapshot:
 
     def restore_metrics(self) -> None:
         """Put the states of metrics back."""
-        self._metrics.load(self._of_metrics)
+        self._start.load_metrics()
 
     def restore_random(self) -> None:
         """Let the generators of Python and NumPy draw again what they drew, and torch's from a seed of our own."""
-        self._random.restore()
+        self._start.random.restore()
         torch.default_generator.manual_seed(_SEED)
 
     @property
@@ -157,38 +184,49 @@ def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, set, deque)) else value
 
 
-@dataclass(slots=True)
-class RollbackPoint:
-    """State at the start of a loader batch."""
-
-    random: RandomState
-    metrics: list[dict[str, Any]]
-    state: Saved
-    hook_name: str | None
-    """Name of the hook that was running, which Lightning leaves behind when a hook raises."""
-
-
 class Rollback:
-    """Saves what forward and backward of a module in training change, and restores it."""
+    """Saves what forward and backward of a module in training change, and restores it.
+
+    What steps have been seen to change is saved before each of them, so that most modules have nothing to save. At
+    steps 1, 2, 4 ... 64 everything is saved and compared with what the step has made of it.
+
+    Attributes:
+        watched: Places that are saved before every step, by name.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module: Any = module
+        self._module = module
         self._metrics = MetricStates(module)
         self._device = device
-        self.state = StepState(module)
         self._left: dict[nn.Parameter, HostCopy | None] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._writes_weights = False
+        self._num_saves = 0
+        self._looked: Saved | None = None
+        self.watched: dict[str, Place] = {}
 
     def save(self) -> RollbackPoint:
         """Save the state before a loader batch. Gradients need no copy: an effective batch starts without any."""
-        hook_name = getattr(self._module, "_current_fx_name", None)
-        return RollbackPoint(RandomState(self._device), self._metrics.save(), self.state.save(), hook_name)
+        if self._looked is not None:
+            self.watched |= changed_since(self._looked, self._module)
+            self._looked = None
+        self._num_saves += 1
+        trained = list(trained_places(self._module)) if self._writes_weights else []
+        state: Saved = {}
+        if is_look(self._num_saves):
+            self._weights = sampled_weights(self._module)
+            self._looked = held(places_of(self._module).values(), copies_frozen_weights(self._module))
+            state = self._looked | held(trained)
+        elif self.watched or trained:
+            state = held([*self.watched.values(), *trained])
+        return RollbackPoint(self._module, self._device, self._metrics, state)
 
-    def load(self, point: RollbackPoint) -> None:
-        """Go back to the start of a loader batch, except for gradients."""
-        self._module._current_fx_name = point.hook_name
-        point.random.restore()
-        self._metrics.load(point.metrics)
-        put_back(point.state)
+    def look_at_weights(self) -> None:
+        """Find out, before the optimizer steps, whether the step has written to weights in training."""
+        if self._weights:
+            now = sampled_weights(self._module)
+            self._writes_weights |= any(not one.equal(now[name]) for name, one in self._weights.items() if name in now)
+            self._weights = {}
 
     def remember_zeros(self, may_hold: bool = False) -> None:
         """Remember which gradients `zero_grad` left instead of None: zeros, unless the user's own decides.
@@ -197,8 +235,8 @@ class Rollback:
             may_hold: Whether gradients may be left that are no zeros, of which copies are made in host memory: a module
                 may add up those of several batches itself.
         """
-        left = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
-        self._left = {p: HostCopy(p.grad) if may_hold and _holds_values(p.grad) else None for p in left}
+        left = [(p, p.grad) for p in self._module.parameters() if p.grad is not None]
+        self._left = {p: HostCopy(grad) if may_hold and _holds_values(grad) else None for p, grad in left}
 
     def clear_gradients(self) -> None:
         """Set the gradients to what `zero_grad` made of them."""

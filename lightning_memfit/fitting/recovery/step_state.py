@@ -107,12 +107,11 @@ def put_back(saved: Saved, names: Iterable[str] | None = None) -> None:
         place.write(MISSING if value is None else value.restored())
 
 
-def restore_all(saved: Saved, places: dict[str, Place]) -> None:
-    """Put back what was saved of all places that there were, and remove what has come since."""
+def remove_new(saved: Saved, places: dict[str, Place]) -> None:
+    """Remove what has come since all places that there were have been saved."""
     for name, place in places.items():
         if name not in saved:
             place.write(MISSING)
-    put_back(saved)
 
 
 def changed_since(saved: Saved, module: nn.Module) -> dict[str, Place]:
@@ -134,48 +133,12 @@ def copies_frozen_weights(module: nn.Module) -> bool:
     return sizes[False] <= sizes[True]
 
 
-class StepState:
-    """Saves before each step what steps have been seen to change, so that most modules have nothing to save.
-
-    At steps 1, 2, 4 ... 64 everything is saved and compared with what the step has made of it.
-
-    Attributes:
-        watched: Places that are saved before every step, by name.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._weights: dict[str, Tensor] = {}
-        self._writes_weights = False
-        self._num_saves = 0
-        self._looked: Saved | None = None
-        self.watched: dict[str, Place] = {}
-
-    def save(self) -> Saved:
-        """Save what the next step may change."""
-        if self._looked is not None:
-            self.watched |= changed_since(self._looked, self._module)
-            self._looked = None
-        self._num_saves += 1
-        trained = list(self._trained()) if self._writes_weights else []
-        if is_look(self._num_saves):
-            self._weights = sampled_weights(self._module)
-            self._looked = held(places_of(self._module).values(), copies_frozen_weights(self._module))
-            return self._looked | held(trained)
-        return held([*self.watched.values(), *trained]) if self.watched or trained else {}
-
-    def look_at_weights(self) -> None:
-        """Find out, before the optimizer steps, whether the step has written to weights in training."""
-        if self._weights:
-            now = sampled_weights(self._module)
-            self._writes_weights |= any(not one.equal(now[name]) for name, one in self._weights.items() if name in now)
-            self._weights = {}
-
-    def _trained(self) -> Iterator[Place]:
-        for path, child in self._module.named_modules():
-            for key, parameter in child._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    yield Place(f"{path}.{key}", child._parameters, key)
+def trained_places(module: nn.Module) -> Iterator[Place]:
+    """Yield the places of parameters in training."""
+    for path, child in module.named_modules():
+        for key, parameter in child._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                yield Place(f"{path}.{key}", child._parameters, key)
 
 
 class PartStates:

@@ -21,7 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
-from lightning_memfit.fitting.step.loop import MicroBatchLoop
+from lightning_memfit.fitting.size.sizes import MicroBatchSize
+from lightning_memfit.fitting.step.loop import Fitting, MicroBatchLoop
 from lightning_memfit.fitting.step.loss_weights import LossWeight, LossWeights
 from lightning_memfit.fitting.step.session import (
     FitSession,
@@ -144,12 +145,13 @@ class MicroBatching(KeepsRandomNumbers):
     @property
     def micro_batch_size_in_use(self) -> int | None:
         """The size in use; None before training."""
-        return None if self._session is None or self._session.sizes is None else self._session.sizes.current
+        return None if self._session is None else self._session.size
 
     @property
     def found(self) -> "SizeSearch | None":
         """The search for the size, with what it has found so far; None if there is none."""
-        return None if self._session is None else self._session.found
+        steps = None if self._session is None else self._session.first_steps
+        return None if steps is None else steps.search
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
@@ -206,19 +208,18 @@ class MicroBatching(KeepsRandomNumbers):
         if self._session is not None:  # that of Lightning's learning rate finder, or of an earlier run
             self.state_dict()
             self._session.close()
-        splitter = self._splitter(pl_module, loader_batch_size(trainer), loader_remainder(trainer))
-        memory = find_device_memory(trainer)
-        self._session = FitSession(
+        fitting = Fitting(
             self._loop,
+            self._splitter(pl_module, loader_batch_size(trainer), loader_remainder(trainer)),
+            self._weights(pl_module),
+            self._agree_by(trainer),
+            find_device_memory(trainer),
             self.options,
             self._predictor,
-            splitter,
-            self._weights(pl_module),
-            memory,
-            self._kept,
             self._note,
-            self._agree_by(trainer),
+            MicroBatchSize(1, 1),
         )
+        self._session = FitSession(fitting, self._kept)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -258,7 +259,7 @@ class MicroBatching(KeepsRandomNumbers):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the size found, with the device and the number of ranks that it is for."""
-        if self._session is not None and self._session.sizes is not None:
+        if self._session is not None and self._session.size is not None:
             self._kept = self._session.kept()
         return self._kept
 

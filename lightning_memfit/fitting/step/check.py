@@ -18,15 +18,13 @@ from torch import Tensor, nn
 
 from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
 from lightning_memfit.fitting.recovery.step_state import Saved, alike, is_look
-from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.step.accumulation import Accumulation
-from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, LossWeights, Rule
+from lightning_memfit.fitting.step.loop import Fitting, StepRequest
+from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, Rule
 from lightning_memfit.fitting.step.outputs import differing
 from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes, normalised
-from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import RankConsensus, ShortElsewhere
+from lightning_memfit.reliability.consensus import ShortElsewhere
 from lightning_memfit.techniques.core.facts import batch_statistics
 
 _USERS = Rule("users")
@@ -71,24 +69,12 @@ class SelfCheck:
     the module is left in `accumulation`. `is_done` says whether a check has passed.
     """
 
-    def __init__(
-        self,
-        loop: MicroBatchLoop,
-        splitter: BatchSplitter,
-        weights: LossWeights,
-        consensus: RankConsensus,
-        accumulation: Accumulation,
-        holds_statistics: bool,
-        device_memory: DeviceMemory | None,
-    ) -> None:
-        self._loop = loop
-        self._splitter = splitter
-        self._weights = weights
-        self._consensus = consensus
+    def __init__(self, fitting: Fitting, accumulation: Accumulation) -> None:
+        self._loop, self._splitter, self._weights = fitting.loop, fitting.splitter, fitting.weights
+        self._consensus, self._memory = fitting.consensus, fitting.memory
         self._accumulation = accumulation
-        self._holds_statistics = holds_statistics
-        self._memory = device_memory
-        self._passes = Passes(loop, accumulation, holds_statistics)
+        self._holds_statistics = fitting.options.allow_batch_statistics
+        self._passes = Passes(fitting.loop, accumulation, self._holds_statistics)
         self._last_number = self._num_runs = 0
         self._cuts: set[frozenset[Any]] = set()
         self._warned: set[str] = set()

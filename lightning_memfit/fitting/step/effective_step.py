@@ -18,23 +18,20 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import held
-from lightning_memfit.fitting.size.device_memory import DeviceMemory
-from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.check import SelfCheck
-from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
+from lightning_memfit.fitting.step.loop import Fitting, StepRequest
+from lightning_memfit.fitting.step.loss_weights import LocalBatch
 from lightning_memfit.fitting.step.outputs import StepOutputs
-from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of
+from lightning_memfit.fitting.step.split import BatchGuard, sizes_of
 from lightning_memfit.fitting.step.window import PastBatch, Window
 from lightning_memfit.memory.collectives import broadcast_from_first
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import At, RankConsensus
+from lightning_memfit.reliability.consensus import TRAINING, At
 
 if TYPE_CHECKING:
-    from lightning_memfit.fitting.size.shapes import ShapeGuard
+    from lightning_memfit.fitting.recovery.shortage import Shortage
     from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
-    from lightning_memfit.fitting.step.shortage import Shortage
 
 _CLOSURES = (
     "The optimizer calls its closure more than once per step, and with `accumulate_grad_batches` the closure runs the "
@@ -47,7 +44,6 @@ _OTHER_WEIGHTS = (
 )
 _LAST_CHOICE = 64
 """The last split step at which batches are weighed by all candidates, to see whether it matters which is right."""
-_MAX_PROVEN = 4096
 _ALWAYS_RISKY = 2
 """Steps at first, of which the first one makes the optimizer's states."""
 
@@ -56,10 +52,6 @@ def _shape_of(batch: Any) -> Any:
     from lightning_memfit.fitting.size.shapes import shape_of  # sharded weights alone need it here
 
     return shape_of(batch)
-
-
-def _num_parts(local_batch: LocalBatch, size: int) -> int:
-    return -(-local_batch.num_samples // size)
 
 
 class EffectiveStep:
@@ -75,46 +67,35 @@ class EffectiveStep:
     batch, take a smaller micro-batch and repeat it.
     """
 
-    def __init__(
-        self,
-        loop: MicroBatchLoop,
-        splitter: BatchSplitter,
-        weights: LossWeights,
-        sizes: MicroBatchSize,
-        consensus: RankConsensus,
-        reducer: "GradientReducer | None",
-        recover: bool,
-        shortage: "Callable[[], Shortage]",
-        device_memory: DeviceMemory | None,
-        holds_statistics: bool,  # whether layers of batch statistics are held fixed in checks
-    ) -> None:
-        self._loop = loop
-        self._splitter = splitter
-        self._weights = weights
-        self._accumulation = accumulation = Accumulation(loop, loop.is_sharded)
-        self._check = SelfCheck(loop, splitter, weights, consensus, accumulation, holds_statistics, device_memory)
-        self._sizes = sizes
-        self._shortage = shortage
-        self._consensus = consensus
-        self._reducer = reducer
-        self._share_added: Callable[[], None] | None = getattr(loop.trainer.strategy, "share_added", None)
-        self._is_alone = consensus.world_size == 1
+    def __init__(self, fitting: Fitting, reducer: "GradientReducer | None") -> None:
+        self._fitting, self._reducer = fitting, reducer
+        self._loop = loop = fitting.loop
+        self._splitter, self._weights = fitting.splitter, fitting.weights
+        self._sizes, self._consensus = fitting.sizes, fitting.consensus
         # Sharded strategies communicate in forward and average gradients in backward: no rank can stop alone.
-        self._engine = loop.engine
-        self._is_sharded = loop.is_sharded
-        self._stops_alone = self._is_sharded and not consensus.stops_together
-        self._recovers = recover and not self._stops_alone
-        self._proven: set[tuple[int, Any]] = set()  # micro-batch sizes and shapes of batches that have run
+        self._engine, self._is_sharded = loop.engine, loop.is_sharded
+        self._accumulation = Accumulation(loop, self._is_sharded)
+        self._check = SelfCheck(fitting, self._accumulation)
+        self._shortage: Shortage | None = None  # until memory runs out
+        self._share_added: Callable[[], None] | None = getattr(loop.trainer.strategy, "share_added", None)
+        self._is_alone = self._consensus.world_size == 1
+        self._stops_alone = self._is_sharded and not self._consensus.stops_together
+        self._recovers = fitting.options.recover and not self._stops_alone
         self._device: torch.device = loop.trainer.strategy.root_device
         self._rollback = Rollback(loop.module, self._device)
         self._outputs = StepOutputs(loop.module, loop.results)
         self._guard = BatchGuard()
-        self._window = Window(loop, weights, consensus, self._is_sharded)
+        self._window = Window(fitting)
         self._whole = LocalBatch(0, 0.0)
+        self._key: Any = None  # of this batch as it communicates in micro-batches
         self._is_cleared = False
         self._failed_size = 0
         self._num_steps = self._num_split = 0
-        self.shapes: ShapeGuard | None = None
+
+    def close(self) -> None:
+        """Recompute nothing any more."""
+        if self._shortage is not None:
+            self._shortage.recomputation.close()
 
     @property
     def can_fail(self) -> bool:
@@ -149,22 +130,21 @@ class EffectiveStep:
         start = self._rollback.save()
         if request.zero_grad is not None:
             self._is_cleared = False
+        num_parts = -(-num_samples // size)
         if self._is_sharded and self._engine is None:
-            is_proven = self._num_steps > _ALWAYS_RISKY and (size, _shape_of(batch)) in self._proven
-            self._window.is_risky = not (
-                is_proven and self._consensus.knows(("training_step", _num_parts(local_batch, size)))
-            )
+            self._key = (TRAINING, num_parts, size, _shape_of(batch))
+            self._window.is_risky = self._num_steps <= _ALWAYS_RISKY or not self._consensus.knows(self._key)
         needed = self._needed(request, local_batch, size)
-        needed = self._window.begin(request, local_batch, needed, _num_parts(local_batch, size))
+        needed = self._window.begin(request, local_batch, needed, num_parts)
         if needed:
-            local_batch, start = self._check_on(request, local_batch, start, size)
+            local_batch = self._check_on(request, local_batch, start, size)
         is_repeated = needed and self._window.weigh_past_again()
         if is_repeated:
             self._rollback.clear_gradients()
         request.kept = self._guard.keep(batch)  # there, so that it dies with the batch
-        result, local_batch, start = self._run_to_success(request, local_batch, start, size, is_repeated)
+        result, local_batch = self._run_to_success(request, local_batch, start, size, is_repeated)
         self._guard.learn(request.kept)
-        self._rollback.state.look_at_weights()
+        self._rollback.look_at_weights()
         self._outputs.commit()
         if self._loop.has_after_backward:
             self._loop.after_backward()
@@ -174,7 +154,7 @@ class EffectiveStep:
 
     def _run_to_success(
         self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int, is_repeated: bool
-    ) -> tuple[ClosureResult, LocalBatch, RollbackPoint]:
+    ) -> tuple[ClosureResult, LocalBatch]:
         """Attempt the batch until it succeeds on all ranks, and complete its gradients."""
         num_samples = local_batch.num_samples
         while True:
@@ -191,21 +171,22 @@ class EffectiveStep:
             local_batch = self._weigh(request, num_samples, size)
             needed = self._needed(request, local_batch, size)
             if self._window.weigh(request, local_batch, needed):
-                local_batch, start = self._check_on(request, local_batch, start, size, has_failed=True)
+                local_batch = self._check_on(request, local_batch, start, size, has_failed=True)
                 self._window.weigh_past_again()
         assert result is not None
         if request.is_last and self._loop.runs_backward:
             if self._reducer is not None:
                 self._reduce(self._reducer)
             self._window.correct()
-        return result, local_batch, start
+        return result, local_batch
 
     def _size_for(self, request: StepRequest, num_samples: int) -> int:
         """Return the micro-batch size for a batch: less than the one in use if its samples are longer than before."""
         size = self._sizes.for_batch(num_samples)
-        if self.shapes is None or (self._is_sharded and self._engine is None):
+        shapes = self._fitting.shapes
+        if shapes is None or (self._is_sharded and self._engine is None):
             return size
-        return self.shapes.size_for(request.batch, size)
+        return shapes.size_for(request.batch, size)
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -230,7 +211,7 @@ class EffectiveStep:
 
     def _check_on(
         self, request: StepRequest, local_batch: LocalBatch, start: RollbackPoint, size: int, has_failed: bool = False
-    ) -> tuple[LocalBatch, RollbackPoint]:
+    ) -> LocalBatch:
         """Check on this batch, on all ranks; nothing is changed if micro-batches don't give what it gives."""
         num_samples, batch = local_batch.num_samples, request.batch
         if request.zero_grad is not None and not self._loop.has_zero_grad_hooks:
@@ -243,14 +224,12 @@ class EffectiveStep:
         self._check.run(request, batch, self._splitter.count(batch), size, has_failed, self._num_split)
         if self._engine is not None:
             self._engine.discard_gradients()
-        self._loop.module._current_fx_name = start.hook_name
         written = self._accumulation.written
-        self._rollback.state.watched.update(written)
-        if new := [place for name, place in written.items() if name not in start.state]:
-            start = replace(start, state=start.state | held(new))
+        self._rollback.watched.update(written)
+        start.state |= held(place for name, place in written.items() if name not in start.state)
         local_batch = self._weigh(request, num_samples, size)
         self._window.weigh(request, local_batch)
-        return local_batch, start
+        return local_batch
 
     # --- an attempt -------------------------------------------------------------------------------------------------
 
@@ -268,31 +247,28 @@ class EffectiveStep:
             except Exception as error:
                 # Others wait in a collective, not to hear how it went: a `RankWatch` tells them.
                 if self._stops_alone and is_out_of_memory(error):
-                    raise self._shortage().ending(request, size, error, self.shapes) from error
+                    raise self._find_shortage().ending(request, size, error) from error
                 raise
 
-        key = None if is_repeated else ("training_step", _num_parts(local_batch, size))
+        key = None if is_repeated else self._key
         result, error = self._consensus.together(attempt, key, is_repeated or self._window.is_risky)
         if error is not None:
             is_expected = self._recovers and is_out_of_memory(error)
             if (self._is_alone and not is_expected) or self._stops_alone:
                 raise error
-        if error is None and self._is_sharded:
-            self._proven = self._proven if len(self._proven) < _MAX_PROVEN else set()
-            self._proven.add((size, _shape_of(request.batch)))
         return result, error
 
     def _repeat_past(self, request: StepRequest, start: RollbackPoint, size: int) -> None:
         """Run the earlier loader batches of the window again for their gradients; they have been logged already."""
         for index, past in enumerate(self._window.past):
-            self._rollback.load(past.start)
+            past.start.load()
             batch = move_data_to_device(self._guard.restored(past.kept), self._device)
             arguments = OrderedDict(past.arguments, batch=batch)
             again = replace(request, arguments=arguments, zero_grad=None, is_last=False)
             size_of_past = min(size, past.local_batch.num_samples)
             self._run_parts(again, past.local_batch, size_of_past, past.start, not index, announce=False)
             self._outputs.clear()
-        self._rollback.load(start)
+        start.load()
 
     def _run_parts(
         self,
@@ -391,5 +367,12 @@ class EffectiveStep:
             self._rollback.clear_gradients()
         if self._engine is not None:
             self._engine.discard_gradients()
-        self._rollback.load(start)
-        self._shortage().need_less(request, self._failed_size, message, error)
+        start.load()
+        self._find_shortage().need_less(request, self._failed_size, message, error)
+
+    def _find_shortage(self) -> "Shortage":
+        if self._shortage is None:
+            from lightning_memfit.fitting.recovery.shortage import Shortage  # few runs are ever short of memory
+
+            self._shortage = Shortage(self._fitting)
+        return self._shortage

@@ -9,8 +9,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memfit.fitting.recovery.retry import MemoryExhausted, Outcome, outcome_of, raise_failure
-from lightning_memfit.fitting.recovery.rollback import MetricStates, RandomState
-from lightning_memfit.fitting.recovery.step_state import MODULE_INTERNALS, Place, held, places_of, restore_all
+from lightning_memfit.fitting.recovery.rollback import MetricStates, RollbackPoint
+from lightning_memfit.fitting.recovery.step_state import MODULE_INTERNALS, Place, held, places_of, remove_new
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.fitting.step.outputs import ComputeGroups, StepLogs, merge
 from lightning_memfit.fitting.step.split import BatchGuard, BatchSplitter, sizes_of
@@ -60,9 +60,9 @@ class EvaluationSplitter:
         def one(part: Any) -> Any:
             return step(part, *args, **kwargs)
 
-        module, ranks, guard = self._module, self._ranks, self._guards.setdefault(name, BatchGuard(name))
-        random, states = RandomState(self._trainer.strategy.root_device), self._states.save()
-        attributes, hook_name = held(self._own_places().values()), module._current_fx_name
+        ranks, guard = self._ranks, self._guards.setdefault(name, BatchGuard(name))
+        own, device = held(self._own_places().values()), self._trainer.strategy.root_device
+        start = RollbackPoint(self._module, device, self._states, own)
         kept = guard.keep(batch)
         while True:
             size = self.sizes.get(name)  # where there is one, ranks may run different numbers of parts
@@ -78,10 +78,8 @@ class EvaluationSplitter:
             if failure is not None:
                 release(failure)
             del failure, run
-            restore_all(attributes, self._own_places())
-            module._current_fx_name = hook_name
-            random.restore()
-            self._states.load(states)
+            remove_new(own, self._own_places())
+            start.load()
             batch = guard.restored(kept)
             self.sizes[name] = failed // 2
             # Nothing predicts evaluation: that a batch is cut is how the size is found.

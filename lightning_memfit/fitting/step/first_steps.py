@@ -4,30 +4,24 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.search import SizeSearch, StepMemory
 from lightning_memfit.fitting.size.shapes import ShapeGuard, shape_of
-from lightning_memfit.fitting.size.sizes import MicroBatchSize, prefer
+from lightning_memfit.fitting.size.sizes import prefer
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
-from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
+from lightning_memfit.fitting.step.loop import Fitting, StepRequest
 from lightning_memfit.fitting.step.passes import PartFailedError
-from lightning_memfit.fitting.step.split import BatchSplitter
 from lightning_memfit.memory import format_bytes
-from lightning_memfit.reliability.consensus import At, RankConsensus
-
-if TYPE_CHECKING:
-    from lightning_memfit.fitting.size.prediction import SizePrediction
+from lightning_memfit.reliability.consensus import At
 
 
-def guard_of(
-    splitter: BatchSplitter, prediction: "SizePrediction | None", shape: Any, size: int, limit_bytes: int | None
-) -> ShapeGuard:
+def guard_of(fitting: Fitting, shape: Any, size: int, limit_bytes: int | None) -> ShapeGuard:
     """Return what gives batches of larger shapes than this one (`shape_of` a batch) a smaller size."""
+    prediction, splitter = fitting.prediction, fitting.splitter
     if prediction is None or limit_bytes is None:
         return ShapeGuard(shape, size, None)
 
@@ -42,54 +36,35 @@ def guard_of(
 class FirstSteps:
     """Runs steps with the size that a search names, until it has ended and the loop calls the step itself."""
 
-    def __init__(
-        self,
-        loop: MicroBatchLoop,
-        splitter: BatchSplitter,
-        sizes: MicroBatchSize,
-        step: EffectiveStep,
-        prediction: "SizePrediction | None",
-        memory: DeviceMemory | None,
-        limit_bytes: int,
-        consensus: RankConsensus,
-        note: Callable[[int, str], None],
-    ) -> None:
-        self._loop = loop
-        self._splitter = splitter
-        self._sizes = sizes
-        self._step = step
-        self._prediction = prediction
-        self._memory = memory
-        self._limit_bytes = limit_bytes
-        self._consensus = consensus
-        self._note = note
+    def __init__(self, fitting: Fitting, step: EffectiveStep, limit_bytes: int) -> None:
+        self._fitting, self._step, self._limit_bytes = fitting, step, limit_bytes
+        self._sizes, self._memory = fitting.sizes, fitting.memory
         self._started = time.monotonic()
         self._shape: Any = None  # of the batch that sizes are predicted for, or that was measured
         self._is_alike = True
         self._work_bytes: int | None = None  # that the step before this batch took, without its optimizer step
         self._num_failed = 0
         self.search = SizeSearch(
-            sizes.local_batch_size,
+            self._sizes.local_batch_size,
             limit_bytes,
-            prediction,
+            fitting.prediction,
             step.can_fail,
-            memory is not None,
+            self._memory is not None,
             partial(self._agreed, min),
         )
 
     def begin(self, request: StepRequest) -> tuple[int, str]:
         """Name the size of the first step, and say why."""
         search, memory, local_batch_size = self.search, self._memory, self._sizes.local_batch_size
-        batch = request.batch
-        if self._prediction is not None:
-            self._prediction.begin(batch, local_batch_size, self._splitter.first)
-        has_states = any(optimizer.state for optimizer in self._loop.trainer.optimizers)  # of a run that is resumed
+        has_states = any(
+            optimizer.state for optimizer in self._fitting.loop.trainer.optimizers
+        )  # of a run that is resumed
         largest = search.first(None if memory is None or has_states else self._agreed(max, memory.live_bytes))
         if search.no_prediction:
             why = f"for there is no prediction: {search.no_prediction}"
             rank_zero_info(f"MicroBatching: the size grows in the first steps, {why}")
-        self._shape = shape_of(batch)
-        self._step.shapes = guard_of(self._splitter, self._prediction, self._shape, largest, self._limit_bytes)
+        self._shape = shape_of(request.batch)
+        self._fitting.shapes = guard_of(self._fitting, self._shape, largest, self._limit_bytes)
         self._sizes.name_smaller = lambda failed: prefer(local_batch_size, search.fail(failed))
         size = prefer(local_batch_size, largest)
         return size, self._described(size)
@@ -104,13 +79,13 @@ class FirstSteps:
                 self._learn(request.batch, self._work_bytes)
                 if search.is_done:
                     sizes.begin(sizes.current, sizes.current)
-                    sizes.name_smaller, self._loop.run_step = None, self._step.run
+                    sizes.name_smaller, self._fitting.loop.run_step = None, self._step.run
                     return self._step.run(request)
             self._is_alike = True
             self._num_failed = search.num_failed
             if memory is not None:
                 memory.reset_peak()
-        shape, count = shape_of(request.batch), self._splitter.count(request.batch)
+        shape, count = shape_of(request.batch), self._fitting.splitter.count(request.batch)
         if not search.is_predicted and count == sizes.local_batch_size:
             self._shape = shape
         self._is_alike &= shape == self._shape
@@ -129,24 +104,24 @@ class FirstSteps:
                 if not size:
                     raise
             self._sizes.begin(size, size)
-            self._note(size, "the module can't run fewer samples")
+            self._fitting.note(size, "the module can't run fewer samples")
 
     def _learn(self, batch: Any, work_bytes: int) -> None:
         """Take what the step before this batch has shown, and go on with the size that the search names."""
         search, sizes, memory, before = self.search, self._sizes, self._memory, self._sizes.current
         peak_bytes, rest_bytes = (0, 0) if memory is None else (memory.peak_bytes, memory.live_bytes)
-        if self._prediction is not None:
-            rest_bytes -= self._prediction.bytes_beyond(batch)
+        if self._fitting.prediction is not None:
+            rest_bytes -= self._fitting.prediction.bytes_beyond(batch)
         is_alike = self._is_alike and search.num_failed == self._num_failed
-        told = self._consensus.exchange(work_bytes, peak_bytes, rest_bytes, not is_alike, at=At.BATCH)
+        told = self._fitting.consensus.exchange(work_bytes, peak_bytes, rest_bytes, not is_alike, at=At.BATCH)
         work, peak, rest, unlike = (int(max(numbers)) for numbers in zip(*told, strict=True))
         largest = search.after(StepMemory(before, peak, work, rest, not unlike))
         size = prefer(sizes.local_batch_size, largest)
         if size != before:
             sizes.begin(size, size)
             limit_bytes = self._limit_bytes - search.missed_bytes
-            self._step.shapes = guard_of(self._splitter, self._prediction, self._shape, largest, limit_bytes)
-            self._note(size, self._described(size))
+            self._fitting.shapes = guard_of(self._fitting, self._shape, largest, limit_bytes)
+            self._fitting.note(size, self._described(size))
 
     def _described(self, size: int) -> str:
         """Return one line that says which size is in use, and why."""
@@ -167,4 +142,4 @@ class FirstSteps:
         )
 
     def _agreed(self, choose: Callable[[list[float]], float], number: int) -> int:
-        return int(choose([theirs for (theirs,) in self._consensus.exchange(number, at=At.BATCH)]))
+        return int(choose([theirs for (theirs,) in self._fitting.consensus.exchange(number, at=At.BATCH)]))

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,6 +27,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memfit.reliability.upstream.deepspeed import ZeroEngine
+
+if TYPE_CHECKING:
+    from lightning_memfit.fitting.size.device_memory import DeviceMemory
+    from lightning_memfit.fitting.size.prediction import SizePrediction
+    from lightning_memfit.fitting.size.shapes import ShapeGuard
+    from lightning_memfit.fitting.size.sizes import MicroBatchSize
+    from lightning_memfit.fitting.step.loss_weights import LossWeights
+    from lightning_memfit.fitting.step.session import Options
+    from lightning_memfit.fitting.step.split import BatchSplitter
+    from lightning_memfit.reliability.consensus import RankConsensus
 
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
 _ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
@@ -275,3 +285,32 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Replace a hook by nothing."""
+
+
+@dataclass
+class Fitting:
+    """What the parts of one run of `fit` share.
+
+    Attributes:
+        loop: Runs forward and backward.
+        splitter: Cuts batches.
+        weights: Weighs micro-batches.
+        consensus: By what ranks agree.
+        memory: Memory of the device; None if it can't be measured.
+        options: The arguments of `MicroBatching`.
+        prediction: Predicts what sizes take; None where no step can be traced.
+        note: Takes a size that was chosen, and the reason.
+        sizes: The size in use.
+        shapes: Lowers it for batches of larger shapes; None where no memory limit is known.
+    """
+
+    loop: MicroBatchLoop
+    splitter: "BatchSplitter"
+    weights: "LossWeights"
+    consensus: "RankConsensus"
+    memory: "DeviceMemory | None"
+    options: "Options"
+    prediction: "SizePrediction | None"
+    note: Callable[[int, str], None]
+    sizes: "MicroBatchSize"
+    shapes: "ShapeGuard | None" = None

@@ -23,8 +23,9 @@ from lightning_memfit.fitting.recovery.step_state import (
     held,
     hidden_metrics,
     places_of,
+    put_back,
     reading_of,
-    restore_all,
+    remove_new,
     sampled_weights,
 )
 from lightning_memfit.fitting.step.accumulation import Accumulation
@@ -169,17 +170,14 @@ class Passes:
             PartFailedError: If fewer samples than the batch has fail for another reason than memory.
         """
         loop, module, snapshot = self._loop, self._loop.module, self._snapshot
-        restore_all(start, places_of(module))
+        remove_new(start, places_of(module))
+        put_back(start)
         snapshot.restore_metrics()
         for parameter in module.parameters():
             parameter.grad = None
         self._settle()
         before = sampled_weights(module)
-        noise, outputs, sketches = (
-            SameNoise(),
-            StepOutputs(module, loop.results),
-            Sketches(module),
-        )
+        noise, outputs, sketches = SameNoise(), StepOutputs(module, loop.results), Sketches(module)
 
         def begin_part() -> None:
             snapshot.restore_random()

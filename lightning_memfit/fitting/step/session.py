@@ -5,12 +5,10 @@ which train as any other. From then on an `EffectiveStep` runs every batch witho
 """
 
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,23 +18,16 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 
 from lightning_memfit.fitting.recovery.guard import StepGuard
-from lightning_memfit.fitting.size.device_memory import DeviceMemory
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
 from lightning_memfit.fitting.step.effective_step import EffectiveStep
-from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.loss_weights import LossWeights
-from lightning_memfit.fitting.step.split import BatchSplitter
+from lightning_memfit.fitting.step.loop import Fitting, StepRequest
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.replicas import num_replicas, sum_by_loop
-from lightning_memfit.reliability.consensus import At, RankConsensus
+from lightning_memfit.reliability.consensus import At
 from lightning_memfit.reliability.upstream.deepspeed import engine_of
 
 if TYPE_CHECKING:
-    from lightning_memfit.fitting.recovery.last_resort import LastResort
-    from lightning_memfit.fitting.size.prediction import SizePrediction
-    from lightning_memfit.fitting.size.search import SizeSearch
     from lightning_memfit.fitting.step.first_steps import FirstSteps
-    from lightning_memfit.fitting.step.shortage import Shortage
 
 _ON_DISK = (
     "`MicroBatching` compares steps, which can't be taken back where DeepSpeed keeps optimizer states or "
@@ -135,7 +126,7 @@ class Options:
     micro_batch_size: int | Literal["auto"]
     allow_batch_statistics: bool
     recover: bool
-    last_resort: "LastResort"
+    last_resort: Literal["none", "recompute"]
     limit_bytes: int | None
 
 
@@ -149,161 +140,94 @@ class FitSession:
         MisconfigurationException: If the loader's batch size contradicts `global_batch_size`.
     """
 
-    def __init__(
-        self,
-        loop: MicroBatchLoop,
-        options: Options,
-        prediction: "SizePrediction | None",
-        splitter: BatchSplitter,
-        weights: LossWeights,
-        device_memory: DeviceMemory | None,
-        kept: dict[str, Any],
-        note: Callable[[int, str], None],
-        consensus: RankConsensus,
-    ) -> None:
-        trainer, module = loop.trainer, loop.module
+    def __init__(self, fitting: Fitting, kept: dict[str, Any]) -> None:
+        self._fitting, self._kept = fitting, kept
+        self._trainer = trainer = fitting.loop.trainer
+        self._global_batch_size = fitting.options.global_batch_size
         loader_size = loader_batch_size(trainer)
-        if options.global_batch_size is not None and loader_size is not None:
-            check_global_batch(trainer, options.global_batch_size, loader_size)
-        self._loop = loop
-        self._options = options
-        self._prediction = prediction
-        self._splitter = splitter
-        self._weights = weights
-        self._memory = device_memory
-        self._kept = kept
-        self._note = note
-        self._device: torch.device = trainer.strategy.root_device
-        self._consensus = consensus
-        loop.engine = engine_of(trainer)
-        if loop.engine is not None and loop.engine.is_on_disk:
+        if self._global_batch_size is not None and loader_size is not None:
+            check_global_batch(trainer, self._global_batch_size, loader_size)
+        engine = fitting.loop.engine = engine_of(trainer)
+        if engine is not None and engine.is_on_disk:
             raise MisconfigurationException(_ON_DISK)
-        consensus.settle()
+        fitting.consensus.settle()
         self._reducer: Any = None
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             from lightning_memfit.fitting.step.gradient_reducer import GradientReducer
 
-            self._reducer = GradientReducer(module)
+            self._reducer = GradientReducer(fitting.loop.module)
             # DistributedDataParallel would broadcast buffers in the first forward; we do it after each step.
             sum_by_loop(trainer.strategy.model)
-        self._shortage: Shortage | None = None  # until memory runs out
-        self.sizes: MicroBatchSize | None = None  # before the first batch
-        self._step: EffectiveStep
-        self._first_steps: FirstSteps | None = None
-        loop.guard = StepGuard() if loop.engine is None else _unguarded
-        loop.run_step = self._run_first
+        self._step: EffectiveStep | None = None  # before the first batch
+        self.first_steps: FirstSteps | None = None
+        fitting.loop.guard = StepGuard() if engine is None else _unguarded
+        fitting.loop.run_step = self._run_first
 
     @property
-    def found(self) -> "SizeSearch | None":
-        """The search with what it has found so far; None if there is none."""
-        return None if self._first_steps is None else self._first_steps.search
+    def size(self) -> int | None:
+        """The micro-batch size in use; None before the first batch."""
+        return None if self._step is None else self._fitting.sizes.current
 
     def close(self) -> None:
         """Recompute nothing any more."""
-        if self._shortage is not None:
-            self._shortage.close()
+        if self._step is not None:
+            self._step.close()
 
     def kept(self) -> dict[str, Any]:
-        """Return what a later run needs to reuse the size."""
-        assert self.sizes is not None
-        return {"micro_batch_size": self.sizes.current, **self._setting()}
+        """Return what a later run needs to reuse the size: what was found, and on which device."""
+        limit_bytes, memory = self._fitting.options.limit_bytes, self._fitting.memory
+        device = self._trainer.strategy.root_device
+        if limit_bytes is None and memory is not None and not DeviceKind.of(device).has_caching_allocator:
+            limit_bytes = memory.limit_bytes
+        setting = {"device": hardware_name(device), "world_size": self._trainer.world_size, "limit_bytes": limit_bytes}
+        return {"micro_batch_size": self._fitting.sizes.current, **setting}
 
     # --- the first batch --------------------------------------------------------------------------------------------
 
     def _run_first(self, request: StepRequest) -> ClosureResult:
         """Choose the size and run the batch; when the search has ended the loop calls the step itself."""
-        self._consensus.settle()
-        share_added = getattr(self._loop.trainer.strategy, "share_added", None)
+        fitting = self._fitting
+        fitting.consensus.settle()
+        share_added = getattr(self._trainer.strategy, "share_added", None)
         if self._reducer is not None and share_added is not None:
             share_added()
-        options = self._options
-        self.sizes = sizes = MicroBatchSize(self._splitter.count(request.batch), 1)
-        self._step = EffectiveStep(
-            self._loop,
-            self._splitter,
-            self._weights,
-            sizes,
-            self._consensus,
-            self._reducer,
-            options.recover,
-            self._find_shortage,
-            self._memory,
-            options.allow_batch_statistics,
-        )
-        self._start(request, sizes)
-        self._loop.run_step = self._step.run
-        if self._first_steps is not None:
-            self._loop.run_step = self._first_steps.run
-        return self._loop.run_step(request)
-
-    def _find_shortage(self) -> "Shortage":
-        if self._shortage is None:
-            from lightning_memfit.fitting.step.shortage import Shortage  # few runs are ever short of memory
-
-            assert self.sizes is not None
-            recomputes = self._options.last_resort == "recompute"
-            arguments = (recomputes, self._consensus, self._note)
-            self._shortage = Shortage(self._loop, self._splitter, self.sizes, *arguments)
-        return self._shortage
-
-    def _start(self, request: StepRequest, sizes: MicroBatchSize) -> None:
-        if self._options.global_batch_size is not None and loader_batch_size(self._loop.trainer) is None:
-            check_global_batch(self._loop.trainer, self._options.global_batch_size, sizes.local_batch_size)
-        size, reason = self._choose(request, sizes)
+        fitting.sizes = sizes = MicroBatchSize(fitting.splitter.count(request.batch), 1)
+        self._step = EffectiveStep(fitting, self._reducer)
+        if self._global_batch_size is not None and loader_batch_size(self._trainer) is None:
+            check_global_batch(self._trainer, self._global_batch_size, sizes.local_batch_size)
+        size, reason = self._choose(request, self._step)
         # All ranks use the smallest size; their batches may differ.
-        size = int(min(theirs for (theirs,) in self._consensus.exchange(size, at=At.BATCH)))
-        wanted = self._options.micro_batch_size
-        is_unlimited = wanted == "auto" and self._options.limit_bytes is None and self._memory is None
+        size = int(min(theirs for (theirs,) in fitting.consensus.exchange(size, at=At.BATCH)))
+        wanted = fitting.options.micro_batch_size
+        is_unlimited = wanted == "auto" and fitting.options.limit_bytes is None and fitting.memory is None
         sizes.begin(size, sys.maxsize if is_unlimited else size if wanted == "auto" else max(size, wanted))
-        self._note(size, reason)
+        fitting.note(size, reason)
+        fitting.loop.run_step = self._step.run if self.first_steps is None else self.first_steps.run
+        return fitting.loop.run_step(request)
 
-    def _choose(self, request: StepRequest, sizes: MicroBatchSize) -> tuple[int, str]:
-        wanted, kept, local_batch_size = self._options.micro_batch_size, self._kept, sizes.local_batch_size
+    def _choose(self, request: StepRequest, step: EffectiveStep) -> tuple[int, str]:
+        fitting, local_batch_size, kept = self._fitting, self._fitting.sizes.local_batch_size, self._kept
+        wanted, limit_bytes = fitting.options.micro_batch_size, fitting.options.limit_bytes
+        if limit_bytes is None and fitting.memory is not None:
+            limit_bytes = fitting.memory.limit_bytes
+        if fitting.prediction is not None:
+            fitting.prediction.begin(request.batch, local_batch_size, fitting.splitter.first)
         if wanted != "auto":
             size = min(wanted, local_batch_size)
-            self._predict_for(request.batch, local_batch_size)
             return size, f"MicroBatching: micro-batch {size} of {local_batch_size} samples, as asked for."
-        limit_bytes = self._options.limit_bytes or (self._memory.limit_bytes if self._memory is not None else None)
-        if kept.get("micro_batch_size") and self._is_as_kept():
-            size = min(local_batch_size, int(kept["micro_batch_size"]))
-            self._predict_for(request.batch, local_batch_size)
+        if kept and kept | self.kept() | {"micro_batch_size": kept["micro_batch_size"]} == kept:
             from lightning_memfit.fitting.size.shapes import shape_of
             from lightning_memfit.fitting.step.first_steps import guard_of
 
-            shape = shape_of(request.batch)
-            self._step.shapes = guard_of(self._splitter, self._prediction, shape, size, limit_bytes)
+            size = min(local_batch_size, int(kept["micro_batch_size"]))
+            fitting.shapes = guard_of(fitting, shape_of(request.batch), size, limit_bytes)
             return size, f"MicroBatching: micro-batch {size} of {local_batch_size} samples, as in the checkpoint."
         if limit_bytes is None:
             return local_batch_size, (
                 f"MicroBatching: the whole share of {local_batch_size} samples at once; no memory limit is known for "
-                f"{self._device.type}. Add a `MemoryLimit` or set `micro_batch_size`."
+                f"{self._trainer.strategy.root_device.type}. Add a `MemoryLimit` or set `micro_batch_size`."
             )
         from lightning_memfit.fitting.step.first_steps import FirstSteps  # a size that is given needs no search
 
-        self._first_steps = FirstSteps(
-            self._loop,
-            self._splitter,
-            sizes,
-            self._step,
-            self._prediction,
-            self._memory,
-            limit_bytes,
-            self._consensus,
-            self._note,
-        )
-        return self._first_steps.begin(request)
-
-    def _predict_for(self, batch: Any, local_batch_size: int) -> None:
-        if self._prediction is not None:
-            self._prediction.begin(batch, local_batch_size, self._splitter.first)
-
-    def _is_as_kept(self) -> bool:
-        return all(self._kept.get(key) == value for key, value in self._setting().items())
-
-    def _setting(self) -> dict[str, Any]:
-        trainer = self._loop.trainer
-        name = hardware_name(self._device)
-        limit_bytes = self._options.limit_bytes
-        if limit_bytes is None and self._memory is not None and not DeviceKind.of(self._device).has_caching_allocator:
-            limit_bytes = self._memory.limit_bytes
-        return {"device": name, "world_size": trainer.world_size, "limit_bytes": limit_bytes}
+        self.first_steps = FirstSteps(fitting, step, limit_bytes)
+        return self.first_steps.begin(request)

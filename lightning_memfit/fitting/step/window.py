@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_memfit.fitting.recovery.rollback import RollbackPoint
-from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
-from lightning_memfit.fitting.step.loss_weights import LocalBatch, LossWeights
+from lightning_memfit.fitting.step.loop import Fitting, StepRequest
+from lightning_memfit.fitting.step.loss_weights import LocalBatch
 from lightning_memfit.fitting.step.split import KeptBatch
-from lightning_memfit.reliability.consensus import At, RankConsensus, require_as_many_batches
+from lightning_memfit.reliability.consensus import At, require_as_many_batches
 
 _UNEQUAL = (
     "The ranks' batches make {} micro-batches. ZeRO communicates in every forward or backward, so that all ranks must "
@@ -46,11 +46,9 @@ class Window:
         checked_rank: The first rank that needs a check.
     """
 
-    def __init__(self, loop: MicroBatchLoop, weights: LossWeights, consensus: RankConsensus, is_sharded: bool) -> None:
-        self._loop = loop
-        self._weights = weights
-        self._consensus = consensus
-        self._is_sharded = is_sharded
+    def __init__(self, fitting: Fitting) -> None:
+        self._loop, self._weights, self._consensus = fitting.loop, fitting.weights, fitting.consensus
+        self._is_sharded = self._loop.is_sharded
         self._total = 0.0
         self._of_batch = 0.0
         self._reference = 1.0

@@ -20,6 +20,7 @@ from lightning_memfit.device.limit import MemoryLimit
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.recovery.step_state import alike, places_of, reading_of
 from lightning_memfit.fitting.step.check import SelfCheck
+from lightning_memfit.fitting.step.loop import Fitting
 from lightning_memfit.fitting.step.loss_weights import LossWeights
 from lightning_memfit.reliability.non_finite import NonFiniteGuard
 from tests.helpers.fitting import TwiceSGD, is_checking, out_of_memory
@@ -575,7 +576,9 @@ def test_memory_that_never_suffices_ends_the_comparison_on_ranks_with_other_batc
     memory: Any = SimpleNamespace(reset_peak=lambda: None)
     anything: Any = None
     splitter: Any = SimpleNamespace(cuts=lambda batch: frozenset())
-    check = Failing(anything, splitter, LossWeights(), consensus, anything, False, memory)
+    options: Any = SimpleNamespace(allow_batch_statistics=False)
+    fitting = Fitting(anything, splitter, LossWeights(), consensus, memory, options, None, anything, anything)
+    check = Failing(fitting, anything)
     with pytest.warns(UserWarning, match="not even two samples"):
         check.run(anything, anything, num_samples=2 * size - 4, size=size, has_failed=False)
     assert counts == tried

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from lightning_memfit.checkpointing.apply import apply_checkpointing
-from lightning_memfit.fitting.recovery.last_resort import Recomputation
+from lightning_memfit.fitting.recovery.shortage import Recomputation
 from lightning_memfit.reliability.consensus import RankConsensus
 
 DONE = "the activations of 4 more blocks recomputed in backward"

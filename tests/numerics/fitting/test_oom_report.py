@@ -112,9 +112,7 @@ def test_on_cuda_a_snapshot_is_written_before_anything_is_let_go(tmp_path, monke
     for name in ("start_history", "stop_history", "dump_snapshot"):
         monkeypatch.setattr(oom_report, name, lambda *a, name=name: calls.append((name, *a)) or True)
     monkeypatch.setattr(oom_report, "explain", lambda *a: calls.append(("explain",)) or "explained")
-    monkeypatch.setattr(oom_report, "held_bytes", lambda m, o, d: held(m, o, torch.device("cpu")))
     monkeypatch.setattr(pl.strategies.SingleDeviceStrategy, "root_device", torch.device("cuda", 0))
-    held = __import__("lightning_memfit.measure.resident_tensors", fromlist=["held_bytes"]).held_bytes
     report = OutOfMemoryReport(folder=tmp_path / "snapshots")
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     for number in ("", "-2"):
