@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from enum import IntEnum
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ T = TypeVar("T")
 TRAINING = "training_step"
 """Name of actions that begin with all weights divided."""
 
+_TIMEOUT = timedelta(minutes=30)  # of an exchange with the slowest rank
 _PATIENCE = timedelta(seconds=30)
 _MOST_NUMBERS = 4
 _ASTRAY = (
@@ -34,27 +35,19 @@ _UNEVEN = (
 )
 
 
-class At(IntEnum):
+class At(Enum):
     """Places of a run at which ranks exchange numbers, so that ranks that have parted notice."""
 
-    ELSEWHERE = 0
-    BATCH = 1
-    INSIDE = 2
-    ATTEMPTED = 3
-    REDUCTION = 4
-    EVALUATED = 5
-    EPOCH_END = 6
+    ELSEWHERE = "is in a comparison before training goes on"
+    BATCH = "begins a training batch"
+    INSIDE = "is within a step"
+    ATTEMPTED = "has run forward and backward of a batch"
+    REDUCTION = "is about to reduce gradients"
+    EVALUATED = "has run an evaluation step"
+    EPOCH_END = "has ended its training epoch"
 
 
-_IN_WORDS = {
-    At.ELSEWHERE: "is in a comparison before training goes on",
-    At.BATCH: "begins a training batch",
-    At.INSIDE: "is within a step",
-    At.ATTEMPTED: "has run forward and backward of a batch",
-    At.REDUCTION: "is about to reduce gradients",
-    At.EVALUATED: "has run an evaluation step",
-    At.EPOCH_END: "has ended its training epoch",
-}
+_PLACES = tuple(At)
 
 
 class PeerFailed(RuntimeError):
@@ -100,7 +93,7 @@ class RankConsensus:
 
     Args:
         world_size: Number of ranks. With more than one, all of them must construct this together.
-        timeout: How long an exchange waits for the slowest rank before it raises.
+        module: A module whose weights may be divided.
 
     Attributes:
         meets_inside: Whether ranks communicate inside the actions that are done together.
@@ -112,13 +105,16 @@ class RankConsensus:
     stops_together = False
     can_repeat = True
 
-    def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(self, world_size: int, module: nn.Module | None = None) -> None:
         self.world_size = world_size
-        self._group = distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-        self._patience = timeout
+        self._module = module
+        self._group = distributed.new_group(backend="gloo", timeout=_TIMEOUT) if world_size > 1 else None
+        self._patience = _TIMEOUT
 
     def settle(self) -> None:
         """Put the module in the state in which a training step begins, and in which copies of its weights are valid."""
+        if self._module is not None:
+            divide_weights(self._module)  # that evaluation has left gathered
 
     def start_anew(self) -> None:
         """Forget how actions communicate, which has changed; on all ranks together."""
@@ -160,16 +156,15 @@ class RankConsensus:
         if self._group is None:
             return [numbers]
         mine = torch.zeros(1 + _MOST_NUMBERS, dtype=torch.float64, device="cpu")
-        mine[: 1 + len(numbers)] = torch.tensor((at, *numbers), dtype=torch.float64, device="cpu")
+        mine[: 1 + len(numbers)] = torch.tensor((_PLACES.index(at), *numbers), dtype=torch.float64, device="cpu")
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = distributed.all_gather(theirs, mine, group=self._group, async_op=True)
         assert work is not None
         work.wait(self._patience)
         told = [one.tolist() for one in theirs]
-        if any(place != at for place, *_ in told):
-            raise Astray(
-                _ASTRAY.format(", ".join(f"rank {r} {_IN_WORDS[At(int(p))]}" for r, (p, *_) in enumerate(told)))
-            )
+        places = [_PLACES[int(place)] for place, *_ in told]
+        if set(places) != {at}:
+            raise Astray(_ASTRAY.format(", ".join(f"rank {rank} {place.value}" for rank, place in enumerate(places))))
         return [one[1 : 1 + len(numbers)] for one in told]
 
     def highest(self, number: int) -> int:
@@ -199,20 +194,7 @@ class RankConsensus:
         self._group = None
 
 
-class OfModule(RankConsensus):
-    """A consensus about a module whose weights may be divided."""
-
-    def __init__(self, module: nn.Module, world_size: int) -> None:
-        super().__init__(world_size)
-        self._module = module
-
-    @override
-    def settle(self) -> None:
-        """Divide weights that evaluation has left gathered."""
-        divide_weights(self._module)
-
-
-class Apart(OfModule):
+class Apart(RankConsensus):
     """A consensus of ranks that communicate inside an action but can't be stopped together.
 
     A rank that runs out of memory waits for the others for a short time only: if they have run out of memory as well,

@@ -105,14 +105,6 @@ def test_random_errors_change_nothing(where: str, accumulate: int) -> None:
         assert disturbed.callback_metrics[name] == pytest.approx(float(value), abs=1e-5)
 
 
-def test_error_in_the_first_optimizer_step_changes_nothing() -> None:
-    undisturbed, _ = run_tagger(MicroBatching(micro_batch_size=4))
-    module = Failing("step", (1,))
-    fit(module, MicroBatching(micro_batch_size=4))
-    assert module.failures == 1
-    assert difference(module, undisturbed) == 0.0
-
-
 def test_an_error_in_the_first_optimizer_step_changes_nothing() -> None:
     undisturbed, module = Tagger(), Failing("step", (1,))
     for one in (undisturbed, module):

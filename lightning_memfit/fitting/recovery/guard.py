@@ -19,7 +19,7 @@ from lightning_memfit.fitting.recovery.retry import MemoryExhausted
 from lightning_memfit.memory.host_copy import HostCopy
 from lightning_memfit.memory.oom import is_out_of_memory, release
 from lightning_memfit.memory.state import Held, restore_dict
-from lightning_memfit.memory.wrapping import own_attribute
+from lightning_memfit.memory.wrapping import wrap_method
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _SMALLER = "Smaller states need less: `Optimizer8bit()` or `ReplaceOptimizer('torch.Adafactor')`."
@@ -40,17 +40,13 @@ class StepGuard:
 
     @contextmanager
     def _guarded(self, optimizer: Any) -> Iterator[None]:
-        own = own_attribute(optimizer, "step")
-        optimizer.step = partial(self.step, optimizer, optimizer.step)
+        unwrap = wrap_method(optimizer, "step", partial(self._step, optimizer))
         try:
             yield
         finally:
-            if own is None:
-                del optimizer.step
-            else:
-                optimizer.step = own
+            unwrap()
 
-    def step(
+    def _step(
         self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
         """Run the first step with its closure, and repeat it if memory ran out in it.
@@ -84,16 +80,14 @@ class StepGuard:
             rank_zero_warn(
                 "Memory ran out in `optimizer.step`; the step is repeated tensor by tensor (`foreach=False`)."
             )
-        what = "`optimizer.step`"
+        how = " twice, at last with the temporaries of one tensor only" if is_retry else ""
         if calls.number > 1:
-            what = "an `optimizer.step` that calls its closure more than once"
-        elif is_retry:
-            what += " twice, at last with the temporaries of one tensor only"
+            how = ", which calls its closure more than once"
         state = "weights and states are those before it. Run it again with less memory in use"
         if snapshot is None:
             state = "some weights may be updated and some not. Resume from the last checkpoint with less memory in use"
         words = str(failure).splitlines()[0]
-        raise MemoryExhausted(f"Memory ran out in {what}: {state}. {_SMALLER} {words}") from failure
+        raise MemoryExhausted(f"Memory ran out in `optimizer.step`{how}: {state}. {_SMALLER} {words}") from failure
 
 
 class _Calls:

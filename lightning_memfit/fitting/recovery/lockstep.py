@@ -24,8 +24,8 @@ from lightning_memfit.reliability.consensus import (
     Apart,
     Astray,
     At,
-    OfModule,
     PeerFailed,
+    RankConsensus,
     divide_weights,
 )
 
@@ -38,8 +38,10 @@ _OWN, _DONE = len(_COLLECTIVES) + 1, 0
 """What a rank is about to do, beside these: a collective of the module's own, or nothing more."""
 
 
-class Alone(OfModule):
+class Alone(RankConsensus):
     """What a single rank does under FSDP2, which computes with other tensors than those whose gradients are stepped."""
+
+    _module: nn.Module
 
     @override
     def together(
@@ -104,13 +106,15 @@ class _Stopped(PeerFailed):
     """Raised before a collective that another rank doesn't come to."""
 
 
-class Lockstep(OfModule):
+class Lockstep(RankConsensus):
     """A consensus of ranks that shard a module with FSDP2."""
 
     meets_inside = stops_together = True
 
-    def __init__(self, module: nn.Module, world_size: int) -> None:
-        super().__init__(module, world_size)
+    _module: nn.Module
+
+    def __init__(self, world_size: int, module: nn.Module) -> None:
+        super().__init__(world_size, module)
         self._known: set[Any] = set()
         self._last: Hashable = None
 
@@ -137,11 +141,7 @@ class Lockstep(OfModule):
     ) -> tuple[T | None, Exception | None]:
         """Do what all ranks do at this point, and stop on all of them if it fails on one while it is watched.
 
-        Args:
-            action: What to do.
-            key: A tuple of the name of what is done and what else may make it need other memory; None if that is not
-                known beforehand. The same on all ranks.
-            is_risky: Whether the action may well fail; the same on all ranks.
+        The key is a tuple of the name of what is done and what else may make it need other memory.
 
         Raises:
             MemoryExhausted: If memory runs out in an action that isn't watched.

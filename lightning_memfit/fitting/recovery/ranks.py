@@ -27,14 +27,14 @@ def consensus_for(trainer: Trainer, is_evaluation: bool = False) -> RankConsensu
         from lightning_memfit.fitting.upstream.torch import FORGETS_PASSES
 
         if is_zero:
-            return Unrepeatable(module, 1 if is_evaluation else world_size)
+            return Unrepeatable(1 if is_evaluation else world_size, module)
         if world_size == 1:
-            return Alone(module, 1)
+            return Alone(1, module)
         if FORGETS_PASSES and _ranks_together(strategy) in (1, ranks_together(trainer)):
-            return Lockstep(module, world_size)
+            return Lockstep(world_size, module)
     is_plain = world_size == 1 or isinstance(strategy, DDPStrategy)
     world_size = 1 if is_evaluation else world_size
-    return RankConsensus(world_size) if is_plain else Apart(module, world_size)
+    return RankConsensus(world_size) if is_plain else Apart(world_size, module)
 
 
 def _ranks_together(strategy: Strategy) -> int:

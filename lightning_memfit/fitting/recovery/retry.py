@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 
 from lightning_memfit.memory.oom import is_out_of_memory
-from lightning_memfit.reliability.consensus import PeerFailed, RankConsensus
+from lightning_memfit.reliability.consensus import At, PeerFailed, RankConsensus
 
 _LET_OTHERS_SPEAK = 2.0  # seconds
 
@@ -32,25 +32,31 @@ def outcome_of(error: Exception | None) -> Outcome:
     return Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.FAILED
 
 
-def raise_failure(
-    ranks: RankConsensus, told: Sequence[float], mine: Outcome, error: Exception | None, where: str
-) -> None:
-    """End all ranks if one has failed for another reason than memory.
+def tell(
+    ranks: RankConsensus, mine: Outcome, error: Exception | None, where: str, *numbers: float, at: At = At.ELSEWHERE
+) -> list[Sequence[float]]:
+    """Tell all ranks how this one's part has ended, and end all of them if one has failed.
 
     Args:
         ranks: The ranks.
-        told: The outcomes of all of them.
-        mine: That of this one.
+        mine: The outcome of this one.
         error: What it ended in.
         where: What was done, for messages.
+        numbers: What else is exchanged.
+        at: The place of the run.
+
+    Returns:
+        The outcome of every rank with its numbers, in the order of ranks.
 
     Raises:
         Exception: This rank's own error, if it has failed.
         PeerFailed: On the other ranks.
     """
-    if Outcome.FAILED not in told:
-        return
-    rank = list(told).index(Outcome.FAILED)
+    told = ranks.exchange(mine, *numbers, at=at)
+    outcomes = [theirs for theirs, *_ in told]
+    if Outcome.FAILED not in outcomes:
+        return told
+    rank = outcomes.index(Outcome.FAILED)
     said = ranks.from_rank(rank, f"{type(error).__name__}: {error}")
     if error is not None and mine == Outcome.FAILED:
         raise error

@@ -68,16 +68,12 @@ def find_device_memory(trainer: Trainer) -> DeviceMemory | None:
 
 def knows_limit(trainer: Trainer) -> bool:
     """Whether `find_device_memory` will find one once training starts."""
-    return _is_limited(trainer) or DeviceKind.of(trainer.strategy.root_device).has_caching_allocator
+    return bool(_limits(trainer)) or DeviceKind.of(trainer.strategy.root_device).has_caching_allocator
 
 
 def rounding_of(trainer: Trainer) -> int:
     """Return the multiple to which sizes on the Trainer's device are rounded; a `MemoryLimit` rounds as CUDA does."""
-    return DeviceKind.of(CUDA if _is_limited(trainer) else trainer.strategy.root_device).rounding_bytes
-
-
-def _is_limited(trainer: Trainer) -> bool:
-    return bool(_limits(trainer))
+    return DeviceKind.of(CUDA if _limits(trainer) else trainer.strategy.root_device).rounding_bytes
 
 
 def _limits(trainer: Trainer) -> list[Any]:

@@ -6,6 +6,7 @@ larger size never needs less memory.
 
 import contextlib
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -279,14 +280,7 @@ def _is_flat(measured: Sequence[StepMemory]) -> bool:
 
 def largest_under(predict: PeakPredictor, limit_bytes: int, upper: int) -> int:
     """The largest size from 1 to `upper` whose predicted peak is within the limit, or 0 if none is."""
-    low, high = 0, upper
-    while low < high:
-        middle = (low + high + 1) // 2
-        if predict(middle) <= limit_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_right(range(1, upper + 1), limit_bytes, key=predict)
 
 
 # --- a curve of which single values are expensive -------------------------------------------------------------------

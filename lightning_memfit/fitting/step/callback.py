@@ -22,11 +22,10 @@ from typing_extensions import override
 
 from lightning_memfit.fitting.size.device_memory import find_device_memory, knows_limit
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
-from lightning_memfit.fitting.step.loop import Fitting, MicroBatchLoop
+from lightning_memfit.fitting.step.loop import Fitting, MicroBatchLoop, Options
 from lightning_memfit.fitting.step.loss_weights import LossWeight, LossWeights
 from lightning_memfit.fitting.step.session import (
     FitSession,
-    Options,
     lend_batch_size,
     loader_batch_size,
     loader_remainder,
@@ -187,14 +186,9 @@ class MicroBatching(KeepsRandomNumbers):
         if self._evaluation is None:
             from lightning_memfit.fitting.step.evaluation import EvaluationSplitter  # many runs never evaluate
 
-            self._evaluation = EvaluationSplitter(
-                trainer,
-                module,
-                self._splitter(module),
-                partial(self._weights, module),
-                self._evaluation_sizes,
-                partial(self._agree_by, trainer, is_evaluation=True),
-            )
+            ranks = self._agree_by(trainer, is_evaluation=True)
+            parts = self._splitter(module), self._weights(module), ranks, self._evaluation_sizes
+            self._evaluation = EvaluationSplitter(trainer, *parts)
         return self._evaluation.run(name, step, *args, **kwargs)
 
     @override

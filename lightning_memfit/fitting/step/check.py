@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
+from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, tell
 from lightning_memfit.fitting.recovery.step_state import Saved, alike, is_look
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.loop import Fitting, StepRequest
@@ -107,9 +107,8 @@ class SelfCheck:
             outcome, failure = self._attempt(Samples(request, batch, num_samples, count, size))
             told, most = {float(Outcome.OUT_OF_MEMORY)}, count
             if not isinstance(failure, ShortElsewhere):
-                outcomes, counts = zip(*self._consensus.exchange(outcome, count), strict=True)
+                outcomes, counts = zip(*tell(self._consensus, outcome, failure, "before this step", count), strict=True)
                 told, most = set(outcomes), int(max(counts))
-                raise_failure(self._consensus, outcomes, outcome, failure, "before this step")
             if failure is not None:
                 release(failure)
             if Outcome.OUT_OF_MEMORY in told:

@@ -15,7 +15,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, raise_failure
+from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, tell
 from lightning_memfit.fitting.recovery.rollback import Rollback, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import held
 from lightning_memfit.fitting.step.accumulation import Accumulation
@@ -326,8 +326,7 @@ class EffectiveStep:
         outcome = outcome_of(error)
         if not self._recovers and outcome == Outcome.OUT_OF_MEMORY:
             outcome = Outcome.FAILED
-        told = self._consensus.exchange(outcome, size, self._sizes.current, at=At.ATTEMPTED)
-        raise_failure(self._consensus, [theirs for theirs, *_ in told], outcome, error, "in this step")
+        told = tell(self._consensus, outcome, error, "in this step", size, self._sizes.current, at=At.ATTEMPTED)
         self._failed_size = int(max((size for theirs, size, _ in told if theirs == Outcome.OUT_OF_MEMORY), default=0))
         self._sizes.current = min(self._sizes.current, int(min(current for *_, current in told)))
         return not self._failed_size

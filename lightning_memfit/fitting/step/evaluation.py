@@ -1,14 +1,14 @@
 """`EvaluationSplitter`: splits batches of validation, test and prediction after one has run out of memory."""
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memfit.fitting.recovery.retry import MemoryExhausted, Outcome, outcome_of, raise_failure
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted, Outcome, outcome_of, tell
 from lightning_memfit.fitting.recovery.rollback import MetricStates, RollbackPoint
 from lightning_memfit.fitting.recovery.step_state import MODULE_INTERNALS, Place, held, places_of, remove_new
 from lightning_memfit.fitting.step.loss_weights import LossWeights
@@ -35,22 +35,21 @@ class EvaluationSplitter:
     become means, tensors of samples are concatenated. A value that is neither, such as a perplexity, becomes the mean
     over parts. Values with `sync_dist=True` are reduced once per batch, after all parts. Nothing else is exchanged
     between ranks, unless they share the module: then all of them cut a batch alike.
+
+    It is made at the first batch: the module's own `setup` may make metrics, losses and ranks.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        module: LightningModule,
         splitter: BatchSplitter,
-        weights: Callable[[], LossWeights],
+        weights: LossWeights,
+        ranks: RankConsensus,
         sizes: dict[str, int],
-        ranks: Callable[[], RankConsensus],
     ) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._splitter = splitter
-        self._find_weights = weights
-        self._find_ranks = ranks
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._splitter, self._weights, self._ranks = splitter, weights, ranks
+        self._groups, self._states = ComputeGroups(self._module), MetricStates(self._module)
         self._guards: dict[str, BatchGuard] = {}
         self.sizes = sizes
 
@@ -141,24 +140,6 @@ class EvaluationSplitter:
         """Places of what the module itself holds, which may be the outputs of an epoch."""
         return {name: place for name, place in places_of(self._module).items() if "." not in name}
 
-    # Not before the first batch: the module's own `setup` may make metrics, losses and ranks.
-
-    @cached_property
-    def _weights(self) -> LossWeights:
-        return self._find_weights()
-
-    @cached_property
-    def _groups(self) -> ComputeGroups:
-        return ComputeGroups(self._module)
-
-    @cached_property
-    def _states(self) -> MetricStates:
-        return MetricStates(self._module)
-
-    @cached_property
-    def _ranks(self) -> RankConsensus:
-        return self._find_ranks()
-
 
 def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, progress: Any) -> bool:
     """Whether memory has run out in a step: on this rank, or on one that communicates with it in the step.
@@ -172,13 +153,11 @@ def _has_run_out(name: str, ranks: RankConsensus, failure: Exception | None, pro
         if failure is not None and (outcome == Outcome.FAILED or ranks.meets_inside):
             raise failure
         return outcome == Outcome.OUT_OF_MEMORY
-    sent = ranks.exchange(outcome, progress.is_last_batch, at=At.EVALUATED)
-    told = [theirs for theirs, _ in sent]
-    raise_failure(ranks, told, outcome, failure, f"in `{name}`")
-    if Outcome.OUT_OF_MEMORY in told:
+    told = tell(ranks, outcome, failure, f"in `{name}`", progress.is_last_batch, at=At.EVALUATED)
+    if any(theirs == Outcome.OUT_OF_MEMORY for theirs, _ in told):
         ranks.start_anew()
         return True
-    require_as_many_batches([last for _, last in sent], progress.current.ready, LIMITS[name])
+    require_as_many_batches([last for _, last in told], progress.current.ready, LIMITS[name])
     return False
 
 

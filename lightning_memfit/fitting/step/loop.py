@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_memfit.fitting.size.shapes import ShapeGuard
     from lightning_memfit.fitting.size.sizes import MicroBatchSize
     from lightning_memfit.fitting.step.loss_weights import LossWeights
-    from lightning_memfit.fitting.step.session import Options
     from lightning_memfit.fitting.step.split import BatchSplitter
     from lightning_memfit.reliability.consensus import RankConsensus
 
@@ -287,6 +286,18 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Replace a hook by nothing."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `MicroBatching` that concern training."""
+
+    global_batch_size: int | None
+    micro_batch_size: int | Literal["auto"]
+    allow_batch_statistics: bool
+    recover: bool
+    last_resort: Literal["none", "recompute"]
+    limit_bytes: int | None
+
+
 @dataclass
 class Fitting:
     """What the parts of one run of `fit` share.
@@ -309,7 +320,7 @@ class Fitting:
     weights: "LossWeights"
     consensus: "RankConsensus"
     memory: "DeviceMemory | None"
-    options: "Options"
+    options: Options
     prediction: "SizePrediction | None"
     note: Callable[[int, str], None]
     sizes: "MicroBatchSize"

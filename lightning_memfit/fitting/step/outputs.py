@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -64,19 +65,6 @@ def _mean(values: list[Any], weights: list[float]) -> Any:
     kept = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     total = sum(weight for _, weight in kept)
     return sum(value * (weight / total) for value, weight in kept) if total else values[0]
-
-
-def detached(value: Any) -> Any:
-    """Return the same structure without graphs."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        return {key: detached(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(detached(item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(detached(item) for item in value)
-    return value
 
 
 # --- logged values --------------------------------------------------------------------------------------------------
@@ -339,7 +327,7 @@ class StepOutputs:
         elif output.loss is not None:
             self._uncounted = output.loss
         if output.extra:
-            self._extras.append((detached(output.extra), weight, size))
+            self._extras.append((recursive_detach(output.extra), weight, size))
 
     def end(self) -> None:
         """Receive no more logs, after the last micro-batch or a failure."""

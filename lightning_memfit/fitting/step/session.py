@@ -6,8 +6,7 @@ which train as any other. From then on an `EffectiveStep` runs every batch witho
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -116,18 +115,6 @@ def check_global_batch(trainer: Trainer, global_batch_size: int, found: int) -> 
 def _unguarded(_: Optimizer) -> AbstractContextManager[None]:
     """Guard no steps: those of an engine communicate, and can't be repeated by one rank."""
     return nullcontext()
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `MicroBatching` that concern training."""
-
-    global_batch_size: int | None
-    micro_batch_size: int | Literal["auto"]
-    allow_batch_statistics: bool
-    recover: bool
-    last_resort: Literal["none", "recompute"]
-    limit_bytes: int | None
 
 
 class FitSession:
