@@ -9,9 +9,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
-from typing_extensions import override
-
-from lightning_memfit.memory.oom import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -19,7 +16,6 @@ TRAINING = "training_step"
 """Name of actions that begin with all weights divided."""
 
 _TIMEOUT = timedelta(minutes=30)  # of an exchange with the slowest rank
-_PATIENCE = timedelta(seconds=30)
 _MOST_NUMBERS = 4
 _ASTRAY = (
     "The ranks have come to different places of the run: {}. They would wait for each other without end. Let all of "
@@ -52,10 +48,6 @@ _PLACES = tuple(At)
 
 class PeerFailed(RuntimeError):
     """Another rank has failed, which is why this one stops."""
-
-
-class ShortElsewhere(PeerFailed):
-    """Another rank has run out of memory, and has told all."""
 
 
 class Astray(PeerFailed):
@@ -192,39 +184,3 @@ class RankConsensus:
         if self._group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self._group)
         self._group = None
-
-
-class Apart(RankConsensus):
-    """A consensus of ranks that communicate inside an action but can't be stopped together.
-
-    A rank that runs out of memory waits for the others for a short time only: if they have run out of memory as well,
-    they come, and if not, they never will.
-    """
-
-    meets_inside = True
-
-    @override
-    def highest(self, number: int) -> int:
-        """Return the highest number of all ranks.
-
-        Raises:
-            ShortElsewhere: If another rank doesn't come, having run out of memory.
-        """
-        told = self.exchange(0, number)
-        if any(status for status, _ in told):
-            raise ShortElsewhere("Memory ran out on another rank.")
-        return int(max(theirs for _, theirs in told))
-
-    @override
-    def together(
-        self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True
-    ) -> tuple[T | None, Exception | None]:
-        """Do what all ranks do at this point; an error that is not for memory is raised."""
-        try:
-            return action(), None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
-        self._patience = _PATIENCE
-        return None, failure

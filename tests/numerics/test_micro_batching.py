@@ -7,12 +7,11 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memfit.fitting import MicroBatching
 from lightning_memfit.fitting.size.sizes import MicroBatchSize
-from tests.helpers.fitting import VOCABULARY, Failing, Sentences, Tagger
+from tests.helpers.fitting import VOCABULARY, Failing, Tagger
 from tests.helpers.trainers import difference, fit, fit_on_two_ranks
 
 TOLERANCE = 2e-6
@@ -171,40 +170,6 @@ def test_logged_values_and_hooks_are_those_of_the_whole_batch(size: int) -> None
     assert split.before == pytest.approx(plain.before, abs=1e-5)
     assert split.after == plain.after
     assert float(split.last_loss) == pytest.approx(float(plain.last_loss), abs=1e-5)
-
-
-def test_evaluation_batches_are_split_when_they_do_not_fit() -> None:
-    class Evaluated(Scored):
-        too_large = 100
-
-        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            logits = self.net(batch["input_ids"])
-            self.accuracy(logits.argmax(-1).flatten(), batch["labels"].flatten())
-            if len(logits) > self.too_large:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            loss = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"])
-            self.log("val_loss", loss, batch_size=int((batch["labels"] != -100).sum()))
-            self.log("val_accuracy", self.accuracy)
-            return loss
-
-        test_step = validation_step
-
-        def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            if len(batch["index"]) > self.too_large:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return batch["index"]
-
-    from tests.helpers.trainers import quiet_trainer
-
-    loader = DataLoader(Sentences(), 16)
-    whole, small = Evaluated(), Evaluated()
-    small.too_large = 5
-    for kind in ("validate", "test"):
-        (expected,) = getattr(quiet_trainer(), kind)(whole, loader, verbose=False)
-        (found,) = getattr(quiet_trainer(MicroBatching()), kind)(small, loader, verbose=False)
-        assert found == pytest.approx(expected, abs=1e-6)
-    predictions = quiet_trainer(MicroBatching()).predict(small, loader)
-    assert [p.tolist() for p in predictions] == [list(range(i, i + 16)) for i in (0, 16, 32)]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])

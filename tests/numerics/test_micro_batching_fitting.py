@@ -181,11 +181,6 @@ def test_what_cannot_be_exact_is_refused() -> None:
 
 
 def test_what_is_not_supported_says_so() -> None:
-    class Manual(Tagger):
-        automatic_optimization = False
-
-    with pytest.raises(MisconfigurationException, match="automatic optimization"):
-        fit(Manual(), MicroBatching())
     with pytest.raises(ValueError, match="`micro_batch_size=0`"):
         MicroBatching(micro_batch_size=0)
     with pytest.raises(ValueError, match="`global_batch_size=-1`"):

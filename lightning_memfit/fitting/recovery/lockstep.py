@@ -8,32 +8,39 @@ shapes have fitted before aren't watched: a rank that fails in one of them ends 
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_memfit.fitting.recovery.retry import MemoryExhausted
+from lightning_memfit.fitting.recovery.retry import MemoryExhausted, ShortElsewhere
 from lightning_memfit.fitting.upstream.torch import FORGETS_PASSES, forget_pass
 from lightning_memfit.memory.collectives import listen
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.memory.oom import is_out_of_memory, release
+from lightning_memfit.memory.replicas import ranks_together
 from lightning_memfit.reliability.consensus import (
     TRAINING,
-    Apart,
     Astray,
     At,
     PeerFailed,
     RankConsensus,
     divide_weights,
 )
+from lightning_memfit.reliability.upstream.deepspeed import shards_weights
 
 T = TypeVar("T")
 
 _COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce")
 """Functions of `torch.distributed` that FSDP2 communicates by, from torch 2.13 on."""
 _MAX_KNOWN = 4096
+_PATIENCE = timedelta(seconds=30)
 _OWN, _DONE = len(_COLLECTIVES) + 1, 0
 """What a rank is about to do, beside these: a collective of the module's own, or nothing more."""
 
@@ -65,29 +72,47 @@ _BROKEN_OFF = (
 )
 
 
-class Unrepeatable(Apart):
-    """A consensus of ranks under ZeRO, whose engine doesn't forget a step that was broken off: a shortage ends the run.
+class Apart(RankConsensus):
+    """A consensus of ranks that communicate inside an action but can't be stopped together.
 
-    Nobody waits for the other ranks then: a `RankWatch` tells them.
+    A rank that runs out of memory waits for the others for a short time only: if they have run out of memory as well,
+    they come, and if not, they never will. Under ZeRO, whose engine doesn't forget a step that was broken off, nothing
+    is repeated: a shortage ends the run, and a `RankWatch` tells the other ranks.
     """
 
-    can_repeat = False
+    meets_inside = True
+
+    def __init__(self, world_size: int, module: nn.Module, can_repeat: bool = True) -> None:
+        super().__init__(world_size, module)
+        self.can_repeat = can_repeat
+
+    @override
+    def highest(self, number: int) -> int:
+        """Return the highest number of all ranks.
+
+        Raises:
+            ShortElsewhere: If another rank doesn't come, having run out of memory.
+        """
+        told = self.exchange(0, number)
+        if any(status for status, _ in told):
+            raise ShortElsewhere("Memory ran out on another rank.")
+        return int(max(theirs for _, theirs in told))
 
     @override
     def together(
         self, action: Callable[[], T], key: Hashable = None, is_risky: bool = True
     ) -> tuple[T | None, Exception | None]:
-        """Do what all ranks do at this point; every error is raised.
-
-        Raises:
-            torch.OutOfMemoryError: If memory ran out.
-        """
-        result, failure = super().together(action, key, is_risky)
-        if isinstance(failure, MemoryExhausted):
-            raise failure
-        if failure is not None:
+        """Do what all ranks do at this point; an error that nothing can be done about is raised."""
+        try:
+            return action(), None
+        except Exception as error:
+            if isinstance(error, MemoryExhausted) or not is_out_of_memory(error):
+                raise
+            failure = error
+        if not self.can_repeat:
             raise MemoryExhausted(f"{_BROKEN_OFF} {str(failure).splitlines()[0]}") from failure
-        return result, None
+        self._patience = _PATIENCE
+        return None, failure
 
 
 _KNOWN_TO_FIT = (
@@ -195,15 +220,15 @@ class Lockstep(RankConsensus):
             return collective(*args, **kwargs)
 
         unlisten = listen(partial(self._agree, _OWN))
-        before = {name: getattr(distributed, name) for name in _COLLECTIVES}
-        for number, (name, collective) in enumerate(before.items(), start=1):
-            setattr(distributed, name, partial(watched, number, collective))
+        layers: dict[str, Any] = {
+            name: partial(watched, number, getattr(distributed, name))
+            for number, name in enumerate(_COLLECTIVES, start=1)
+        }
         try:
-            yield
+            with patch.multiple(distributed, **layers):
+                yield
         finally:
             unlisten()
-            for name, collective in before.items():
-                setattr(distributed, name, collective)
 
     def _agree(self, number: int) -> None:
         """Wait until all ranks are before the same collective."""
@@ -224,3 +249,28 @@ class Lockstep(RankConsensus):
         if any(failed for failed, _ in told):
             raise _Stopped("Another rank has failed.")
         return told
+
+
+def consensus_for(trainer: Trainer, is_evaluation: bool = False) -> RankConsensus:
+    """Return what the ranks of a run agree by, once the strategy has set the module up; all ranks call this together.
+
+    Args:
+        trainer: The trainer.
+        is_evaluation: Whether it is for evaluation alone, in which ranks agree only if they communicate in each batch.
+    """
+    strategy, module, world_size = trainer.strategy, trainer.lightning_module, trainer.world_size
+    if isinstance(strategy, DeepSpeedStrategy):
+        if is_evaluation and not shards_weights(trainer):
+            return RankConsensus(1)
+        return Apart(1 if is_evaluation else world_size, module, can_repeat=False)
+    is_plain = world_size == 1 or isinstance(strategy, DDPStrategy)
+    if any(isinstance(child, FSDPModule) for child in module.modules()):
+        if world_size == 1:
+            return Alone(1, module)
+        together = 1  # ranks that compute one model
+        if isinstance(strategy, ModelParallelStrategy):
+            together = int(strategy.device_mesh["tensor_parallel"].size())
+        if FORGETS_PASSES and together in (1, ranks_together(trainer)):
+            return Lockstep(world_size, module)
+    world_size = 1 if is_evaluation else world_size
+    return RankConsensus(world_size) if is_plain else Apart(world_size, module)

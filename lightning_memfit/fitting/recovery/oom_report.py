@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -276,7 +277,8 @@ def _step_again(
         traceback.clear_frames(one.__traceback__)
 
     def step() -> None:
-        with isolate_rng(), _mute(module), trainer.precision_plugin.train_step_context():
+        muted: Any = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
+        with isolate_rng(), patch.multiple(module, **muted), trainer.precision_plugin.train_step_context():
             named = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
             output = module.training_step(batch, batch_idx) if named else module.training_step(batch)
             loss = output.get("loss") if isinstance(output, dict) else output
@@ -293,15 +295,3 @@ def _in_short(error: Exception) -> str:
 def _free_path(folder: Path, rank: int) -> Path:
     names = (f"out_of_memory_rank{rank}{'' if number == 1 else f'-{number}'}.pickle" for number in count(1))
     return next(folder / name for name in names if not (folder / name).exists())
-
-
-@contextmanager
-def _mute(module: LightningModule) -> Iterator[None]:
-    """Suppress logging in a step that is run only for its tensors."""
-    names = [name for name in ("log", "log_dict") if name not in vars(module)]
-    vars(module).update(dict.fromkeys(names, lambda *_, **__: None))
-    try:
-        yield
-    finally:
-        for name in names:
-            del vars(module)[name]

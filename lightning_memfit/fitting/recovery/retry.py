@@ -16,6 +16,10 @@ class MemoryExhausted(torch.OutOfMemoryError):
     """Memory ran out, and everything that can be tried has been; nobody should try again."""
 
 
+class ShortElsewhere(PeerFailed):
+    """Another rank has run out of memory, and has told all."""
+
+
 class Outcome(IntEnum):
     """How what ranks did together has gone on one of them; the last one is of comparisons that showed nothing."""
 

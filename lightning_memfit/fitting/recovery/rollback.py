@@ -61,14 +61,7 @@ def _of_one(device: torch.device) -> tuple[torch.device, ...]:
 
 
 class RollbackPoint:
-    """What a module was before a batch, but for weights in training and gradients.
-
-    Args:
-        module: The module.
-        device: Whose generator it draws from.
-        metrics: Its metrics.
-        state: What was saved of its places.
-    """
+    """What a module was before a batch, but for weights in training and gradients."""
 
     __slots__ = ("_hook_name", "_metrics", "_module", "_of_metrics", "random", "state")
 

@@ -146,11 +146,7 @@ class PartStates:
 
     Every micro-batch starts from what the batch started from. Afterwards floating values are the mean over samples, and
     anything else is what the last micro-batch left. Lists and generators of random numbers go on from one micro-batch
-    to the next.
-
-    Args:
-        places: Places to which steps write, by name.
-        saved: What was there before the batch.
+    to the next. `places` are those to which steps write, and `saved` what was there before the batch.
     """
 
     def __init__(self, places: dict[str, Place], saved: Saved) -> None:

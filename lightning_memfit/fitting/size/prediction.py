@@ -388,21 +388,19 @@ class MemoryPrediction(Callback):
             return
         try:
             division = division_in_run(trainer)
+            try:
+                batch = first_batch(trainer)
+            except ValueError as error:
+                if division is not None:
+                    raise
+                self._wait_for_batch(trainer, pl_module, error)
+                return
+            precision = None if division is None else division.traced_precision(str(trainer.precision))
+            profile = profile_fit(trainer, pl_module, batch, precision=precision)
         except NotDividedError as error:
             name = type(trainer.strategy).__name__
             rank_zero_info(f"MemoryPrediction: no prediction for this run under {name}: {error}.")
             return
-        try:
-            batch = first_batch(trainer)
-        except ValueError as error:
-            if division is None:
-                self._wait_for_batch(trainer, pl_module, error)
-            else:
-                rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")
-            return
-        try:
-            precision = None if division is None else division.traced_precision(str(trainer.precision))
-            profile = profile_fit(trainer, pl_module, batch, precision=precision)
         except (TraceError, ValueError) as error:
             if not getattr(error, "in_build", False):  # else Lightning is about to end in the same mistake
                 rank_zero_warn(f"MemoryPrediction: no prediction for this run. {error}")

@@ -47,21 +47,13 @@ class ExactPredictor(Protocol):
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a training step took, on the rank that took most.
-
-    Attributes:
-        size: Micro-batch size.
-        peak_bytes: The peak.
-        work_bytes: The peak of forward and backward, without the optimizer step.
-        rest_bytes: Bytes alive after it.
-        is_alike: Whether its batch had the shapes of the one that is predicted for, on all ranks.
-    """
+    """What a training step took, on the rank that took most."""
 
     size: int
     peak_bytes: int
-    work_bytes: int
-    rest_bytes: int = 0
-    is_alike: bool = True
+    work_bytes: int  # the peak of forward and backward, without the optimizer step
+    rest_bytes: int = 0  # alive after it
+    is_alike: bool = True  # whether its batch had the shapes of the one that is predicted for, on all ranks
 
 
 class SizeSearch:
@@ -73,34 +65,16 @@ class SizeSearch:
     the next one is 3 % lower, then a quarter, then half. Without a prediction the first step has micro-batches of two
     samples, and up to six steps of growing sizes replace it. Where a failure ends the run, training begins with two
     samples as well, and 3 % of the memory beyond what they take is left free.
-
-    Args:
-        upper: Samples per device and loader batch.
-        limit_bytes: Memory of the device.
-        predict: The prediction; None if there is none.
-        can_fail: Whether a step in which memory runs out is repeated.
-        is_measured: Whether it can be measured what steps take. If not, the first size that runs is the last.
-        agree: Returns the smallest of all ranks' numbers, so that all of them take the same sizes.
-
-    Attributes:
-        largest: The largest size that has room, as far as is known.
-        tried: The largest size that has run.
-        predicted_bytes: Predicted peak at `largest`, before anything was measured; None without prediction.
-        num_steps: Training steps that ran during the search.
-        num_failed: How often memory ran out meanwhile.
-        no_prediction: Why there is no prediction, if one was expected.
-        missed_bytes: What was measured beyond an exact prediction.
-        is_done: Whether the search has ended.
     """
 
     def __init__(
         self,
-        upper: int,
+        upper: int,  # samples per device and loader batch
         limit_bytes: int,
         predict: ExactPredictor | None,
-        can_fail: bool,
-        is_measured: bool = True,
-        agree: Callable[[int], int] = int,
+        can_fail: bool,  # whether a step in which memory runs out is repeated
+        is_measured: bool = True,  # if it can't be measured what steps take, the first size that runs is the last
+        agree: Callable[[int], int] = int,  # returns the smallest of all ranks' numbers
     ) -> None:
         self._upper = upper
         self._limit_bytes = limit_bytes
@@ -109,16 +83,15 @@ class SizeSearch:
         self._is_measured = is_measured
         self._agree = agree
         self._failed = upper + 1
-        self.num_failed = self._num_failed_in_step = 0
-        self.num_steps = 0
-        self._num_raises = 0
-        self.tried = 0
-        self.predicted_bytes: int | None = None
+        self._num_failed_in_step = self._num_raises = 0
         self._measured: list[StepMemory] = []
         self._rest_bytes = 0
-        self.largest = 0
-        self.no_prediction = ""
-        self.missed_bytes = 0
+        self.largest = 0  # that has room, as far as is known
+        self.tried = 0  # the largest that has run
+        self.num_steps = self.num_failed = 0
+        self.predicted_bytes: int | None = None  # at `largest`, before anything was measured
+        self.no_prediction = ""  # why there is none, if one was expected
+        self.missed_bytes = 0  # measured beyond an exact prediction
         self.is_done = False
 
     @property
@@ -127,11 +100,7 @@ class SizeSearch:
         return self._predict is not None
 
     def first(self, live_bytes: int | None = None) -> int:
-        """Return the size of the first step.
-
-        Args:
-            live_bytes: Bytes that are alive before it; None if they can't be measured.
-        """
+        """Return the size of the first step, before which so many bytes are alive, if they can be measured."""
         if live_bytes is not None and self._predict is not None:
             self._predict.calibrate(live_bytes, is_after_step=False)
         promised = self._promised()
@@ -166,11 +135,7 @@ class SizeSearch:
         return smaller
 
     def after(self, step: StepMemory) -> int:
-        """Return the size of the step that follows one that has run.
-
-        Args:
-            step: What it took.
-        """
+        """Return the size of the step that follows one that has run."""
         self.num_steps += 1
         self._num_failed_in_step = 0
         self.tried = max(self.tried, step.size)
@@ -300,13 +265,7 @@ def largest_by_exact(
     through the values known nearest to the limit names the next size, and where that narrows the bracket too slowly
     (the curve has steps), half of the bracket does. The result is the largest size known to fit if values run out.
 
-    Args:
-        exact: The curve; a value may take seconds.
-        limit_bytes: The limit.
-        upper: The largest size of interest.
-        known: Values that are known already.
-        rough: A cheap prediction, which may be wrong.
-        is_out_of_time: Whether no more values may be asked for.
+    A value of the curve (`exact`) may take seconds; those in `known` are known already.
     """
     known = {size: peak for size, peak in known.items() if size <= upper}
     rough = rough if rough is None or agrees(rough, known) else None

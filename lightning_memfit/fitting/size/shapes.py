@@ -23,14 +23,14 @@ class ShapeGuard:
     A batch that is in no dimension larger than one that is known to fit needs no more memory. For any other the size is
     predicted, once for each shape, and it holds for batches of that shape only. Without a prediction, memory is taken
     to grow with the square of the number of elements, which is safe for attention.
-
-    Args:
-        shape: `shape_of` the batch that is known to fit.
-        size: The largest size for it.
-        predict: From a batch and an upper bound to the largest size for that batch; may raise `NoPrediction`.
     """
 
-    def __init__(self, shape: Any, size: int, predict: Callable[[Any, int], int] | None) -> None:
+    def __init__(
+        self,
+        shape: Any,  # `shape_of` the batch that is known to fit
+        size: int,  # the largest for it
+        predict: Callable[[Any, int], int] | None,  # from a batch and an upper bound to the largest size for that batch
+    ) -> None:
         self._largest = size
         self._predict = predict
         self._num_predictions = 0

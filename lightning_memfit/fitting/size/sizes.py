@@ -19,25 +19,15 @@ def prefer(local_batch_size: int, largest: int) -> int:
 
 
 class MicroBatchSize:
-    """The size in use, which is lowered after a failure.
+    """The size in use (`current`) for batches of so many samples, which is lowered after a failure."""
 
-    Args:
-        local_batch_size: Samples per device and loader batch.
-        size: The size to begin with.
-        at_most: The size for batches larger than `local_batch_size`, while nothing has failed; by default `size`.
-
-    Attributes:
-        current: The size in use.
-        name_smaller: Names the size that follows one that failed, while a search goes on.
-    """
-
-    def __init__(self, local_batch_size: int, size: int, at_most: int | None = None) -> None:
+    def __init__(self, local_batch_size: int, size: int = 1) -> None:
         self.local_batch_size = local_batch_size
-        self.name_smaller: Callable[[int], int] | None = None
-        self.begin(size, size if at_most is None else at_most)
+        self.name_smaller: Callable[[int], int] | None = None  # what follows one that failed, while a search goes on
+        self.begin(size, size)
 
     def begin(self, size: int, at_most: int) -> None:
-        """Begin with a size, and with another one for larger batches."""
+        """Begin with a size, and with another one for larger batches while nothing has failed."""
         self.current = size
         self._at_most = at_most
 

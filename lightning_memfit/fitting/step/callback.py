@@ -211,7 +211,7 @@ class MicroBatching(KeepsRandomNumbers):
             self.options,
             self._predictor,
             self._note,
-            MicroBatchSize(1, 1),
+            MicroBatchSize(1),
         )
         self._session = FitSession(fitting, self._kept)
 
@@ -224,16 +224,14 @@ class MicroBatching(KeepsRandomNumbers):
     def _agree_by(self, trainer: Trainer, is_evaluation: bool = False) -> RankConsensus:
         if isinstance(trainer.strategy, SingleDeviceStrategy):
             return RankConsensus(1)
-        from lightning_memfit.fitting.recovery.ranks import consensus_for  # for several ranks, or divided weights
+        if self._ranks is not None and (self._ranks.stops_together or not is_evaluation):
+            return self._ranks
+        from lightning_memfit.fitting.recovery.lockstep import consensus_for  # for several ranks, or divided weights
 
-        if is_evaluation and isinstance(trainer.strategy, DeepSpeedStrategy):
-            return consensus_for(trainer, is_evaluation)
-        if self._ranks is None:
-            ranks = consensus_for(trainer, is_evaluation)
-            if is_evaluation and not ranks.stops_together:
-                return ranks
+        ranks = consensus_for(trainer, is_evaluation)
+        if ranks.stops_together or not is_evaluation:
             self._ranks = ranks
-        return self._ranks
+        return ranks
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_memfit.fitting.recovery.retry import Outcome, outcome_of, tell
+from lightning_memfit.fitting.recovery.retry import Outcome, ShortElsewhere, outcome_of, tell
 from lightning_memfit.fitting.recovery.step_state import Saved, alike, is_look
 from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.loop import Fitting, StepRequest
@@ -24,7 +24,6 @@ from lightning_memfit.fitting.step.loss_weights import IGNORE_INDEX, SUM, Rule
 from lightning_memfit.fitting.step.outputs import differing
 from lightning_memfit.fitting.step.passes import NotFiniteError, PartFailedError, Pass, Passes, normalised
 from lightning_memfit.memory.oom import is_out_of_memory, release
-from lightning_memfit.reliability.consensus import ShortElsewhere
 from lightning_memfit.techniques.core.facts import batch_statistics
 
 _USERS = Rule("users")

@@ -43,25 +43,14 @@ _ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
 
 @dataclass(slots=True)
 class StepRequest:
-    """One loader batch to run forward and backward on.
+    """One loader batch to run forward and backward on."""
 
-    Attributes:
-        arguments: Arguments of `training_step` by name, `"batch"` among them.
-        optimizer: The optimizer.
-        batch_idx: Index of the loader batch in the epoch.
-        zero_grad: Clears the gradients with all hooks; None within a window of `accumulate_grad_batches`.
-        is_last: Whether the optimizer steps after it.
-        kept: What `BatchGuard` keeps of the batch.
-        is_complete: Whether it has been run; the optimizer may call its closure again.
-    """
-
-    arguments: "OrderedDict[str, Any]"
+    arguments: "OrderedDict[str, Any]"  # of `training_step` by name, `"batch"` among them
     optimizer: Optimizer
-    batch_idx: int
-    zero_grad: Callable[[], None] | None
-    is_last: bool
-    kept: Any = None
-    is_complete: bool = False
+    zero_grad: Callable[[], None] | None  # with all hooks; None within a window of `accumulate_grad_batches`
+    is_last: bool  # whether the optimizer steps after it
+    kept: Any = None  # what `BatchGuard` keeps of the batch
+    is_complete: bool = False  # the optimizer may call its closure again
 
     @property
     def batch(self) -> Any:
@@ -136,7 +125,6 @@ class MicroBatchLoop(_AutomaticOptimization):
         request = StepRequest(
             arguments=kwargs,
             optimizer=optimizer,
-            batch_idx=batch_idx,
             zero_grad=self._make_zero_grad_fn(batch_idx, optimizer),
             is_last=self.trainer.accumulate_grad_batches == 1 or not self.trainer.fit_loop._should_accumulate(),
         )
@@ -300,28 +288,15 @@ class Options:
 
 @dataclass
 class Fitting:
-    """What the parts of one run of `fit` share.
-
-    Attributes:
-        loop: Runs forward and backward.
-        splitter: Cuts batches.
-        weights: Weighs micro-batches.
-        consensus: By what ranks agree.
-        memory: Memory of the device; None if it can't be measured.
-        options: The arguments of `MicroBatching`.
-        prediction: Predicts what sizes take; None where no step can be traced.
-        note: Takes a size that was chosen, and the reason.
-        sizes: The size in use.
-        shapes: Lowers it for batches of larger shapes; None where no memory limit is known.
-    """
+    """What the parts of one run of `fit` share."""
 
     loop: MicroBatchLoop
     splitter: "BatchSplitter"
     weights: "LossWeights"
     consensus: "RankConsensus"
-    memory: "DeviceMemory | None"
+    memory: "DeviceMemory | None"  # None if it can't be measured
     options: Options
-    prediction: "SizePrediction | None"
-    note: Callable[[int, str], None]
+    prediction: "SizePrediction | None"  # None where no step can be traced
+    note: Callable[[int, str], None]  # takes a size that was chosen, and the reason
     sizes: "MicroBatchSize"
-    shapes: "ShapeGuard | None" = None
+    shapes: "ShapeGuard | None" = None  # None where no memory limit is known

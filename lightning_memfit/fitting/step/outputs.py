@@ -289,24 +289,17 @@ class StepOutputs:
     """Collects what the micro-batches of a batch produce: `begin`, `add` each, `end`, then `merged`, then `commit`.
 
     Graphs are not kept. The result of a single micro-batch stays as it is: `begin`, `end`, `commit` is all it needs.
-
-    Args:
-        module: The module in training.
-        results: Lightning's collection that `self.log` writes to.
-
-    Attributes:
-        logs: Logged values; call its `begin_part` before each micro-batch.
-        loss: Sum of the divided losses since `begin`, without a graph; None before the first of several.
+    `results` is Lightning's collection that `self.log` writes to.
     """
 
     def __init__(self, module: nn.Module, results: Any) -> None:
         self._results = results
-        self.logs = StepLogs()
+        self.logs = StepLogs()  # call its `begin_part` before each micro-batch
         self._groups = ComputeGroups(module)
         self._is_single = True
         self._uncounted: Tensor | None = None
         self._extras: list[tuple[dict[str, Any], float, int]] = []
-        self.loss: Tensor | None = None
+        self.loss: Tensor | None = None  # sum of the divided losses since `begin`, without a graph
 
     def begin(self, num_parts: int) -> None:
         """Start a batch, which will be run in a number of parts."""

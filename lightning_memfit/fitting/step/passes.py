@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Trainer
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import _disable_current_modes
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -32,11 +34,14 @@ from lightning_memfit.fitting.step.accumulation import Accumulation
 from lightning_memfit.fitting.step.loop import MicroBatchLoop, StepRequest
 from lightning_memfit.fitting.step.noise import SameNoise, without_recurrent_dropout
 from lightning_memfit.fitting.step.outputs import LogCall, StepOutputs
-from lightning_memfit.fitting.step.sketches import Sketches, move_weights
 from lightning_memfit.fitting.step.split import with_own_tensors
+from lightning_memfit.memory.comparison import CHUNK, NUM_PROJECTIONS, projected, signs
 from lightning_memfit.memory.float32_products import exact_products
 from lightning_memfit.memory.oom import is_out_of_memory
+from lightning_memfit.reliability.upstream.deepspeed import held_weight
 from lightning_memfit.techniques.core.facts import batch_statistics
+
+_MOVED = 0.01
 
 _OWN_SEED = (
     "`training_step` sets the seed of random numbers and draws some: every micro-batch would draw the same ones, which "
@@ -123,7 +128,12 @@ class Passes:
             stack.enter_context(without_recurrent_dropout(module))
             stack.enter_context(exact_products())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_unscaled(trainer, autocast))
+            # Scales at which gradients may overflow are left out, and autocast if the module can do without: gradients
+            # of 16 bits differ by more than many a wrong weight.
+            changed: dict[str, Any] = {} if autocast else {"forward_context": nullcontext}
+            if isinstance(trainer.precision_plugin, MixedPrecision):
+                changed["scaler"] = None
+            stack.enter_context(patch.dict(vars(trainer.precision_plugin), changed))
             self._settle()
             self._snapshot = TrainingSnapshot(module, trainer.strategy.root_device)
             try:
@@ -274,20 +284,49 @@ def _silenced(trainer: Trainer) -> Iterator[list[_SilentLogger]]:
         trainer.loggers = before
 
 
-@contextmanager
-def _unscaled(trainer: Trainer, autocast: bool) -> Iterator[None]:
-    """Leave out the scaler, at whose first scales gradients may overflow, and autocast if the module can do without.
+# --- gradients without copies of them --------------------------------------------------------------------------------
 
-    Gradients of 16 bits differ by more than many a wrong weight.
-    """
-    attributes = vars(trainer.precision_plugin)
-    before = dict(attributes)
-    if isinstance(trainer.precision_plugin, MixedPrecision):
-        attributes["scaler"] = None
-    if not autocast:
-        attributes["forward_context"] = nullcontext
-    try:
-        yield
-    finally:
-        attributes.clear()
-        attributes.update(before)
+
+def move_weights(module: nn.Module) -> None:
+    """Move every trained weight by about one per cent of its size: heads and adapters that are zero take part then."""
+    with torch.no_grad(), _disable_current_modes():
+        for parameter in module.parameters():
+            data = held_weight(parameter).data
+            if not parameter.requires_grad or not data.is_floating_point() or type(data) is not Tensor:
+                continue
+            values = data.view(-1) if data.is_contiguous() else data.flatten()[:0]
+            scale = _MOVED * float(values.float().std()) if values.numel() > 1 else 0.0
+            for chunk in values.split(CHUNK):
+                chunk.add_(signs(chunk.device)[: len(chunk)], alpha=scale or _MOVED)
+
+
+class Sketches:
+    """Random projections of gradients, read as they are made: some techniques free them at once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._rows: dict[int, Tensor] = {}
+        self._handles = [p.register_hook(self._hook(index)) for index, p in enumerate(self._parameters)]
+
+    def _hook(self, index: int) -> Any:
+        def add(gradient: Tensor) -> None:
+            found = projected(gradient)
+            self._rows[index] = self._rows[index] + found if index in self._rows else found
+
+        return add
+
+    def remove(self) -> None:
+        """Read gradients no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def matrix(self, loss: float) -> Tensor:
+        """Return the projections, (parameters + 1, projections) in float64 on the CPU; the last row is the loss."""
+        rows = []
+        for index, parameter in enumerate(self._parameters):
+            # What hooks left of it, unless it was freed at once, as some techniques do.
+            found = self._rows.get(index) if parameter.grad is None else projected(parameter.grad)
+            rows.append(torch.zeros(NUM_PROJECTIONS, dtype=torch.float64) if found is None else found)
+        last = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64)
+        last[0] = loss
+        return torch.stack([*rows, last])

@@ -178,7 +178,7 @@ class FitSession:
         share_added = getattr(self._trainer.strategy, "share_added", None)
         if self._reducer is not None and share_added is not None:
             share_added()
-        fitting.sizes = sizes = MicroBatchSize(fitting.splitter.count(request.batch), 1)
+        fitting.sizes = sizes = MicroBatchSize(fitting.splitter.count(request.batch))
         self._step = EffectiveStep(fitting, self._reducer)
         if self._global_batch_size is not None and loader_batch_size(self._trainer) is None:
             check_global_batch(self._trainer, self._global_batch_size, sizes.local_batch_size)

@@ -48,11 +48,13 @@ class Evaluated(Tagger):
         if len(batch["index"]) > self.fits:
             raise out_of_memory()
         logits = self.net(batch["input_ids"])
-        return {"logits": logits}
+        return {"logits": logits, "index": batch["index"]}
 
 
 def test_predictions_are_split_too() -> None:
-    assert len(validated(Exact(), 5, "predict")) == 3
+    found = validated(Exact(), 5, "predict")
+    assert [one["index"].tolist() for one in found] == [list(range(start, start + 16)) for start in (0, 16, 32)]
+    assert [len(one["logits"]) for one in found] == [16] * 3
 
 
 class Exact(Evaluated):

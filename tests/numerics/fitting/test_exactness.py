@@ -228,10 +228,7 @@ class Logging(Recording):
 
     def __init__(self) -> None:
         super().__init__()
-        self.checked, self.starts = Record(), Record()
-
-    def on_train_start(self) -> None:
-        self.starts.append(1)
+        self.checked = Record()
 
     def loss(self, batch: Any) -> Tensor:
         if is_checking():
@@ -246,13 +243,6 @@ class Logging(Recording):
 
 class WritingLogs(Logging):
     writes = True
-
-
-def test_values_are_written_once_per_step() -> None:
-    module, logger = Logging(), Written()
-    fit(module, MicroBatching(micro_batch_size=2), logger=logger, log_every_n_steps=1)
-    assert sum("loss" in metrics for metrics in logger.calls) == module.trainer.global_step == 8
-    assert len(module.starts) == 1
 
 
 def test_checks_write_nothing_to_the_logger() -> None:
@@ -314,24 +304,15 @@ def test_the_check_leaves_no_trace(kind: type[Toy]) -> None:
         assert alike(reading_of(value), reading_of(snapshot.at_first[name]), 0.0), name
 
 
-@pytest.mark.parametrize(("size", "samples"), [(2, 2), (5, 3)])
-def test_the_check_runs_few_samples_four_times_where_memory_is_limited(size: int, samples: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "is_limited", "samples"), [(2, True, 2), (5, True, 3), (2, False, BATCH), (BATCH, True, 0)]
+)
+def test_the_check_runs_few_samples_four_times(size: int, is_limited: bool, samples: int) -> None:
     """Twice together and in parts, as many as a micro-batch has, at the first and the second split step."""
     module = Logging()
-    fit(module, MicroBatching(micro_batch_size=size), MemoryLimit("1GiB"), max_steps=3)
+    limit = [MemoryLimit("1GiB")] if is_limited else []
+    fit(module, MicroBatching(micro_batch_size=size), *limit, max_steps=3)
     assert len(module.checked) == 2 * 4 * samples
-
-
-def test_the_check_runs_the_batch_four_times_where_memory_is_not_limited() -> None:
-    module = Logging()
-    fit(module, MicroBatching(micro_batch_size=2), max_steps=3)
-    assert len(module.checked) == 2 * 4 * BATCH
-
-
-def test_nothing_is_checked_that_is_not_split() -> None:
-    module = Logging()
-    fit(module, MicroBatching(micro_batch_size=BATCH), MemoryLimit("1GiB"), max_steps=3)
-    assert len(module.checked) == 0
 
 
 class WithTwice(Toy):

@@ -26,7 +26,8 @@ def test_what_failed_is_lowered_to_what_fits_and_no_further_than_half(local: int
 
 
 def test_larger_batches_run_whole_until_something_fails() -> None:
-    sizes = MicroBatchSize(64, 64, at_most=1000)
+    sizes = MicroBatchSize(64)
+    sizes.begin(64, 1000)
     assert [sizes.for_batch(number) for number in (10, 64, 100)] == [10, 64, 100]
     assert sizes.shrink(100) == 64
     assert sizes.for_batch(100) == 64

@@ -36,34 +36,6 @@ def rows(count: int, *shape: int) -> Tensor:
     return torch.arange(count).reshape(count, *[1] * len(shape)).expand(count, *shape).contiguous()
 
 
-def test_any_nesting_is_split_and_the_rest_passed_whole() -> None:
-    weights = torch.ones(3)
-    batch = {
-        "ids": rows(5, 7),
-        "pair": Pair(rows(5), [rows(5, 2), {"deep": (rows(5),)}]),
-        "record": Record(rows(5), "train"),
-        "array": numpy.arange(5),
-        "names": ["a", "b", "c", "d", "e"],
-        "weights": weights,
-        "scalar": torch.tensor(3.0),
-        "flag": True,
-        "nothing": None,
-    }
-    first, second = BatchSplitter().split(batch, [3, 2])
-    assert first["ids"].shape == (3, 7)
-    assert second["ids"][:, 0].tolist() == [3, 4]
-    assert isinstance(first["pair"], Pair)
-    assert second["pair"].y[1]["deep"][0].tolist() == [3, 4]
-    assert isinstance(second["record"], Record)
-    assert second["record"].name == "train"
-    assert second["record"].x.tolist() == [3, 4]
-    assert second["array"].tolist() == [3, 4]
-    assert second["names"] == ["d", "e"]
-    assert first["weights"] is weights
-    assert first["flag"] is True
-    assert batch["ids"].shape == (5, 7)
-
-
 def test_batch_encoding_and_ordered_dict_keep_their_class() -> None:
     from transformers import BatchEncoding
 

@@ -14,33 +14,6 @@ def test_torch_still_has_what_is_called() -> None:
     assert "filename" in inspect.signature(torch.cuda.memory._dump_snapshot).parameters
 
 
-@pytest.fixture
-def recorder(monkeypatch):
-    """Torch's recorder, without a device: the calls that were made, and whether a history is recorded."""
-    calls = []
-
-    def record(enabled="all", **options):
-        calls.append((enabled, options))
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-    is_on = lambda: bool(calls) and calls[-1][0] is not None  # noqa: E731
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", is_on, raising=False)
-    return calls
-
-
-def test_a_history_of_the_users_is_left_alone(recorder) -> None:
-    torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="all")
-    assert not start_history()
-    assert recorder == [("all", {"max_entries": 1_000_000, "stacks": "all"})]
-
-
-def test_without_one_a_history_is_recorded(recorder) -> None:
-    assert start_history()
-    stop_history()
-    assert [enabled for enabled, _ in recorder] == ["all", None]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_tells_of_a_history_on_the_card() -> None:
