@@ -148,15 +148,16 @@ class RankConsensus:
         if self._group is None:
             return [numbers]
         mine = torch.zeros(1 + _MOST_NUMBERS, dtype=torch.float64, device="cpu")
-        mine[: 1 + len(numbers)] = torch.tensor((_PLACES.index(at), *numbers), dtype=torch.float64, device="cpu")
+        here = _PLACES.index(at)
+        mine[: 1 + len(numbers)] = torch.tensor((here, *numbers), dtype=torch.float64, device="cpu")
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = distributed.all_gather(theirs, mine, group=self._group, async_op=True)
         assert work is not None
         work.wait(self._patience)
         told = [one.tolist() for one in theirs]
-        places = [_PLACES[int(place)] for place, *_ in told]
-        if set(places) != {at}:
-            raise Astray(_ASTRAY.format(", ".join(f"rank {rank} {place.value}" for rank, place in enumerate(places))))
+        if any(place != here for place, *_ in told):
+            places = (f"rank {rank} {_PLACES[int(place)].value}" for rank, (place, *_) in enumerate(told))
+            raise Astray(_ASTRAY.format(", ".join(places)))
         return [one[1 : 1 + len(numbers)] for one in told]
 
     def highest(self, number: int) -> int:

@@ -128,13 +128,11 @@ class EvaluationSplitter:
 
     def _progress(self, name: str) -> Any:
         """Lightning's counter of the batches that are evaluated now."""
-        trainer = self._trainer
-        if name == "predict_step":
-            return trainer.predict_loop.batch_progress
-        if name == "test_step":
-            return trainer.test_loop.batch_progress
+        trainer: Any = self._trainer
         is_fit = trainer.state.fn == TrainerFn.FITTING
-        return (trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop).batch_progress
+        validating = trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop
+        loops = {"predict_step": trainer.predict_loop, "test_step": trainer.test_loop}
+        return loops.get(name, validating).batch_progress
 
     def _own_places(self) -> dict[str, Place]:
         """Places of what the module itself holds, which may be the outputs of an epoch."""
