@@ -10,7 +10,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,58 +55,32 @@ def is_reachable(timeout_s: float = 4.0) -> bool:
 
 
 @contextmanager
-def offline_if_unreachable() -> Iterator[None]:
-    """Let the libraries of Hugging Face know at once that there is no network, instead of after 45 s of retries.
-
-    `asked_once` does not reach all of them: those that were told that there is no network ask again for each file of a
-    model, and wait in between.
-    """
-    if is_offline() or is_reachable():
-        yield
-        return
-    before, os.environ["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE"), "1"
-    constants = sys.modules.get("huggingface_hub.constants")  # has read the variable when it was imported
-    known = getattr(constants, "HF_HUB_OFFLINE", None)
-    if constants is not None:
-        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before
-        constants = sys.modules.get("huggingface_hub.constants")
-        if constants is not None:
-            constants.HF_HUB_OFFLINE = bool(known)  # type: ignore[attr-defined]
-
-
-@contextmanager
 def asked_once() -> Iterator[None]:
     """Look for a network before the first request to the hub, whoever makes it, instead of retrying for 45 s.
 
-    Requests then end in the error that they have where `HF_HUB_OFFLINE` is set, which the libraries of Hugging Face
-    answer from their caches as far as these go. Nothing is asked before somebody makes a request.
+    Without one, that request and all later ones end in the error that they have where `HF_HUB_OFFLINE` is set, which
+    the libraries of Hugging Face answer from their caches as far as these go.
     """
     if is_offline():
         yield
         return
-    from huggingface_hub import get_session
+    from huggingface_hub import constants, get_session
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     def refuse(request: Any) -> None:
         if not is_reachable():
+            constants.HF_HUB_OFFLINE = True  # else they ask again for each file of a model, and wait in between
             raise OfflineModeIsEnabled(
                 f"Cannot reach {request.url.host}: there is no network. Set `HF_HUB_OFFLINE=1` not to ask"
             )
 
     session = get_session()  # which all of their libraries share
-    hooks = session.event_hooks
+    hooks, was_offline = session.event_hooks, constants.HF_HUB_OFFLINE
     session.event_hooks = {**hooks, "request": [refuse, *hooks["request"]]}
     try:
         yield
     finally:
-        session.event_hooks = hooks
+        session.event_hooks, constants.HF_HUB_OFFLINE = hooks, was_offline
 
 
 def read_config(name: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 IN_WHEEL = (
+    "lightning_memfit/__init__.pyi",
     "lightning_memfit/py.typed",
     "lightning_memfit/cli/main.py",
     "lightning_memfit/recipes/quickstart.yaml",

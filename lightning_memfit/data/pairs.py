@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedSamples, at_least
 from lightning_memfit.data.sources import Source, content_hash, validation_mask
-from lightning_memfit.special_tokens import surroundings
+from lightning_memfit.data.tokenization import surroundings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memfit.estimate.architectures import known_configuration
-from lightning_memfit.hub import offline_if_unreachable
+from lightning_memfit.hub import asked_once
 from lightning_memfit.profile.fake import fake_pretrained_weights
 from lightning_memfit.profile.replaced import replaced
 
@@ -43,7 +43,7 @@ def without_weights() -> Iterator[None]:
         return known, {key: value for key, value in kwargs.items() if key not in _OF_HUB}
 
     with (
-        offline_if_unreachable(),
+        asked_once(),
         replaced(PretrainedConfig, "get_config_dict", classmethod(get_config_dict)),
         fake_pretrained_weights("meta"),
     ):
