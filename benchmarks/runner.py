@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.text import RESULTS
 from lightning_memfit.bench import record
+from lightning_memfit.measure.report import versions
 
 Row = dict[str, Any]
 Options = argparse.Namespace
@@ -214,7 +215,7 @@ def write(path: Path, figures: dict[str, Any], aside: bool = False) -> None:
     program = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
     document = {
         "command": " ".join([program, *sys.argv[1:]]),
-        "versions": record.versions(),
+        "versions": versions(),
         "hardware": {
             **record.hardware(""),
             "cpu": _processor(),

@@ -1,4 +1,4 @@
-"""What several commands share of command lines: our options apart from the recipe's, and the line to type next."""
+"""What several commands share: parsers, our options apart from the recipe's, tables, and the line to type next."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .recipe_files import configs_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "with", "made_for", "print_config")
 """What options of a recipe begin with."""
@@ -18,18 +21,29 @@ _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "with",
 RECIPE_HELP = "--config RECIPE, -c RECIPE: file or name, and further options of it, as for `memfit fit`"
 """What `--help` says of options that are the recipe's."""
 
-NAMED_OPTIONS = (
-    "sequence_length",
-    "precision",
-    "optimizer",
-    "checkpointing",
-    "attention",
-    "accumulate_grad_batches",
-    "technique",
-    "strategy",
-    "devices",
-)
-"""Options that a recipe sets itself."""
+
+def command_parser(command: str, what: str, epilog: str = "", usage: str | None = None) -> argparse.ArgumentParser:
+    """Make a parser for a command's own options; its words are printed as they are written."""
+    return argparse.ArgumentParser(
+        prog=f"memfit {command}",
+        usage=None if usage is None else f"memfit {command} {usage}",
+        description=what,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def report_table(title: str, *headings: str) -> Table:
+    """Make a table of a report, whose columns are aligned to the right if their heading begins with `>`."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in headings:
+        side = "right" if heading.startswith(">") else "left"
+        table.add_column(heading.removeprefix(">"), justify=side, overflow="fold")  # type: ignore[arg-type]
+    return table
 
 
 def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -18,6 +18,7 @@ from lightning_memfit.bench.runner import Runner
 from lightning_memfit.bench.table import markdown, print_table
 from lightning_memfit.memory.kind import CPU, MODELLED, DeviceKind
 
+from .arguments import command_parser
 from .errors import INTERRUPTED
 from .recipe_files import resolve, technique_config
 
@@ -36,9 +37,7 @@ exit codes: 0 every row has a result (out of memory is one), 1 a row failed, 2 a
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser for the command's options."""
-    parser = argparse.ArgumentParser(
-        "memfit bench", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("bench", str(__doc__), _EPILOG)
     parser.add_argument(
         "--experiment", required=True, metavar="NAME|FILE", help="bert_large, gpt2xl, ..., or a YAML file"
     )

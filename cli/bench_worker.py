@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
-from typing_extensions import override
+from lightning.pytorch import Trainer
 
-from lightning_memfit.bench.observe import HostGrowth, PredictRun, StepTimes, bucket_bytes, with_buckets
-from lightning_memfit.bench.record import Memory, UnsupportedError, versions
+from lightning_memfit.bench.observe import PredictRun, RunObserver, with_buckets
+from lightning_memfit.bench.record import Memory, UnsupportedError
 from lightning_memfit.bench.tracking import Tracker, Tracking
 from lightning_memfit.measure.monitor import MemoryMonitor
+from lightning_memfit.measure.report import versions
 from lightning_memfit.memory.kind import DeviceKind, hardware_name
 from lightning_memfit.memory.oom import is_out_of_memory
 from lightning_memfit.memory.process import peak_rss_bytes
@@ -33,17 +33,6 @@ from .lightning_cli import MemFitCLI
 _NEVER = 1_000_000_000  # steps between two samples of the monitor, so that only the step is timed
 
 
-class _Buckets(Callback):
-    """Reads the bytes that DDP keeps in its buckets while the buckets exist."""
-
-    size_bytes = 0
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Read the size from DDP."""
-        self.size_bytes = bucket_bytes(trainer.strategy.model)
-
-
 class _Run:
     """A Trainer with everything that observes it."""
 
@@ -51,10 +40,8 @@ class _Run:
         job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
         warmup_steps = int(job["warmup_steps"])
         self.prediction = PredictRun()
-        self.host = HostGrowth()
-        self.times = StepTimes(warmup_steps)
+        self.observer = RunObserver(warmup_steps)
         self.monitor = MemoryMonitor(tracked_steps=warmup_steps, every_n_steps=_NEVER)
-        self.buckets = _Buckets()
         self.trainer: Trainer | None = None
         self.tracker: Tracker | None = None
         self._folder = folder
@@ -64,7 +51,7 @@ class _Run:
         """Build everything with the command line's own classes, and train."""
         cli = MemFitCLI([f"--config={self._folder / 'settings.yaml'}"], run=False, save_config_callback=None)
         self.trainer = cli.trainer
-        watching = (self.prediction, self.host, self.monitor, self.times, self.buckets)
+        watching = (self.prediction, self.observer, self.monitor)
         cli.trainer.callbacks.extend(watching)  # type: ignore[attr-defined]
         self._track()
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
@@ -81,14 +68,14 @@ class _Run:
         """Pass everything that was measured to the Weights & Biases run."""
         if self.tracker is None:
             return
-        steps = [{"step_seconds": step.seconds, "data_wait_seconds": step.waited} for step in self.times.clock.steps]
+        steps = [{"step_seconds": step.seconds, "data_wait_seconds": step.waited} for step in self.observer.clock.steps]
         self.tracker.finish(steps, {**outcome, "prediction_error": _prediction_error(outcome)})
 
     def outcome(self) -> dict[str, Any]:
         """Return everything that was measured, as plain data."""
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        speed = self.times.clock.speed(num_replicas(self.trainer) if self.trainer else 1)
-        first, last = self.times.clock.losses
+        speed = self.observer.clock.speed(num_replicas(self.trainer) if self.trainer else 1)
+        first, last = self.observer.clock.losses
         return {
             "no_prediction": self.prediction.reason,
             "predicted": self.prediction.prediction and vars(self.prediction.prediction),
@@ -105,7 +92,7 @@ class _Run:
     def _memory(self, device: torch.device) -> Memory:
         report = self.monitor.report
         tracked = report.measured.by_category() if report and report.measured else {}
-        by_category = with_buckets(tracked, self.buckets.size_bytes, self.monitor.tracked_steps)
+        by_category = with_buckets(tracked, self.observer.bucket_bytes, self.monitor.tracked_steps)
         counted = DeviceKind.of(device).has_caching_allocator
         live = sum(by_category.values()) or None
         return Memory(
@@ -115,7 +102,7 @@ class _Run:
             process_bytes=report.process_bytes if report else None,
             card_bytes=report.card_bytes if report else None,
             peak_rss_bytes=peak_rss_bytes(),
-            rss_growth_bytes=self.host.growth_bytes,
+            rss_growth_bytes=self.observer.growth_bytes,
         )
 
 

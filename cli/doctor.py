@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
+
+from .arguments import command_parser
 
 if TYPE_CHECKING:
     from lightning_memfit.device.health import Finding
@@ -17,11 +18,8 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def main(argv: list[str]) -> int:
     """Examine the machine, print, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="memfit doctor",
-        description="Say what this machine has and what would hinder training or offloading, each with its fix.",
-        epilog=_EPILOG,
-    )
+    what = "Say what this machine has and what would hinder training or offloading, each with its fix."
+    parser = command_parser("doctor", what, _EPILOG)
     parser.add_argument("--folder", default=".", help="folder for checkpoints and offloaded states (default: here)")
     parser.add_argument(
         "--measure", action="store_true", help="measure this device for 20 seconds, and keep it for later plans"

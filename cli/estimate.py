@@ -17,9 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lightning_memfit.memory import Category, Tier, format_bytes
@@ -27,14 +25,15 @@ from lightning_memfit.memory.units import unit_of_column
 from lightning_memfit.profile.quiet import collector_paused
 
 from .arguments import (
-    NAMED_OPTIONS,
     RECIPE_HELP,
     add_batch_options,
     check_new_file,
+    command_parser,
     next_line,
     of_batch,
     positive,
     read_arguments,
+    report_table,
     split_device,
 )
 from .progress import ProgressLine
@@ -42,6 +41,8 @@ from .recipe_files import configs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from rich.table import Table
 
     from lightning_memfit.estimate.division import Division
     from lightning_memfit.estimate.report import EstimateReport
@@ -57,6 +58,23 @@ examples:
 exit codes: 0 it fits, 1 it does not, 2 cannot tell (or a mistake, which is explained)
 """
 
+_NAMED: dict[str, dict[str, Any]] = {
+    "sequence_length": {"type": positive, "metavar": "N", "help": "tokens per sample"},
+    "precision": {"help": "32-true, bf16-mixed, 16-mixed, bf16-true or 16-true (default: 32-true)"},
+    "optimizer": {"help": "adamw, adamw_fused, sgd, adamw_8bit, ... (default: adamw)"},
+    "checkpointing": {"choices": ("none", "full"), "help": "activation checkpointing (default: none)"},
+    "attention": {"choices": ("sdpa", "eager"), "help": "attention (default: as transformers chooses)"},
+    "technique": {
+        "action": "append",
+        "metavar": "NAME[:KEY=VALUE,...]",
+        "help": "apply a technique, e.g. lora:rank=8 or gradient_release; repeat for more",
+    },
+    "accumulate_grad_batches": {"type": positive, "metavar": "N", "help": "default: 1"},
+    "strategy": {"metavar": "NAME", "help": "ddp, fsdp2, zero_1 ... zero_infinity: figures are those of one rank"},
+    "devices": {"type": positive, "metavar": "N", "help": "ranks of the strategy, on one machine (default: 1)"},
+}
+"""Options of a model that is only named, which a recipe sets itself."""
+
 
 def main(argv: list[str]) -> int:
     """Estimate, print, and return the exit code."""
@@ -68,6 +86,12 @@ def main(argv: list[str]) -> int:
         check_new_file("--timeline", Path(arguments.timeline))
     if arguments.config is None and overrides:
         parser.error(f"`{overrides[0]}` needs `--config`: a model that is only named takes the options above")
+    given = [name for name in _NAMED if getattr(arguments, name) is not None]
+    if arguments.config is not None and given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise ValueError(
+            f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
+        )
     atexit.register(gc.freeze)  # walking torch's and transformers' objects once more takes over a second at exit
     # Real steps may need the memory that the collector frees.
     with contextlib.nullcontext() if arguments.measure else collector_paused():
@@ -94,13 +118,11 @@ def _report(arguments: argparse.Namespace, overrides: list[str], tell: Callable[
 
 def make_parser(of_recipe: bool) -> argparse.ArgumentParser:
     """Make the parser for our own options; all others, and `--model` beside a recipe, belong to the recipe."""
-    parser = argparse.ArgumentParser(
-        prog="memfit estimate",
-        usage="memfit estimate (--config RECIPE [--KEY VALUE ...] | --model NAME [options]) [options]",
-        description="Say how much memory training needs, where and why, without using it.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "estimate",
+        "Say how much memory training needs, where and why, without using it.",
+        _EPILOG,
+        "(--config RECIPE [--KEY VALUE ...] | --model NAME [options]) [options]",
     )
     both = parser.add_argument_group("for both")
     both.add_argument(
@@ -122,24 +144,8 @@ def make_parser(of_recipe: bool) -> argparse.ArgumentParser:
             metavar="NAME",
             help="gpt2-xl, llama-3.1-8b, ..., OWNER/NAME on the hub, or a folder with a config.json",
         )
-    named.add_argument("--sequence-length", type=positive, metavar="N", help="tokens per sample")
-    named.add_argument("--precision", help="32-true, bf16-mixed, 16-mixed, bf16-true or 16-true (default: 32-true)")
-    named.add_argument("--optimizer", help="adamw, adamw_fused, sgd, adamw_8bit, ... (default: adamw)")
-    named.add_argument("--checkpointing", choices=("none", "full"), help="activation checkpointing (default: none)")
-    named.add_argument("--attention", choices=("sdpa", "eager"), help="attention (default: as transformers chooses)")
-    named.add_argument(
-        "--technique",
-        action="append",
-        metavar="NAME[:KEY=VALUE,...]",
-        help="apply a technique, e.g. lora:rank=8 or gradient_release; repeat for more",
-    )
-    named.add_argument("--accumulate-grad-batches", type=positive, metavar="N", help="default: 1")
-    named.add_argument(
-        "--strategy", metavar="NAME", help="ddp, fsdp2, zero_1 ... zero_infinity: figures are those of one rank"
-    )
-    named.add_argument(
-        "--devices", type=positive, metavar="N", help="ranks of the strategy, on one machine (default: 1)"
-    )
+    for name, options in _NAMED.items():
+        named.add_argument(f"--{name.replace('_', '-')}", **options)
     return parser
 
 
@@ -222,12 +228,9 @@ def _division(division: Division) -> str:
 
 def _off_device(report: EstimateReport) -> Table:
     """Host memory at its own peak, and disk."""
-    table = Table(title="Off the device, at most", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("place", "category"):
-        table.add_column(heading)
     breakdown = report.estimate.breakdown
     name_of_unit, unit = unit_of_column(breakdown.total(tier) for tier in _PLACES)
-    table.add_column(name_of_unit, justify="right")
+    table = report_table("Off the device, at most", "place", "category", f">{name_of_unit}")
     for tier, label in _PLACES.items():
         for category, size in breakdown.by_category(tier).items():
             name = "libraries" if category is Category.RUNTIME_CONTEXT else LABELS[category]
@@ -238,36 +241,27 @@ def _off_device(report: EstimateReport) -> Table:
 
 
 def _breakdown(report: EstimateReport) -> Table:
-    estimate = report.estimate
-    table = Table(title=f"At the peak, in {estimate.phase}, on {report.target.name}", box=box.SIMPLE_HEAD)
-    table.title_justify = "left"
-    table.add_column("category")
+    estimate, parameters = report.estimate, report.profile.num_parameters
     name_of_unit, unit = unit_of_column([estimate.total_bytes])
-    for heading in (name_of_unit, "share", "bytes per parameter"):
-        table.add_column(heading, justify="right")
-    total = estimate.total_bytes or 1
+    title = f"At the peak, in {estimate.phase}, on {report.target.name}"
+    table = report_table(title, "category", f">{name_of_unit}", ">share", ">bytes per parameter")
+
+    def add(label: str, size: int, style: str = "") -> None:
+        per_parameter = f"{size / parameters:.2f}" if parameters else ""
+        share = f"{size / (estimate.total_bytes or 1):.1%}"
+        table.add_row(label, f"{size / unit:.3f}", share, per_parameter, style=style)
+
     for category, size in estimate.breakdown.by_category().items():
         libraries = category is Category.RUNTIME_CONTEXT and report.target.device_kind.is_host
-        table.add_row(
-            "libraries" if libraries else LABELS[category], *_figures(size, unit, total, report.profile.num_parameters)
-        )
+        add("libraries" if libraries else LABELS[category], size)
     table.add_section()
-    whole = _figures(estimate.total_bytes, unit, total, report.profile.num_parameters)
-    table.add_row("total", *whole, style="bold")
+    add("total", estimate.total_bytes, "bold")
     return table
 
 
-def _figures(size: int, unit: int, total: int, num_parameters: int) -> tuple[str, str, str]:
-    per_parameter = f"{size / num_parameters:.2f}" if num_parameters else ""
-    return f"{size / unit:.3f}", f"{size / total:.1%}", per_parameter
-
-
 def _largest(report: EstimateReport) -> Table:
-    table = Table(title="Largest tensors at the peak", box=box.SIMPLE_HEAD, title_justify="left")
     name_of_unit, unit = unit_of_column(tensor.size_bytes for tensor in report.estimate.largest)
-    table.add_column(name_of_unit, justify="right")
-    for heading in ("category", "module", "operator"):
-        table.add_column(heading, overflow="fold")
+    table = report_table("Largest tensors at the peak", f">{name_of_unit}", "category", "module", "operator")
     for tensor in report.estimate.largest:
         module, _, operator = tensor.site.rpartition(" | ")
         if not module and not operator.startswith("aten."):
@@ -371,7 +365,7 @@ def _estimate(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Est
         raise ValueError("`--batch-shape` and `--real-batch` are for a recipe (`--config`).")
     if arguments.measure:
         raise ValueError("`--measure` needs a recipe (`--config`): a model that is only named has no weights to train.")
-    given = {name: getattr(arguments, name) for name in NAMED_OPTIONS if getattr(arguments, name) is not None}
+    given = {name: getattr(arguments, name) for name in _NAMED if getattr(arguments, name) is not None}
     techniques = tuple(given.pop("technique", ()))
     division = _named_division(given.pop("strategy", None), given.pop("devices", None))
     precision = given.get("precision", "32-true")

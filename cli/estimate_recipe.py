@@ -29,7 +29,7 @@ from lightning_memfit.profile.record import ModelProfile
 from lightning_memfit.profile.trace import Emulation, TraceError, of_built
 from lightning_memfit.techniques.core.precision import AnyTechnique
 
-from .arguments import NAMED_OPTIONS, split_device
+from .arguments import split_device
 from .errors import user_mistake
 from .recipe_run import RecipeRun, load_recipe
 
@@ -76,12 +76,6 @@ class EstimateRequest(RecipeRequest):
     @classmethod
     def of(cls, arguments: argparse.Namespace, recipe: Sequence[str]) -> EstimateRequest:
         """Read the command's own arguments."""
-        for name in NAMED_OPTIONS:
-            if getattr(arguments, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"`{option}` is for `--model NAME`. A recipe states it: override `trainer`, `model` or `data`."
-                )
         shared = cls.shared(arguments, recipe)
         return cls(micro_batch_size=arguments.micro_batch_size, measure=arguments.measure, **shared)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,8 @@ from lightning_memfit.models.trained import (
     network_from_checkpoint,
 )
 
+from .arguments import command_parser
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -30,10 +31,8 @@ _LANGUAGES = ("source_language", "target_language")
 
 def main(argv: list[str]) -> int:
     """Write weights, configuration and tokenizer into a new folder."""
-    parser = argparse.ArgumentParser(
-        prog="memfit export",
-        description="Write a Hugging Face folder that `from_pretrained` loads: weights, configuration and tokenizer.",
-    )
+    what = "Write a Hugging Face folder that `from_pretrained` loads: weights, configuration and tokenizer."
+    parser = command_parser("export", what)
     parser.add_argument("--ckpt_path", required=True, metavar="FILE", help="checkpoint written by `memfit fit`")
     parser.add_argument("--folder", required=True, help="new or empty folder to write")
     parser.add_argument("--tokenizer", help="hub name or folder (default: the one the checkpoint was trained with)")

@@ -11,7 +11,6 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +18,16 @@ from rich.text import Text
 from lightning_memfit.memory import format_bytes
 from lightning_memfit.memory.units import format_seconds, unit_of_column, unit_of_seconds
 
-from .arguments import RECIPE_HELP, add_batch_options, check_new_file, next_line, of_batch, read_arguments
+from .arguments import (
+    RECIPE_HELP,
+    add_batch_options,
+    check_new_file,
+    command_parser,
+    next_line,
+    of_batch,
+    read_arguments,
+    report_table,
+)
 from .progress import ProgressLine
 from .recipe_files import overlay_text
 
@@ -73,13 +81,11 @@ def main(argv: list[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser for our own options; all other options belong to the recipe."""
-    parser = argparse.ArgumentParser(
-        prog="memfit plan",
-        usage="memfit plan --config RECIPE [--KEY VALUE ...] [options]",
-        description="Find the fastest setting that fits a device, without the device, and say why.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "plan",
+        "Find the fastest setting that fits a device, without the device, and say why.",
+        _EPILOG,
+        "--config RECIPE [--KEY VALUE ...] [options]",
     )
     parser.add_argument_group("the recipe", RECIPE_HELP)
     parser.add_argument(
@@ -216,11 +222,8 @@ def _figures(plan: Mapping[str, Any]) -> list[str]:
 
 def _memory(plan: Mapping[str, Any]) -> Table:
     title = "Memory at the peak" + (", per device" if plan["setting"]["world_size"] > 1 else "")
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("where")
-    table.add_column("what")
     name_of_unit, unit = unit_of_column(sum(entries.values()) for entries in plan["breakdown"].values())
-    table.add_column(name_of_unit, justify="right")
+    table = report_table(title, "where", "what", f">{name_of_unit}")
     for tier, entries in plan["breakdown"].items():
         for category, size in entries.items():
             table.add_row(_TIERS[tier], category.replace("_", " "), f"{size / unit:.3f}")
@@ -230,12 +233,11 @@ def _memory(plan: Mapping[str, Any]) -> Table:
 
 
 def _bought(plan: Mapping[str, Any]) -> Table:
-    table = Table(title="What each technique is for", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("technique")
     name_of_unit, unit = unit_of_column(item["saved_bytes"] for item in plan["bought"])
     name_of_time, second = unit_of_seconds(item["extra_seconds"] for item in plan["bought"])
-    table.add_column(f"{name_of_unit} saved", justify="right")
-    table.add_column(f"{name_of_time} per step", justify="right")
+    table = report_table(
+        "What each technique is for", "technique", f">{name_of_unit} saved", f">{name_of_time} per step"
+    )
     for item in plan["bought"]:
         extra = round(item["extra_seconds"] / second, 2) + 0.0  # no minus before zero
         table.add_row(item["technique"], f"{item['saved_bytes'] / unit:.3f}", f"{extra:+.2f}")
@@ -267,9 +269,7 @@ def _row_lines(row: Mapping[str, Any], unit: str) -> list[str]:
 
 
 def _alternatives(plan: Mapping[str, Any]) -> Table:
-    table = Table(title="Not chosen", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("techniques", overflow="fold")
-    table.add_column("why", overflow="fold")
+    table = report_table("Not chosen", "techniques", "why")
     for item in plan["alternatives"]:
         table.add_row(Text(item["techniques"]), Text(item["reason"]))
     return table

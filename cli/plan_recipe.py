@@ -151,9 +151,9 @@ def workload_of(run: RecipeRun, target: Target, request: PlanRequest) -> Workloa
     rates, disk_bytes = _disk(request, calibrated(rates_of(target)))
     replicas = here * run.num_nodes // ranks_together(run.strategy)
     loaded, own_size, _ = run.sizes(replicas)
-    sets_size = run.takes_batch_size and not _has_other_rows(run)
+    sets_size = run.takes_batch_size and not run.other_rows
     if replicas > 1 and run.takes_batch_size and not sets_size:
-        raise ValueError(f"{_other_rows(run)}, with {replicas} devices. Plan for one: `--trainer.devices 1`.")
+        raise ValueError(f"{run.other_rows}, with {replicas} devices. Plan for one: `--trainer.devices 1`.")
     known = technique_classes()
     fixed = tuple(
         callback
@@ -259,30 +259,9 @@ def _batching(run: RecipeRun) -> dict[str, Any] | None:
     return {name: value for name, value in written.items() if value != defaults.get(name)}
 
 
-def _size_in_data(run: RecipeRun) -> Any:
-    """`batch_size` of the recipe's data; None if it has none."""
-    return ((run.config.get("data") or {}).get("init_args") or {}).get("batch_size")
-
-
-def _has_other_rows(run: RecipeRun) -> bool:
-    """Whether a batch has other than `batch_size` rows, so that nobody knows how many another size would give.
-
-    Packed sequences, several views of a sample and sequences whose first dimension is time are such.
-    """
-    said = _size_in_data(run)
-    return isinstance(said, int) and said != batch_size(run.batch)
-
-
-def _other_rows(run: RecipeRun) -> str:
-    return (
-        f"`data.batch_size={_size_in_data(run)}`, and a batch has {batch_size(run.batch)} rows, so that it can't be "
-        "told what another size would load"
-    )
-
-
 def _of_own_size(run: RecipeRun) -> RecipeRun:
     """The run with a batch of as many samples as the recipe's data load, whatever number its shapes were given for."""
-    said, given = _size_in_data(run), batch_size(run.batch)
+    said, given = run.data_arguments.get("batch_size"), batch_size(run.batch)
     if not isinstance(said, int) or said == given:
         return run
     note = (
@@ -310,8 +289,8 @@ def _disk(request: PlanRequest, rates: Rates) -> tuple[Rates, int]:
 
 def _assumed(run: RecipeRun, workload: Workload, plan: Plan, nvme_path: str | None) -> Iterator[str]:
     """Yield the plan's assumptions that nobody has measured."""
-    if run.takes_batch_size and not workload.strategies:
-        yield f"{_other_rows(run)}: it stays, only one device is planned for, and nothing goes to disk."
+    if run.other_rows and not workload.strategies:
+        yield f"{run.other_rows}: it stays, only one device is planned for, and nothing goes to disk."
     elif not workload.strategies:
         yield (
             "The data module has no `batch_size` to set, which strategies need: only one device is planned for, and "

@@ -1,17 +1,17 @@
 """`memfit recipes`: list the recipes that come with the package, or copy one out."""
 
-import argparse
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from .arguments import command_parser
 from .recipe_files import SIZES, TASKS, available, describe, resolve
 
 
 def main(argv: list[str]) -> int:
     """List recipes and techniques, or copy a recipe; files are never overwritten."""
-    parser = argparse.ArgumentParser(prog="memfit recipes", description="List the recipes, or copy one to change it.")
+    parser = command_parser("recipes", "List the recipes, or copy one to change it.")
     actions = parser.add_subparsers(dest="action", metavar="{list,copy}")
     actions.add_parser("list", help="names and what they are for (the default)")
     copy = actions.add_parser("copy", help="copy a recipe into a folder")

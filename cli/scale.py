@@ -8,12 +8,12 @@ import shlex
 from pathlib import Path
 from typing import cast
 
-from lightning_memfit.bench.experiment import Experiment
+from lightning_memfit.bench.experiment import Experiment, load_sweep, write_wandb_sweep
 from lightning_memfit.bench.report import write_report
 from lightning_memfit.bench.runner import Runner
-from lightning_memfit.bench.sweep import load_sweep, write_wandb_sweep
 from lightning_memfit.bench.tracking import Mode, Tracking
 
+from .arguments import command_parser
 from .bench import FOLDER, add_run_options, check_device, file_of, measure, read_recipe, show, worker_command
 
 _EPILOG = """\
@@ -33,9 +33,7 @@ exit codes: 0 every point has a result (out of memory is one), 1 a point failed,
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser for the command's options."""
-    parser = argparse.ArgumentParser(
-        "memfit scale", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("scale", str(__doc__), _EPILOG)
     parser.add_argument(
         "--config",
         required=True,

@@ -37,7 +37,7 @@ class HandWritten(LightningModule):
 
 
 class _Watching(Callback):
-    """Passes Lightning's loop to a `Watch`, as `MemoryMonitor` and `StepTimes` observe this package's runs."""
+    """Passes Lightning's loop to a `Watch`, as `MemoryMonitor` and `RunObserver` observe this package's runs."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -106,16 +106,29 @@ class PredictRun(Callback):
                 callback.predicted = breakdown
 
 
-class StepTimes(Callback):
-    """Time Lightning's optimizer steps with a `StepClock`.
+class RunObserver(Callback):
+    """Time optimizer steps, and measure what the run adds to resident memory. List it after `PredictRun`.
 
     Args:
         warmup_steps: Optimizer steps before the clock starts.
+
+    Attributes:
+        clock: Times and losses of the steps.
+        growth_bytes: What was added to resident memory from before the module is built; None before the run's end.
+        bucket_bytes: What DDP keeps in its buckets, which exist during the run only.
     """
 
     def __init__(self, warmup_steps: int) -> None:
         self.clock = StepClock(warmup_steps)
+        self.growth_bytes: int | None = None
+        self.bucket_bytes = 0
+        self._resident = ResidentGrowth()
         self._global_step = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start measuring resident memory."""
+        self._resident.start()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,20 +152,8 @@ class StepTimes(Callback):
             self._global_step = trainer.global_step
             self.clock.step_ends(trainer.strategy.root_device)
 
-
-class HostGrowth(Callback):
-    """Measure what the run adds to resident memory, from before the module is built. List it after `PredictRun`."""
-
-    def __init__(self) -> None:
-        self.resident = ResidentGrowth()
-        self.growth_bytes: int | None = None
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start measuring here."""
-        self.resident.start()
-
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the growth before anything else allocates memory."""
-        self.growth_bytes = self.resident.growth_bytes
+        """Read the growth before anything else allocates memory, and the buckets while they exist."""
+        self.growth_bytes = self._resident.growth_bytes
+        self.bucket_bytes = bucket_bytes(trainer.strategy.model)

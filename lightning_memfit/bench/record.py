@@ -1,7 +1,7 @@
 """`Result`: the record of one row, as it is written to disk.
 
-`benchmarks/README.md` describes every field. The module also reads where a result comes from: versions, hardware and
-commit, without importing torch.
+`benchmarks/README.md` describes every field. The module also reads which hardware and commit a
+result is of, without importing torch.
 """
 
 import json
@@ -9,7 +9,6 @@ import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,23 +192,7 @@ def read_result(path: Path) -> Result:
     return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-# --- where a result comes from: versions, hardware, commit (imports no torch) -----------------------------------------
-
-
-PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "accelerate", "deepspeed", "torchao")
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that influence a result; those not installed are left out."""
-    import lightning_memfit
-
-    found = {"python": platform.python_version(), "lightning_memfit": lightning_memfit.__version__}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+# --- where a result comes from: hardware, commit (imports no torch) --------------------------------------------------
 
 
 def hardware(notes: str) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 
 from lightning_memfit.bench.experiment import Row
-from lightning_memfit.bench.record import NESTED, SCHEMA, Result, commit, hardware, read_result, versions
+from lightning_memfit.bench.record import NESTED, SCHEMA, Result, commit, hardware, read_result
 from lightning_memfit.bench.tracking import Tracking
+from lightning_memfit.measure.report import versions
 
 _LOG_LINES = 20
 _EXPLAINED = "memfit: error: "

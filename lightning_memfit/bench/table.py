@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from lightning_memfit.bench.record import Result
 from lightning_memfit.memory import GIB, MIB, format_percent
@@ -12,38 +11,33 @@ from lightning_memfit.memory.kind import DeviceKind
 _MB = 1_000_000
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column: its heading, and a function from a row and the first row to the cell's text."""
-
-    heading: str
-    cell: Callable[[Result, Result], str]
+Cell = Callable[[Result, Result], str]
+"""Returns the text of a cell for a row and the first row."""
 
 
-def columns(results: Sequence[Result]) -> list[Column]:
-    """Return the columns for which these results have figures."""
+def columns(results: Sequence[Result]) -> dict[str, Cell]:
+    """Return the columns for which these results have figures, by heading."""
     unit, name = (GIB, "GiB") if max(map(_bytes, results), default=0) >= GIB else (MIB, "MiB")
-    shown = [
-        Column("setting", lambda row, first: row.title),
-        Column("samples/s", lambda row, first: _number(_samples(row), 2)),
-        Column("step s (5 % to 95 %)", _step),
-        Column(f"measured {name}", lambda row, first: _size(_bytes(row) or None, unit)),
-        Column(f"predicted {name}", lambda row, first: _size(_predicted(row), unit)),
-        Column("error", lambda row, first: percent(row.prediction_error)),
-        Column("speed x first", lambda row, first: _ratio(_samples(row), _samples(first))),
-        Column("memory x first", lambda row, first: _ratio(_comparable(row), _comparable(first))),
-        Column("loss", _loss),
-    ]
-    if any(DeviceKind.of(row.device).has_own_memory for row in results):
-        shown.insert(6, Column("used MB (NVML)", lambda row, first: _size(_comparable(row) or None, _MB, 0)))
-    if any(row.reference for row in results):
-        shown += [
-            Column("source: samples/s", lambda row, first: _number(_given(row, "samples_per_second"), 2)),
-            Column("source: MB", lambda row, first: _number(_given(row, "memory_mb"), 0)),
-            Column("source: speed x first", _reference_ratio("samples_per_second")),
-            Column("source: memory x first", _reference_ratio("memory_mb")),
-        ]
-    return shown
+    nvml: dict[str, Cell] = {"used MB (NVML)": lambda row, first: _size(_comparable(row) or None, _MB, 0)}
+    source: dict[str, Cell] = {
+        "source: samples/s": lambda row, first: _number(row.reference.get("samples_per_second"), 2),
+        "source: MB": lambda row, first: _number(row.reference.get("memory_mb"), 0),
+        "source: speed x first": _ratio(lambda row: row.reference.get("samples_per_second")),
+        "source: memory x first": _ratio(lambda row: row.reference.get("memory_mb")),
+    }
+    return {
+        "setting": lambda row, first: row.title,
+        "samples/s": lambda row, first: _number(_samples(row), 2),
+        "step s (5 % to 95 %)": _step,
+        f"measured {name}": lambda row, first: _size(_bytes(row) or None, unit),
+        f"predicted {name}": lambda row, first: _size(row.predicted and row.predicted.allocated_bytes, unit),
+        "error": lambda row, first: "" if row.prediction_error is None else format_percent(row.prediction_error),
+        **(nvml if any(DeviceKind.of(row.device).has_own_memory for row in results) else {}),
+        "speed x first": _ratio(_samples),
+        "memory x first": _ratio(_comparable),
+        "loss": _loss,
+        **(source if any(row.reference for row in results) else {}),
+    }
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -53,13 +47,10 @@ def markdown(results: Sequence[Result]) -> str:
 
 def rows_table(results: Sequence[Result], without: Sequence[str] = ()) -> str:
     """Return a Markdown table with a line for each row, without the columns whose headings begin with these words."""
-    shown = [column for column in columns(results) if not column.heading.startswith(tuple(without))]
-    lines = [
-        "| " + " | ".join(column.heading for column in shown) + " |",
-        "|---" + "|---:" * (len(shown) - 1) + "|",
-        *("| " + " | ".join(column.cell(row, results[0]) or "-" for column in shown) + " |" for row in results),
-    ]
-    return "\n".join(lines) + "\n"
+    shown = {heading: cell for heading, cell in columns(results).items() if not heading.startswith(tuple(without))}
+    rows = [list(shown), *([cell(row, results[0]) or "-" for cell in shown.values()] for row in results)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" + "|---:" * (len(shown) - 1) + "|", *lines[1:]]) + "\n"
 
 
 def print_table(results: Sequence[Result], title: str) -> None:
@@ -68,12 +59,12 @@ def print_table(results: Sequence[Result], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = [column for column in columns(results) if not column.heading.startswith("source")]
+    shown = {heading: cell for heading, cell in columns(results).items() if not heading.startswith("source")}
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(shown):
-        table.add_column(column.heading, justify="right" if index else "left", no_wrap=True)
+    for index, heading in enumerate(shown):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for row in results:
-        table.add_row(*(column.cell(row, results[0]) for column in shown))
+        table.add_row(*(cell(row, results[0]) for cell in shown.values()))
     console = Console(highlight=False, soft_wrap=True, width=max(240, Console().width))
     console.print(table)
     for line in remarks(results):
@@ -134,14 +125,6 @@ def _loss(row: Result, first: Result) -> str:
     return f"{row.loss_first:.3f} to {row.loss_last:.3f}"
 
 
-def _reference_ratio(name: str) -> Callable[[Result, Result], str]:
-    return lambda row, first: _ratio(_given(row, name), _given(first, name))
-
-
-def _given(row: Result, name: str) -> float | None:
-    return row.reference.get(name)
-
-
 def _samples(row: Result) -> float | None:
     return row.speed.samples_per_second if row.speed else None
 
@@ -156,10 +139,6 @@ def _comparable(row: Result) -> int:
     if measured is None or row.status != "ok":
         return 0
     return measured.process_bytes or measured.card_bytes or measured.allocated_bytes or 0
-
-
-def _predicted(row: Result) -> int | None:
-    return row.predicted.allocated_bytes if row.predicted else None
 
 
 def _spread(row: Result) -> float | None:
@@ -187,10 +166,11 @@ def _size(value: int | None, unit: int, digits: int = 1) -> str:
     return "" if value is None else f"{value / unit:,.{digits if unit != GIB else 2}f}"
 
 
-def percent(value: float | None) -> str:
-    """Return a share in percent with its sign; empty for None."""
-    return "" if value is None else format_percent(value)
+def _ratio(figure: Callable[[Result], float | None]) -> Cell:
+    """Return a cell with a row's figure over that of the first row."""
 
+    def cell(row: Result, first: Result) -> str:
+        value, of_first = figure(row), figure(first)
+        return f"{value / of_first:.2f}" if value and of_first else ""
 
-def _ratio(value: float | None, first: float | None) -> str:
-    return f"{value / first:.2f}" if value and first else ""
+    return cell

@@ -1,9 +1,9 @@
 """`MemoryMonitor`: what a run uses, logged while it runs and shown in a table at its end.
 
-`UsageSampler` reads memory by category and place, as figures for the loggers, and keeps the largest ones. The callback
-`MemoryMonitor` decides when to sample, adds speed and loss, and makes the report.
+`usage_of` reads memory by category and place. The callback decides when, adds speed and loss, and makes the report.
 """
 
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,66 +35,34 @@ from lightning_memfit.memory.process import nvml_usage, peak_rss_bytes, pinned_b
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-class UsageSampler:
-    """Samples of the memory that a run uses.
+def usage_of(trainer: Trainer, device: torch.device, ledger: StorageLedger | None) -> dict[str, int]:
+    """Bytes in use and peaks since the run began, by the names that `MemoryMonitor` logs; unknown ones have no entry.
 
-    Taking a sample visits every tensor of the module and the optimizers, at some microseconds each.
-
-    Args:
-        device: The device that the run trains on.
-
-    Attributes:
-        largest: Largest bytes of all samples, by name: `process` and `card` (NVML), `host` (what module and optimizers
-            hold in host memory), `pinned`, `swap` and `disk`. Unknown figures have no entry.
+    It visits every tensor of the module and the optimizers, at some microseconds each.
     """
+    held = held_bytes(trainer.lightning_module, trainer.optimizers, device)
+    sizes: dict[str, int | None] = {f"{category}": size for category, size in held.by_category().items()}
+    if ledger is not None:
+        sizes |= {f"{category}_peak": size for category, size in ledger.peak_by_category.items() if size}
+        sizes["live_peak"] = ledger.peak_bytes
+    peak = sizes.get("live_peak")
+    if DeviceKind.of(device).has_caching_allocator:
+        peak = torch.cuda.max_memory_allocated(device)
+        sizes |= {"allocated_peak": peak, "reserved_peak": torch.cuda.max_memory_reserved(device)}
+        sizes["allocated"] = torch.cuda.memory_allocated(device)
+        sizes["reserved"] = torch.cuda.memory_reserved(device)
+    sizes["working_peak"] = None if peak is None else max(0, peak - held.total())
+    sizes["host"] = held.total(Tier.HOST) + held.total(Tier.PINNED_HOST) or None
+    sizes |= {"pinned": pinned_bytes(), "swap": swapped_out_bytes(), "rss": rss_bytes()}
+    sizes["disk"] = getattr(trainer.strategy, "swapped_bytes", None)
+    return {name: size for name, size in sizes.items() if size is not None} | card_usage(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.largest: dict[str, int] = {}
 
-    def read(self, trainer: Trainer, ledger: StorageLedger | None) -> dict[str, float]:
-        """Take a sample."""
-        held = held_bytes(trainer.lightning_module, trainer.optimizers, self.device)
-        sizes: dict[str, int | None] = {f"{category}": size for category, size in held.by_category().items()}
-        peak = self._peaks(sizes, ledger)
-        if peak is not None:
-            sizes["working_peak"] = max(0, peak - held.total())
-        host = held.total(Tier.HOST) + held.total(Tier.PINNED_HOST)
-        self._keep("host", host or None, sizes)
-        self._keep("pinned", pinned_bytes(), sizes)
-        self._keep("swap", swapped_out_bytes(), sizes)
-        self._keep("disk", getattr(trainer.strategy, "swapped_bytes", None), sizes)
-        self._read_nvml(sizes)
-        sizes["rss"] = rss_bytes()
-        return {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if size is not None}
-
-    def read_driver(self) -> None:
-        """Read NVML once more, to update the largest figures."""
-        self._read_nvml({})
-
-    def _peaks(self, sizes: dict[str, int | None], ledger: StorageLedger | None) -> int | None:
-        """Add the peaks since the run began to `sizes`, and return that of live tensors."""
-        if ledger is not None:
-            sizes |= {f"{category}_peak": size for category, size in ledger.peak_by_category.items() if size}
-            sizes["live_peak"] = ledger.peak_bytes
-        if not DeviceKind.of(self.device).has_caching_allocator:
-            return None if ledger is None else ledger.peak_bytes
-        peak = torch.cuda.max_memory_allocated(self.device)
-        sizes |= {"allocated_peak": peak, "reserved_peak": torch.cuda.max_memory_reserved(self.device)}
-        sizes["allocated"] = torch.cuda.memory_allocated(self.device)
-        sizes["reserved"] = torch.cuda.memory_reserved(self.device)
-        return peak
-
-    def _read_nvml(self, sizes: dict[str, int | None]) -> None:
-        if DeviceKind.of(self.device).has_own_memory and (usage := nvml_usage(self.device)) is not None:
-            self._keep("process", usage.process_bytes, sizes)
-            self._keep("card", usage.card_bytes, sizes)
-
-    def _keep(self, name: str, size: int | None, sizes: dict[str, int | None]) -> None:
-        """Add a size to `sizes`, and keep it if it is the largest of its name."""
-        if size is not None:
-            sizes[name] = size
-            self.largest[name] = max(size, self.largest.get(name, 0))
+def card_usage(device: torch.device) -> dict[str, int]:
+    """What NVML says of this process and of the whole card, in bytes; empty where it says nothing."""
+    usage = nvml_usage(device) if DeviceKind.of(device).has_own_memory else None
+    sizes = {} if usage is None else {"process": usage.process_bytes, "card": usage.card_bytes}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 # --- the callback -----------------------------------------------------------------------------------------------------
@@ -168,7 +136,7 @@ class MemoryMonitor(Callback):
     def _reset(self, device: torch.device) -> None:
         self._device = device
         self._throughput = Throughput(device)
-        self._usage = UsageSampler(device)
+        self._largest: dict[str, int] = {}
         self._ledger: StorageLedger | None = None
         self._measured: MemoryBreakdown | None = None
         self._measured_over = ""
@@ -299,7 +267,7 @@ class MemoryMonitor(Callback):
         self._throughput.stop()
         self._end_phase(in_validation=False)
         self._stop_following()
-        self._usage.read_driver()
+        self._keep_largest(card_usage(self._device))
         if self._ledger is not None:
             self._measured_over = "the whole run"
 
@@ -365,7 +333,9 @@ class MemoryMonitor(Callback):
 
     def _sample(self, trainer: Trainer, ledger: StorageLedger | None) -> None:
         self._throughput.synchronize()
-        figures = self._usage.read(trainer, ledger)
+        sizes = usage_of(trainer, self._device, ledger)
+        self._keep_largest(sizes)
+        figures = {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
         in_bar = figures["memory/rss_gib"]
         if DeviceKind.of(self._device).has_caching_allocator:
             in_bar = figures["memory/allocated_peak_gib"]
@@ -379,6 +349,9 @@ class MemoryMonitor(Callback):
         figures.update({name: value for name, value in speeds.items() if value is not None})
         if not trainer.barebones:
             _publish(trainer, figures, in_bar)
+
+    def _keep_largest(self, sizes: Mapping[str, int]) -> None:
+        self._largest |= {name: max(size, self._largest.get(name, 0)) for name, size in sizes.items()}
 
     def _keep_loss(self, trainer: Trainer) -> None:
         metrics = trainer.callback_metrics
@@ -404,12 +377,6 @@ class MemoryMonitor(Callback):
             validation_peak_bytes=self._validation_bytes,
             peak_allocated_bytes=self._allocated_bytes if counted else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if counted else None,
-            process_bytes=self._usage.largest.get("process"),
-            card_bytes=self._usage.largest.get("card"),
-            host_bytes=self._usage.largest.get("host"),
-            pinned_bytes=self._usage.largest.get("pinned"),
-            swap_bytes=self._usage.largest.get("swap"),
-            disk_bytes=self._usage.largest.get("disk"),
             rss_bytes=rss_bytes(),
             peak_rss_bytes=max(peak_rss_bytes(), rss_bytes()),
             tokens_per_second=self._throughput.tokens_per_second,
@@ -420,7 +387,12 @@ class MemoryMonitor(Callback):
             last_loss=last,
             num_processes=trainer.world_size,
             versions=versions(),
+            **{f"{name}_bytes": self._largest.get(name) for name in _LARGEST},
         )
+
+
+_LARGEST = ("process", "card", "host", "pinned", "swap", "disk")
+"""Figures of which a report has the largest sample."""
 
 
 def _is_ours(kind: type) -> bool:

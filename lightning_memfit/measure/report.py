@@ -2,11 +2,14 @@
 
 import json
 import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning_memfit
 from lightning_memfit.memory import Category, MemoryBreakdown, format_bytes, format_percent
 from lightning_memfit.memory.units import in_json
 
@@ -190,19 +193,16 @@ class RunReport:
         return " ".join(parts)
 
 
+_PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "accelerate", "deepspeed", "torchao")
+
+
 def versions() -> dict[str, str]:
-    """Versions of the libraries that decide how much memory a run uses."""
-    import lightning
-    import torch
-
-    import lightning_memfit
-
-    return {
-        "lightning_memfit": lightning_memfit.__version__,
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
-    }
+    """Versions of the libraries that decide how much memory a run uses; those not installed are left out."""
+    found = {"lightning_memfit": lightning_memfit.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _bytes(size_bytes: int | None) -> str:

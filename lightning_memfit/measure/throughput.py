@@ -1,7 +1,7 @@
 """`Throughput`: samples, tokens and seconds per optimizer step, measured from the end of one batch to the next."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,12 @@ def count_tokens(batch: Any) -> int | None:
 def count_samples(batch: Any) -> int | None:
     """First dimension of the first tensor in a batch; None if it holds no tensor."""
     if isinstance(batch, torch.Tensor):
-        shape = batch.shape
-        return shape[0] if shape else 1
+        return batch.shape[0] if batch.dim() else 1
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif not isinstance(batch, (list, tuple)):
         return None
-    return _first(count_samples(value) for value in batch)
-
-
-def _first(counts: Iterable[int | None]) -> int | None:
-    return next((count for count in counts if count is not None), None)
+    return next((count for count in map(count_samples, batch) if count is not None), None)
 
 
 class Throughput:

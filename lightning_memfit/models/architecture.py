@@ -69,8 +69,13 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": attn_implementation}
     network: PreTrainedModel
     if pretrained is None:
-        with _buildable(config):
+        try:
             network = auto_class(config).from_config(config, **options)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            raise ValueError(
+                f"`config`: transformers can't build this {config.model_type!r} model: {reason}."
+            ) from error
     else:
         options |= {"use_safetensors": True, "trust_remote_code": False}
         with _readable("pretrained", pretrained):
@@ -81,16 +86,6 @@ def build(config: PretrainedConfig, pretrained: str | None, attn_implementation:
     if not is_encoder_decoder(config) and type(network).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         network.loss_type = "ForCausalLM"  # GPT-2's class is named otherwise, and transformers would warn
     return network
-
-
-@contextmanager
-def _buildable(config: PretrainedConfig) -> Iterator[None]:
-    """Name the argument when entries of an architecture contradict each other, which transformers finds building it."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise ValueError(f"`config`: transformers can't build this {config.model_type!r} model: {reason}.") from error
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:

@@ -84,16 +84,12 @@ class CausalLM(pl.LightningModule):
             ValueError: If there is none, or it is one of another kind of model.
         """
         if self._architecture is None:
-            self._architecture = self._read_architecture()
+            config = resolve_config(*(self.hparams[name] for name in ("pretrained", "config_name", "config")))
+            if is_encoder_decoder(config) != self.encoder_decoder:
+                other = "CausalLM" if self.encoder_decoder else "Seq2SeqLM"
+                raise ValueError(f"{type(self).__name__} can't train a {config.model_type!r} model: use {other}.")
+            self._architecture = config
         return self._architecture
-
-    def _read_architecture(self) -> PretrainedConfig:
-        hparams = self.hparams
-        config = resolve_config(hparams["pretrained"], hparams["config_name"], hparams["config"])
-        if is_encoder_decoder(config) != self.encoder_decoder:
-            other = "CausalLM" if self.encoder_decoder else "Seq2SeqLM"
-            raise ValueError(f"{type(self).__name__} can't train a {config.model_type!r} model: use {other}.")
-        return config
 
     @override
     def configure_model(self) -> None:
@@ -117,13 +113,13 @@ class CausalLM(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse data that the architecture cannot take, before any weight is loaded."""
         datamodule = getattr(self.trainer, "datamodule", None)
-        self._check_length(getattr(datamodule, "sequence_length", None))
+        for argument in ("sequence_length", "source_length", "target_length"):
+            self._check_length(getattr(datamodule, argument, None), argument)
         vocabulary = getattr(datamodule, "vocab_size", None)
         known: int = self.architecture.get_text_config().vocab_size
         if vocabulary is not None and vocabulary > known:
             # Tokenizers may have tokens for more than text (Gemma 3's for images), which text models leave out.
-            find = getattr(datamodule, "largest_id", None)
-            largest = find() if find is not None else None
+            largest = getattr(datamodule, "largest_id", lambda: None)()
             if largest is not None and largest < known:
                 return
             raise ValueError(
@@ -131,7 +127,7 @@ class CausalLM(pl.LightningModule):
                 "Use the model's own tokenizer (`data.tokenizer`) or a larger `config.vocab_size`."
             )
 
-    def _check_length(self, length: int | None, argument: str = "sequence_length") -> None:
+    def _check_length(self, length: int | None, argument: str) -> None:
         positions = max_positions(self.architecture)
         if length is not None and positions is not None and length > positions:
             raise ValueError(
@@ -148,14 +144,17 @@ class CausalLM(pl.LightningModule):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        self._check_length(batch["input_ids"].shape[1])
+        if self.encoder_decoder:
+            self._check_length(batch["labels"].shape[1], "target_length")
+        self._check_length(batch["input_ids"].shape[1], "source_length" if self.encoder_decoder else "sequence_length")
         loss: torch.Tensor = self(**batch).loss
         return loss
 
     @override
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the most likely next token at every position, `(batch, length)`."""
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        # Labels make the decoder's input, but only the loss of a decoder alone.
+        inputs = {name: value for name, value in batch.items() if name != "labels" or self.encoder_decoder}
         tokens: torch.Tensor = self(**inputs).logits.argmax(dim=-1)
         return tokens
 
@@ -195,7 +194,7 @@ class CausalLM(pl.LightningModule):
         return {"output_router_logits": False} if balances else {}
 
     def _num_predicted(self, labels: torch.Tensor) -> torch.Tensor:
-        return (labels[:, 1:] != -100).sum()
+        return ((labels if self.encoder_decoder else labels[:, 1:]) != -100).sum()
 
     # --- optimization -----------------------------------------------------------------------------------------------
 

@@ -83,10 +83,15 @@ def _architecture_of(checkpoint: dict[str, Any]) -> PretrainedConfig:
 
 def _merged_network(checkpoint: dict[str, Any]) -> PreTrainedModel:
     """Return the pretrained network with the checkpoint's adapters merged into it, in its own precision."""
-    config = _architecture_of(checkpoint)
+    config, pretrained = _architecture_of(checkpoint), checkpoint["hyper_parameters"].get("pretrained")
+    if pretrained is None:
+        raise ValueError(
+            "`ckpt_path` holds adapters alone, for a model that began with random weights: these are nowhere. Train "
+            "adapters of a model with `pretrained`, or export from Python when the run ends (`CausalLM.export`)."
+        )
     config.dtype = None  # that of the training; `auto` means that of the weights then
     network: PreTrainedModel = auto_class(config).from_pretrained(
-        _base_of(checkpoint), config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
+        pretrained, config=config, dtype="auto", use_safetensors=True, trust_remote_code=False
     )
     network.load_state_dict(merged_state_dict(network, _of_network(checkpoint)))
     network.eval()
@@ -100,16 +105,6 @@ def _of_network(checkpoint: dict[str, Any]) -> dict[str, Any]:
         ADAPTERS: {**record, "layers": [name.removeprefix(_PREFIX) for name in record["layers"]]},
         "state_dict": {name.removeprefix(_PREFIX): value for name, value in entries.items()},
     }
-
-
-def _base_of(checkpoint: dict[str, Any]) -> str:
-    pretrained: str | None = checkpoint["hyper_parameters"].get("pretrained")
-    if pretrained is None:
-        raise ValueError(
-            "`ckpt_path` holds adapters alone, for a model that began with random weights: these are nowhere. Train "
-            "adapters of a model with `pretrained`, or export from Python when the run ends (`CausalLM.export`)."
-        )
-    return pretrained
 
 
 def export_adapters(checkpoint: dict[str, Any], folder: str | Path) -> Path:

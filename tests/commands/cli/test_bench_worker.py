@@ -24,9 +24,9 @@ def test_ranks_that_share_a_batch_count_its_samples_once(
     if tensor_parallel_size is not None:
         strategy.tensor_parallel_size = tensor_parallel_size
     run.trainer = SimpleNamespace(strategy=strategy, world_size=4)  # type: ignore[assignment]
-    run.times.clock.start()
-    run.times.clock.batch_ends({"input_ids": torch.zeros(3, 5, dtype=torch.long)}, None)
-    run.times.clock.step_ends(torch.device("cpu"))
+    run.observer.clock.start()
+    run.observer.clock.batch_ends({"input_ids": torch.zeros(3, 5, dtype=torch.long)}, None)
+    run.observer.clock.step_ends(torch.device("cpu"))
     speed = run.outcome()["speed"]
     assert speed["samples_per_second"] * speed["step_seconds_median"] == pytest.approx(3 * replicas)
     assert speed["tokens_per_second"] * speed["step_seconds_median"] == pytest.approx(15 * replicas)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memfit.bench.observe import (
     PredictRun,
-    StepTimes,
+    RunObserver,
     bucket_bytes,
 )
 from lightning_memfit.data import RandomTokens
@@ -50,7 +50,7 @@ def run(accumulate_grad_batches: int = 2) -> dict[str, Any]:
 
 
 def test_steps_after_the_warm_up_are_timed_and_losses_are_means_over_micro_batches():
-    times = StepTimes(warmup_steps=2)
+    times = RunObserver(warmup_steps=2)
     fit(Bag(), times, **run())
     speed = times.clock.speed(num_replicas=2)
     assert speed is not None

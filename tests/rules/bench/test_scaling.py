@@ -4,7 +4,7 @@ import io
 import pytest
 
 from lightning_memfit.bench.record import Speed
-from lightning_memfit.bench.scaling import as_csv, curves_of, pareto_front, points_of
+from lightning_memfit.bench.report import as_csv, curves_of, pareto_front, points_of
 
 from .results import out_of_memory, result
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from cli.bench import FOLDER, read_recipe
-from lightning_memfit.bench.sweep import load_sweep
+from lightning_memfit.bench.experiment import load_sweep
 
 MINIMAL = {
     "title": "T",

@@ -12,10 +12,9 @@ from benchmarks.runner import read
 from benchmarks.techniques import RESULT as TECHNIQUES_RESULT
 from benchmarks.techniques import page_of
 from cli.bench import FOLDER, read_recipe
-from lightning_memfit.bench.experiment import load_experiment
+from lightning_memfit.bench.experiment import load_experiment, load_sweep
 from lightning_memfit.bench.record import Result, read_result
-from lightning_memfit.bench.scaling import as_csv
-from lightning_memfit.bench.sweep import load_sweep
+from lightning_memfit.bench.report import as_csv
 from lightning_memfit.bench.table import markdown
 from lightning_memfit.memory import MIB, Tier
 from lightning_memfit.techniques.core.registry import TECHNIQUES
