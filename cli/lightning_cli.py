@@ -68,15 +68,16 @@ class MemFitCLI(LightningCLI):
         arguments = sys.argv[1:] if args is None else args
         self._arguments: list[str] | None = None
         self._given = list(arguments) if isinstance(arguments, Sequence) else []
-        import_public_names()
         if isinstance(arguments, Sequence):
             self._arguments = resolve_arguments(arguments)
+            self.import_classes(self._arguments)
             try:
                 self.config = self.parse_plan(parser, self._arguments)
             except ArgumentError as error:
                 recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
                 raise ValueError(explain(error, parser, recipes, self._arguments)) from error
         else:
+            import_public_names()
             self.config = parser.parse_object(arguments)
         section = _section(self.config)
         check_numbers(section)
@@ -107,6 +108,10 @@ class MemFitCLI(LightningCLI):
             trainer.callbacks = made_for.laid_over(both, before, path)
             _section(config)[MADE_FOR] = None  # what is saved of a run is no plan
         return config
+
+    def import_classes(self, arguments: Sequence[str]) -> None:
+        """Import the classes that bare names, in arguments and in the files they name, may stand for."""
+        import_public_names()
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -168,7 +173,9 @@ def _check_choices(trainer: Mapping[str, Any]) -> None:
         value, own = trainer.get(option), {"auto", *(["gpu"] if option == "accelerator" else [])}
         if not isinstance(value, str) or value.lower() in {*own, *registry}:
             continue
-        raise ValueError(f"`trainer.{option}={value}` is not known. {closest(value, {*own, *registry})}")
+        import_public_names()  # which registers ours
+        if value.lower() not in {*own, *registry}:
+            raise ValueError(f"`trainer.{option}={value}` is not known. {closest(value, {*own, *registry})}")
 
 
 def _asks_for_help(args: ArgsType) -> bool:

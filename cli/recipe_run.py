@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,12 +21,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+import lightning_memfit
 from lightning_memfit.memory.error_chain import error_chain
 from lightning_memfit.models import CausalLM
 from lightning_memfit.profile.build import batch_size
@@ -33,7 +36,9 @@ from lightning_memfit.profile.step import Precision, StepOptions
 from lightning_memfit.techniques.core.precision import TechniquePrecision
 
 from .arguments import LARGEST_COUNT
+from .explain import import_public_names
 from .lightning_cli import MemFitCLI, plain
+from .recipe_files import configs_of
 
 _PRECISIONS: dict[str, Precision] = {
     "32": "32-true",
@@ -134,6 +139,23 @@ class _RecipeCLI(MemFitCLI):
         self._is_without_weights = False
         self.example = ""
         super().__init__(arguments, run=False, save_config_callback=None)
+
+    @override
+    def import_classes(self, arguments: Sequence[str]) -> None:
+        """Import only those that are named: an estimate has no use for most of the package."""
+        texts = [Path(one).read_text("utf-8", "replace") for one in configs_of(arguments) if Path(one).is_file()]
+        words = {word for text in (*arguments, *texts) for word in re.findall(r"\w+", text)}
+        for name in words & set(lightning_memfit.__all__):
+            getattr(lightning_memfit, name)
+
+    @override
+    def parse_plan(self, parser: LightningArgumentParser, arguments: list[str]) -> Namespace:
+        """Parse arguments, and again with all classes imported where a file that another names has a bare name."""
+        try:
+            return super().parse_plan(parser, arguments)
+        except ArgumentError:
+            import_public_names()
+            return super().parse_plan(parser, arguments)
 
     @override
     def before_instantiate_classes(self) -> None:
