@@ -281,10 +281,12 @@ def _with_layers(
 ) -> Settings:
     """Lay overlays, techniques, recipes and configurations over settings, one after the other."""
     for layer in layers:
-        if not isinstance(layer, (str, Mapping)):
+        if isinstance(layer, str):
+            settings = overlay(settings, overlays[layer] if layer in overlays else read_recipe(layer))
+        elif isinstance(layer, Mapping):
+            settings = overlay(settings, layer)
+        else:
             raise ValueError(f"`layers` holds {layer!r}; a layer is a name or a mapping.")
-        named = isinstance(layer, str)
-        settings = overlay(settings, (overlays[layer] if layer in overlays else read_recipe(layer)) if named else layer)
     return settings
 
 

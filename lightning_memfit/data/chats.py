@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_memfit.data.batched import BatchedSamples, at_least
 from lightning_memfit.data.chat_template import ChatTemplate
 from lightning_memfit.data.isolation import refuse_mixing
-from lightning_memfit.data.sources import Source, check_column, content_hash
+from lightning_memfit.data.sources import RowEncoder, Source, check_column, content_hash
 from lightning_memfit.data.text import MappedTokens
 
 if TYPE_CHECKING:
@@ -46,20 +46,20 @@ _CONVERSIONS = {
 # --- from messages to tokens ------------------------------------------------------------------------------------------
 
 
-class ChatEncoder:
-    """Rows have a conversation, a list of messages, and perhaps the tools that it uses. A `RowEncoder`."""
+class ChatEncoder(RowEncoder):
+    """Rows have a conversation, a list of messages, and perhaps the tools that it uses; their tokens have flags."""
 
     dtype = np.dtype(np.uint32)
 
     def __init__(self, column: str, template: ChatTemplate) -> None:
-        self.column = column
-        self.template = template
+        self.column, self.template = column, template
 
     @property
+    @override
     def identity(self) -> list[str]:
-        """The column, the template and the tokenizer."""
         return [self.column, self.template.fingerprint]
 
+    @override
     def check(self, rows: datasets.Dataset, source: Source) -> None:
         """Refuse data without the column; rows of ShareGPT and Alpaca with the line that converts them."""
         known = next((name for name in _CONVERSIONS if name in rows.column_names), None)
@@ -71,8 +71,8 @@ class ChatEncoder:
             )
         check_column(rows, self.column, "messages_column")
 
+    @override
     def encode(self, rows: Sequence[dict[str, Any]], first: int) -> list[tuple[np.ndarray, int]]:
-        """Return flagged tokens and hash of every conversation."""
         return [self._encode(row, number) for number, row in enumerate(rows, first + 1)]
 
     def _encode(self, row: Mapping[str, Any], number: int) -> tuple[np.ndarray, int]:

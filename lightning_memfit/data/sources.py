@@ -9,12 +9,13 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -40,24 +41,27 @@ _ENDINGS = (".txt", ".jsonl", ".parquet")
 _ROWS = 1000
 
 
-class RowEncoder(Protocol):
-    """How the rows of a data set become tokens. It is pickled into the processes that tokenize."""
+class RowEncoder(ABC):
+    """How the rows of a data set become tokens. It is pickled into the processes that tokenize.
+
+    Attributes:
+        column: The column that has to have something, for messages.
+        dtype: Type of the tokens.
+    """
+
+    column: str
+    dtype: np.dtype
 
     @property
-    def column(self) -> str:
-        """The column that has to have something, for messages."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of the tokens."""
-
-    @property
+    @abstractmethod
     def identity(self) -> list[str]:
         """Everything besides the rows and the code that the tokens depend on, the same in every process."""
 
+    @abstractmethod
     def check(self, rows: Dataset, source: Source) -> None:
         """Refuse data without the column, or with something else in it."""
 
+    @abstractmethod
     def encode(self, rows: Sequence[dict[str, Any]], first: int) -> list[tuple[np.ndarray, int]]:
         """Return tokens and content hash of every row that has any; `first` is the number of the first, from 0."""
 

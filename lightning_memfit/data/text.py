@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memfit.data.batched import BatchedSamples, at_least
-from lightning_memfit.data.sources import Source, content_hash
+from lightning_memfit.data.sources import RowEncoder, Source, content_hash
 from lightning_memfit.data.tokenization import encode, token_dtype, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -76,29 +75,24 @@ class PackedBlocks(MappedTokens):
         return {"input_ids": block, "labels": block}
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """Rows have a text; `encode` says how each begins and ends. A `RowEncoder`."""
+class TextEncoder(RowEncoder):
+    """Rows have a text; the smallest type holds every id."""
 
-    column: str
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest that holds every id."""
-        return token_dtype(len(self.tokenizer))
+    def __init__(self, column: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.column, self.tokenizer = column, tokenizer
+        self.dtype = token_dtype(len(tokenizer))
 
     @property
+    @override
     def identity(self) -> list[str]:
-        """The column and the tokenizer."""
         return [self.column, tokenizer_fingerprint(self.tokenizer)]
 
+    @override
     def check(self, rows: datasets.Dataset, source: Source) -> None:
-        """Refuse a column that is missing or has something else than text."""
         source.check_texts(rows, self.column, "text_column")
 
+    @override
     def encode(self, rows: Sequence[dict[str, Any]], first: int) -> list[tuple[np.ndarray, int]]:
-        """Return tokens and hash of every text that isn't empty."""
         texts = [row[self.column] for row in rows if row[self.column]]
         return list(zip(encode(self.tokenizer, texts), map(content_hash, texts), strict=True))
 

@@ -117,9 +117,8 @@ def stepped_parameters(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield what an optimizer steps: the module's parameters, or copies and shards that only the optimizer knows."""
     for group in _inner(optimizer).param_groups:
         yield from group["params"]
-    yield from getattr(
-        optimizer, "fp32_partitioned_groups_flat", ()
-    )  # DeepSpeed's stage 3 empties its groups meanwhile
+    # DeepSpeed's stage 3 empties its groups between steps.
+    yield from getattr(optimizer, "fp32_partitioned_groups_flat", ())
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -64,16 +64,12 @@ class RunSummary(Callback):
 
 
 def _figures(report: RunReport, replicas: int) -> dict[str, float | None]:
-    sizes = {
-        "predicted_peak_gib": report.predicted_peak_bytes,
-        "measured_peak_gib": report.measured_peak_bytes,
-        "peak_reserved_gib": report.peak_reserved_bytes,
-        "peak_rss_gib": report.peak_rss_bytes,
-    }
-    rates = {"samples_per_second": report.samples_per_second, "tokens_per_second": report.tokens_per_second}
+    sizes = ("predicted_peak", "measured_peak", "peak_reserved", "peak_rss")
+    in_bytes = {name: getattr(report, f"{name}_bytes") for name in sizes}
+    rates = {name: getattr(report, name) for name in ("samples_per_second", "tokens_per_second")}
     return {
-        **{name: None if size is None else size / GIB for name, size in sizes.items()},
+        **{f"{name}_gib": None if size is None else size / GIB for name, size in in_bytes.items()},
+        **{name: None if rate is None else rate * replicas for name, rate in rates.items()},
         "prediction_error": report.prediction_error,
         "seconds_per_step": report.seconds_per_step,
-        **{name: None if rate is None else rate * replicas for name, rate in rates.items()},
     }

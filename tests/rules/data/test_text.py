@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memfit.data import TextData, sources
-from lightning_memfit.data import text as text_module
+from lightning_memfit.data import TextData
 
 DOCUMENTS = [f"document {i} " * (i % 7 + 1) for i in range(60)]
 
@@ -41,15 +40,6 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path, cache, kind):
     assert (train == 256).sum() == 54
     assert (val == 256).sum() == 6
     assert sorted(decode(train) + decode(val)) == sorted("".join(DOCUMENTS))
-
-
-def test_second_run_reads_the_cache(tmp_path, cache, monkeypatch):
-    folder = write_folder(tmp_path / "txt", "txt")
-    first = TextData(folder, "bytes", cache_dir=cache).load_tokens()
-    monkeypatch.setattr(text_module, "encode", lambda *_: pytest.fail("tokenized again"))
-    monkeypatch.setattr(sources, "write_tokens", lambda *_: pytest.fail("written again"))
-    second = TextData(folder, "bytes", cache_dir=cache).load_tokens()
-    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_changed_text_is_tokenized_again(tmp_path, cache):
