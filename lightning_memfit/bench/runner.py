@@ -26,6 +26,7 @@ from lightning_memfit.measure.report import versions
 
 _LOG_LINES = 20
 _EXPLAINED = "memfit: error: "
+_OF_ROW = ("title", "key", "settings", "reference", "point", "group", "peer", "options")
 
 
 @dataclass(frozen=True)
@@ -91,19 +92,12 @@ class Runner:
             schema=SCHEMA,
             experiment=self.experiment,
             row=row.name,
-            title=row.title,
             scale=self.scale,
             device=self.device,
-            key=row.key,
             command=self.command(row.name),
             started=started.isoformat(timespec="seconds"),
             seconds=round(time.perf_counter() - clock, 2),
-            settings=row.settings,
-            reference=row.reference,
-            point=row.point,
-            group=row.group,
-            peer=row.peer,
-            options=row.options,
+            **{name: getattr(row, name) for name in _OF_ROW},
             **facts,
             **{**outcome, **made},
         )

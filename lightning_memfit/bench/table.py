@@ -30,7 +30,7 @@ def columns(results: Sequence[Result]) -> dict[str, Cell]:
         "samples/s": lambda row, first: _number(_samples(row), 2),
         "step s (5 % to 95 %)": _step,
         f"measured {name}": lambda row, first: _size(_bytes(row) or None, unit),
-        f"predicted {name}": lambda row, first: _size(row.predicted and row.predicted.allocated_bytes, unit),
+        f"predicted {name}": lambda row, first: _size(_predicted(row), unit),
         "error": lambda row, first: "" if row.prediction_error is None else format_percent(row.prediction_error),
         **(nvml if any(DeviceKind.of(row.device).has_own_memory for row in results) else {}),
         "speed x first": _ratio(_samples),
@@ -139,6 +139,10 @@ def _comparable(row: Result) -> int:
     if measured is None or row.status != "ok":
         return 0
     return measured.process_bytes or measured.card_bytes or measured.allocated_bytes or 0
+
+
+def _predicted(row: Result) -> int | None:
+    return row.predicted.allocated_bytes if row.predicted else None
 
 
 def _spread(row: Result) -> float | None:
