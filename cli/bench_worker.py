@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         kind = _kind(error)
         name = "Unsupported" if kind == "unsupported" else type(error).__name__
-        status = {"status": kind, "error": {"type": name, "message": _short(error)}}
+        status = {"status": kind, "error": {"type": name, "message": " ".join(str(error).split())[:500]}}
         traceback.print_exc()
     outcome = {**status, **run.outcome()}
     if _rank() > 0 and status["status"] == "ok":
@@ -141,10 +141,6 @@ def _kind(error: BaseException) -> str:
 
 def _rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]
 
 
 def _write(folder: Path, outcome: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from lightning_memfit.reliability.whole_steps import WholeSteps
 from .arguments import next_line
 from .errors import RunFailedError
 from .lightning_cli import MemFitCLI
-from .run_folder import RunFolder, SaveConfig
+from .run_folder import SaveConfig, has_begun, make_run_folder
 
 _STEP_OF = {"validate": "validation_step", "test": "test_step"}
 
@@ -39,17 +39,18 @@ class FitCLI(MemFitCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
-        self._folder: RunFolder | None = None
+        self._folder: Path | None = None
+        self._runs = False
         try:
             with asked_once():
                 super().__init__(args, run, **{"save_config_callback": SaveConfig, **options})
         except BaseException as error:
-            if self._folder is None:
+            if not self._runs:
                 raise
             ended = [c.error for c in self.trainer.callbacks if isinstance(c, Preemption) and c.error]
             if isinstance(error, SystemExit) and ended:
                 error = SystemExit(ended[0].exit_code)
-            if self._folder.began and isinstance(error, Exception):
+            if has_begun(self.trainer) and isinstance(error, Exception):
                 raise RunFailedError from error
             raise error
 
@@ -59,7 +60,7 @@ class FitCLI(MemFitCLI):
         if self.subcommand in ("validate", "test", "predict") and self.config[self.subcommand].ckpt_path is None:
             print("memfit: no `--ckpt_path`: the weights are those that the model starts with.", file=sys.stderr)
         if self.subcommand is not None:
-            self._folder = RunFolder(self.trainer)
+            self._folder, self._runs = make_run_folder(self.trainer), True
         guard_loggers(self.trainer.loggers)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         if self.subcommand == "fit":
@@ -71,8 +72,7 @@ class FitCLI(MemFitCLI):
     def after_fit(self) -> None:
         """Say where the run and its checkpoint are, and what to do with them."""
         super().after_fit()
-        path = None if self._folder is None else self._folder.path
-        folder = path or getattr(self.trainer.logger, "log_dir", None)
+        folder = self._folder or getattr(self.trainer.logger, "log_dir", None)
         if folder:
             print(f"Run: {folder}")
         checkpoint = self.checkpoint()

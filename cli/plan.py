@@ -60,22 +60,19 @@ def main(argv: list[str]) -> int:
     if made is None:
         return 2
     plan, page = made
-    if page is not None:
-        with Path(arguments.html).open("x", encoding="utf-8") as file:
-            file.write(page)
-    is_written = arguments.out is not None and plan["fits"]
-    if is_written:
-        write_overlay(Path(arguments.out), plan)
+    overlay = overlay_text(plan["summary"], plan["overlay"]) if plan["fits"] else None
+    written = {name: text for name, text in ((arguments.out, overlay), (arguments.html, page)) if name and text}
+    for name, text in written.items():
+        with Path(name).open("x", encoding="utf-8") as file:
+            file.write(text)
     if arguments.json:
         json.dump(plan, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         print_plan(plan, arguments.verbose)
-        if is_written:
-            print(f"Written: {arguments.out}")
-        if arguments.html is not None:
-            print(f"Written: {arguments.html}")
-        print(_next(plan["fits"], is_written, arguments, argv, overrides))
+        for name in written:
+            print(f"Written: {name}")
+        print(_next(plan["fits"], arguments.out in written, arguments, argv, overrides))
     return int(not plan["fits"])
 
 
@@ -133,13 +130,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk-writes-per-day", metavar="SIZE", help="what training may write to disk in a day (default: no limit)"
     )
-
-
-def write_overlay(path: Path, plan: dict[str, Any]) -> None:
-    """Write the YAML of a plan."""
-    check_new_file("--out", path)
-    with path.open("x", encoding="utf-8") as file:
-        file.write(overlay_text(plan["summary"], plan["overlay"]))
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

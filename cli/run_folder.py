@@ -1,4 +1,4 @@
-"""`RunFolder`: the one new folder of a run, for its configuration and checkpoints, whatever the logger is.
+"""The one new folder of a run, for its configuration and checkpoints, whatever the logger is.
 
 Lightning's own loggers make one per run, and so has everything else beside them. With others, as W&B's, and without a
 logger, Lightning would write every run's configuration to the same place. At an address (`s3://...`) all is left to it.
@@ -38,54 +38,40 @@ class SaveConfig(SaveConfigCallback):
             self.parser.save(self.config, path, skip_none=False, overwrite=self.overwrite, multifile=self.multifile)
 
 
-class RunFolder:
-    """Gives a run a folder of its own.
+def make_run_folder(trainer: Trainer) -> Path | None:
+    """Give a run a folder of its own before anything runs; None if it has none, or it lies at an address.
 
-    It is no callback: the steps of callbacks are part of what a trace copies. Only the first rank makes a folder;
-    Lightning broadcasts its choice to the others (`ModelCheckpoint.setup`).
-
-    Args:
-        trainer: The Trainer, before it runs anything.
-
-    Attributes:
-        path: The folder; None if there is none, or it lies at an address.
-
-    Raises:
-        ValueError: If the folder can't be made.
+    Only the first rank makes a folder; Lightning broadcasts its choice to the others (`ModelCheckpoint.setup`).
     """
+    logger = next(iter(trainer.loggers), None)
+    root = str(getattr(logger, "save_dir", None) or trainer.default_root_dir)
+    if trainer.fast_dev_run or "://" in root:  # type: ignore[attr-defined]
+        return None
+    own = logger if isinstance(logger, (CSVLogger, TensorBoardLogger)) else None
+    # Not of any logger: MLflow's asks a server for its name.
+    name = getattr(logger, "name", None) if type(logger).__name__ == "WandbLogger" else None
+    path = Path((own or CSVLogger(root, name or "lightning_logs")).log_dir)
+    if own is not None:
+        return path
+    if _is_first(trainer.num_nodes):
+        path.mkdir(parents=True)  # at once, so that no other run takes the same number
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, SaveConfig):
+            callback.folder, callback.save_to_log_dir = path, False
+        elif isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(path.absolute() / "checkpoints")
+    return path
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.path: Path | None = None
-        self._trainer = trainer
-        logger = next(iter(trainer.loggers), None)
-        root = str(getattr(logger, "save_dir", None) or trainer.default_root_dir)
-        if trainer.fast_dev_run or "://" in root:  # type: ignore[attr-defined]
-            return
-        own = logger if isinstance(logger, (CSVLogger, TensorBoardLogger)) else None
-        # Not of any logger: MLflow's asks a server for its name.
-        name = getattr(logger, "name", None) if type(logger).__name__ == "WandbLogger" else None
-        self.path = Path((own or CSVLogger(root, name or "lightning_logs")).log_dir)
-        if own is not None:
-            return
-        if _is_first(trainer.num_nodes):
-            self.path.mkdir(parents=True)  # at once, so that no other run takes the same number
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SaveConfig):
-                callback.folder, callback.save_to_log_dir = self.path, False
-            elif isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(self.path.absolute() / "checkpoints")
 
-    @property
-    def began(self) -> bool:
-        """Whether an optimizer step, a batch of training, or one of an evaluation but the sanity check, was done."""
-        trainer = self._trainer
-        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-            return True  # steps in processes that this one starts by fork or spawn aren't seen here
-        training = trainer.fit_loop.epoch_loop
-        if not training.restarting and (trainer.global_step > 0 or training.batch_progress.total.completed > 0):
-            return True
-        evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
-        return any(loop.batch_progress.total.completed > 0 for loop in evaluations)
+def has_begun(trainer: Trainer) -> bool:
+    """Whether an optimizer step, a batch of training, or one of an evaluation but the sanity check, was done."""
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        return True  # steps in processes that this one starts by fork or spawn aren't seen here
+    training = trainer.fit_loop.epoch_loop
+    if not training.restarting and (trainer.global_step > 0 or training.batch_progress.total.completed > 0):
+        return True
+    evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    return any(loop.batch_progress.total.completed > 0 for loop in evaluations)
 
 
 def _is_first(num_nodes: int) -> bool:
