@@ -14,20 +14,11 @@ class DataWaitMonitor(Callback):
     Validation and the first batch of an epoch, for which loaders start their workers, are left out. A batch costs two
     readings of the clock. Each process measures its own figures; those of the first are logged.
 
-    Args:
-        every_n_steps: Optimizer steps between two logged figures. None takes the Trainer's `log_every_n_steps`.
-
     Attributes:
         fraction: Share over the whole run so far; None before the second batch.
-
-    Raises:
-        ValueError: If `every_n_steps` is below 1.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"`every_n_steps={every_n_steps}` must be at least 1.")
-        self.every_n_steps = every_n_steps
+    def __init__(self) -> None:
         self._waited = self._elapsed = 0.0
         self._started = 0.0
         self._ended: float | None = None
@@ -66,10 +57,10 @@ class DataWaitMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; log every `every_n_steps` optimizer steps."""
+        """Count the batch; log every `log_every_n_steps` optimizer steps of the Trainer."""
         self._ended = time.perf_counter()
         self._elapsed += self._ended - self._started
-        every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         step = trainer.global_step
         if step != self._logged_step and step % every == 0 and not trainer.barebones and self.fraction is not None:
             self._logged_step = step

@@ -51,23 +51,19 @@ class FlopsMonitor(Callback):
     Args:
         peak_flops: Peak rate of the device in FLOP/s. None takes the catalogue's dense rate of the CUDA device in the
             Trainer's precision; where that is unknown, and on the CPU, there is no MFU, and a message says so.
-        every_n_steps: Optimizer steps between two logged figures. None takes the Trainer's `log_every_n_steps`.
 
     Attributes:
         flops_per_second: Model FLOP/s over the run so far; None before the third optimizer step.
         mfu: Share of the peak that this is; None if the peak is unknown.
 
     Raises:
-        ValueError: If a number is not positive.
+        ValueError: If `peak_flops` is not positive.
     """
 
-    def __init__(self, peak_flops: float | None = None, every_n_steps: int | None = None) -> None:
+    def __init__(self, peak_flops: float | None = None) -> None:
         if peak_flops is not None and peak_flops <= 0:
             raise ValueError(f"`peak_flops={peak_flops}` must be positive, for example 989.4e12 for an H100 in bf16.")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"`every_n_steps={every_n_steps}` must be at least 1.")
         self.peak_flops = peak_flops
-        self.every_n_steps = every_n_steps
         self._peak = peak_flops
         self._unwrap: Callable[[], None] | None = None
         self._reset(torch.device("cpu"))
@@ -119,7 +115,7 @@ class FlopsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; log every `every_n_steps` optimizer steps."""
+        """Count the batch; log every `log_every_n_steps` optimizer steps of the Trainer."""
         if self._forward is not None and self._flops_per_sample is None:
             self._learn(trainer, batch)
         step = trainer.global_step
@@ -131,7 +127,7 @@ class FlopsMonitor(Callback):
         self._num_steps += 1
         if self._num_steps == 1:
             self._throughput.start()
-        every = self.every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if self._num_steps > 1 and self._num_steps % every == 0:
             self._log(trainer, pl_module)
 

@@ -126,8 +126,8 @@ class Launched(Layers):
 
 @pytest.mark.parametrize("kind", [MemoryMonitor, FlopsMonitor])
 def test_steps_take_as_long_as_the_device_runs(kind, queue, tmp_path):
-    monitor = kind(every_n_steps=1000) if kind is FlopsMonitor else kind(tracked_steps=1, every_n_steps=1000)
-    quiet_trainer(monitor, max_epochs=1, default_root_dir=tmp_path).fit(Launched(queue))
+    monitor = kind() if kind is FlopsMonitor else kind(tracked_steps=1)
+    quiet_trainer(monitor, max_epochs=1, log_every_n_steps=1000, default_root_dir=tmp_path).fit(Launched(queue))
     assert monitor._throughput.seconds_per_step == pytest.approx(queue.STEP_SECONDS, rel=0.4)
     if kind is MemoryMonitor:
         assert monitor.report.seconds_per_step == monitor._throughput.seconds_per_step
