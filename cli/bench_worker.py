@@ -69,7 +69,9 @@ class _Run:
         if self.tracker is None:
             return
         steps = [{"step_seconds": step.seconds, "data_wait_seconds": step.waited} for step in self.observer.clock.steps]
-        self.tracker.finish(steps, {**outcome, "prediction_error": _prediction_error(outcome)})
+        predicted, measured = outcome["predicted"], outcome["measured"]["allocated_bytes"]
+        error = predicted["allocated_bytes"] / measured - 1 if predicted and measured else None
+        self.tracker.finish(steps, {**outcome, "prediction_error": error})
 
     def outcome(self) -> dict[str, Any]:
         """Return everything that was measured, as plain data."""
@@ -126,11 +128,6 @@ def main(argv: list[str]) -> int:
     run.finish_tracking(outcome)
     # If another process ended successfully, the first one would wait for it forever.
     return int(status["status"] == "failed" or _rank() > 0)
-
-
-def _prediction_error(outcome: dict[str, Any]) -> float | None:
-    predicted, measured = outcome["predicted"], outcome["measured"]["allocated_bytes"]
-    return predicted["allocated_bytes"] / measured - 1 if predicted and measured else None
 
 
 def _kind(error: BaseException) -> str:

@@ -96,7 +96,12 @@ def main(argv: list[str]) -> int:
     # Real steps may need the memory that the collector frees.
     with contextlib.nullcontext() if arguments.measure else collector_paused():
         with ProgressLine("estimating", is_quiet=arguments.json) as line:
-            report = _report(arguments, overrides, line.tell)
+            if arguments.config is None:
+                report = estimate_named(arguments, line.tell)
+            else:
+                from .estimate_recipe import EstimateRequest, estimate_recipe  # imports Lightning
+
+                report = estimate_recipe(EstimateRequest.of(arguments, overrides), line.tell)
         if not arguments.measure:
             gc.freeze()  # else the collector, once it is back, walks all of that at its first chance
     if report is None:
@@ -105,15 +110,6 @@ def main(argv: list[str]) -> int:
     if not arguments.json:
         print(_next(report, arguments, overrides))
     return report.verdict.exit_code
-
-
-def _report(arguments: argparse.Namespace, overrides: list[str], tell: Callable[[str], None]) -> EstimateReport | None:
-    """Return the report for a recipe or for a model's name; only the code for that one is imported."""
-    if arguments.config is not None:
-        from .estimate_recipe import EstimateRequest, estimate_recipe
-
-        return estimate_recipe(EstimateRequest.of(arguments, overrides), tell)
-    return estimate_named(arguments, tell)
 
 
 def make_parser(of_recipe: bool) -> argparse.ArgumentParser:
@@ -297,7 +293,9 @@ def _lines(report: EstimateReport) -> list[str]:
     if profile.attention_kernels:
         lines.append(f"Attention kernel: {', '.join(profile.attention_kernels)}")
     if report.target.usable_bytes is not None:
-        lines.append(_largest_micro_batch(report))
+        largest, unknown = report.largest_micro_batch, f"unknown, as {profile.only_this_size}"
+        found = unknown if largest is None else f"{largest or 'none, not even one sample'}"
+        lines.append(f"Largest micro-batch that fits: {found}")
     return lines
 
 
@@ -307,12 +305,6 @@ def _host_memory(report: EstimateReport) -> str:
     if verdict.host_usable_bytes is None:
         return f"{text}, which the verdict takes for granted"
     return f"{text}, of {format_bytes(verdict.host_usable_bytes)} that may be used here"
-
-
-def _largest_micro_batch(report: EstimateReport) -> str:
-    if report.largest_micro_batch is None:
-        return f"Largest micro-batch that fits: unknown, as {report.profile.only_this_size}"
-    return f"Largest micro-batch that fits: {report.largest_micro_batch or 'none, not even one sample'}"
 
 
 def _verdict(report: EstimateReport) -> Text:

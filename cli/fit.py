@@ -47,7 +47,8 @@ class FitCLI(MemFitCLI):
         except BaseException as error:
             if not self._runs:
                 raise
-            ended = [c.error for c in self.trainer.callbacks if isinstance(c, Preemption) and c.error]
+            callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+            ended = [c.error for c in callbacks if isinstance(c, Preemption) and c.error]
             if isinstance(error, SystemExit) and ended:
                 error = SystemExit(ended[0].exit_code)
             if has_begun(self.trainer) and isinstance(error, Exception):
@@ -68,14 +69,16 @@ class FitCLI(MemFitCLI):
             callbacks.extend(kind() for kind in (NonFiniteGuard, WholeSteps, Preemption) if kind not in named)
 
     @rank_zero_only
-    @override
     def after_fit(self) -> None:
         """Say where the run and its checkpoint are, and what to do with them."""
-        super().after_fit()
+        # Of several callbacks that write some, the first counts that has: its best one, else its last.
+        names = ("best_model_path", "last_model_path")
+        paths = [getattr(one, name, "") for one in self.trainer.checkpoint_callbacks for name in names]
+        checkpoint = next(filter(None, paths), "")
+        print(f"Checkpoint: {checkpoint}" if checkpoint else "No checkpoint was written.")
         folder = self._folder or getattr(self.trainer.logger, "log_dir", None)
         if folder:
             print(f"Run: {folder}")
-        checkpoint = self.checkpoint()
         line = self._next(checkpoint, folder) if checkpoint else None
         if line is not None:
             print(line)

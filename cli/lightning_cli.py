@@ -15,7 +15,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from lightning_memfit.memory.wrapping import wrap_method
@@ -24,7 +23,7 @@ from .explain import closest, explain, import_public_names
 from .recipe_files import configs_of, resolve_arguments, without_config
 from .recipe_schema import MADE_FOR, check_numbers, check_recipe
 
-# Lightning 2.6 makes these calls, which jsonargparse 4.5x (pinned below 5) and torch have deprecated.
+# Warnings about calls of Lightning 2.6, which jsonargparse 4.5x (pinned below 5) and torch have deprecated.
 _DEPRECATED_CALLS = (
     r"\s*By default only one JsonargparseDeprecationWarning",
     r"\s*(``)?(ArgumentParser\.)?(instantiate_classes|add_instantiator|skip_none)",
@@ -49,7 +48,8 @@ class MemFitCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
-        silence_deprecated_calls()
+        for message in _DEPRECATED_CALLS:
+            warnings.filterwarnings("ignore", message)
         arguments = sys.argv[1:] if args is None else args
         # They are read from the source of every class, for those who ask for help.
         set_parsing_settings(docstring_parse_attribute_docstrings=_asks_for_help(arguments))
@@ -66,16 +66,14 @@ class MemFitCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Replace recipe names by their files, then parse."""
         arguments = sys.argv[1:] if args is None else args
-        self._arguments: list[str] | None = None
-        self._given = list(arguments) if isinstance(arguments, Sequence) else []
         if isinstance(arguments, Sequence):
-            self._arguments = resolve_arguments(arguments)
-            self.import_classes(self._arguments)
+            words = resolve_arguments(arguments)
+            self.import_classes(words)
             try:
-                self.config = self.parse_plan(parser, self._arguments)
+                self.config = self.parse_plan(parser, words)
             except ArgumentError as error:
-                recipes = [check_recipe(Path(path)) for path in configs_of(self._arguments)]
-                raise ValueError(explain(error, parser, recipes, self._arguments)) from error
+                recipes = [check_recipe(Path(path)) for path in configs_of(words)]
+                raise ValueError(explain(error, parser, recipes, words)) from error
         else:
             import_public_names()
             self.config = parser.parse_object(arguments)
@@ -136,21 +134,6 @@ class MemFitCLI(LightningCLI):
             use_atomic_checkpoints(trainer.strategy)
         return trainer
 
-    @rank_zero_only
-    def after_fit(self) -> None:
-        """Say where the checkpoint is."""
-        path = self.checkpoint()
-        print(f"Checkpoint: {path}" if path else "No checkpoint was written.")
-
-    def checkpoint(self) -> str:
-        """Return the path of the best checkpoint, else of the last; empty if none was written.
-
-        Of several callbacks that write some, the first counts that has.
-        """
-        callbacks = self.trainer.checkpoint_callbacks
-        paths = [getattr(one, name, "") for one in callbacks for name in ("best_model_path", "last_model_path")]
-        return next(filter(None, paths), "")
-
 
 def _section(config: Namespace) -> Namespace:
     """Return what was parsed for the command that runs, if there is one, or everything."""
@@ -206,12 +189,6 @@ def _whole_numbers_first(sort: Callable[..., Sequence[Any]], *arguments: Any) ->
         types.remove(int)
         types.insert(types.index(float), int)
     return types
-
-
-def silence_deprecated_calls() -> None:
-    """Hide the warnings about calls that only Lightning can change."""
-    for message in _DEPRECATED_CALLS:
-        warnings.filterwarnings("ignore", message)
 
 
 def _parser_arguments(run: bool) -> dict[str, Any]:

@@ -347,7 +347,9 @@ def _first_batch(cli: _RecipeCLI, processes: int) -> Any:
     loaders = owner.train_dataloader()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     for loader in combined.flattened:
-        _in_this_process(loader)
+        if isinstance(loader, DataLoader):  # starting workers for one batch would take longer than the estimate
+            loader.num_workers = 0
+            loader.timeout = 0
     try:
         batch, _, _ = next(iter(combined))
     except StopIteration:
@@ -356,10 +358,3 @@ def _first_batch(cli: _RecipeCLI, processes: int) -> Any:
         cli.trainer.datamodule = data  # type: ignore[attr-defined]
         batch = data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
     return batch
-
-
-def _in_this_process(loader: Any) -> None:
-    """Make a loader work without workers: starting them for one batch would take longer than the estimate."""
-    if isinstance(loader, DataLoader):
-        loader.num_workers = 0
-        loader.timeout = 0

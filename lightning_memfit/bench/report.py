@@ -48,7 +48,8 @@ def unit_of(results: Sequence[Result]) -> str:
 
 def points_of(results: Sequence[Result]) -> list[Point]:
     """Return the points of the successful results."""
-    unit, varying = unit_of(results), _varying_axes(results)
+    unit, axes = unit_of(results), dict.fromkeys(axis for result in results for axis in result.point)
+    varying = [one for one in axes if one != "devices" and len({str(result.point.get(one)) for result in results}) > 1]
     points = []
     for result in results:
         speed, memory = result.speed, result.measured
@@ -122,11 +123,6 @@ def as_csv(results: Sequence[Result]) -> str:
 
 
 _NAMES = {"micro_batch_size": "micro-batch {}", "sequence_length": "{} tokens"}
-
-
-def _varying_axes(results: Sequence[Result]) -> list[str]:
-    axes = dict.fromkeys(axis for result in results for axis in result.point)
-    return [axis for axis in axes if axis != "devices" and len({str(result.point.get(axis)) for result in results}) > 1]
 
 
 def _label(point: dict[str, Any], varying: list[str]) -> str:

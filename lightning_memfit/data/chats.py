@@ -123,7 +123,13 @@ class ConversationBlocks(MappedTokens):
         starts = np.flatnonzero(tokens & np.uint32(_FIRST))
         lengths = np.diff(starts, append=len(tokens))
         used = np.minimum(lengths, sequence_length)
-        answers = _answers_in(tokens, starts, used)
+        answers = np.array(
+            [
+                np.count_nonzero(tokens[start + 1 : start + length] & np.uint32(_ANSWER))
+                for start, length in zip(starts.tolist(), used.tolist(), strict=True)
+            ],
+            np.int64,
+        )
         kept = answers > 0
         self.num_conversations = int(kept.sum())
         if not self.num_conversations:
@@ -176,15 +182,6 @@ class ConversationBlocks(MappedTokens):
         if self.num_left_out:
             parts.append(f"{self.num_left_out:,} without an answer in it left out")
         return ", ".join(parts)
-
-
-def _answers_in(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return how many tokens of each conversation, cut to a length, are predicted."""
-    counts = [
-        np.count_nonzero(tokens[start + 1 : start + length] & np.uint32(_ANSWER))
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-    ]
-    return np.array(counts, np.int64)
 
 
 def _pack(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -179,7 +179,8 @@ class CausalLM(pl.LightningModule):
         """Log loss and perplexity, weighted by predicted tokens."""
         mean, perplexity = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_perplexity")
         loss = self._loss({**batch, **self._tokens_alone})
-        predicted = self._num_predicted(batch["labels"])
+        labels = batch["labels"] if self.encoder_decoder else batch["labels"][:, 1:]
+        predicted = (labels != -100).sum()
         loss = torch.where(predicted > 0, loss, 0.0)  # the mean over no tokens is NaN, and would stay in the metrics
         mean.update(loss, predicted)
         perplexity.update(loss, predicted)
@@ -192,9 +193,6 @@ class CausalLM(pl.LightningModule):
         """What asks a mixture of experts for its loss in nats per token, without what balances its experts."""
         balances = getattr(self.architecture.get_text_config(), "output_router_logits", False)
         return {"output_router_logits": False} if balances else {}
-
-    def _num_predicted(self, labels: torch.Tensor) -> torch.Tensor:
-        return ((labels if self.encoder_decoder else labels[:, 1:]) != -100).sum()
 
     # --- optimization -----------------------------------------------------------------------------------------------
 
