@@ -2,13 +2,8 @@
 
 from lightning_memfit.data.chats import ChatData
 from lightning_memfit.data.pairs import PairData
-from lightning_memfit.data.random_tensors import RandomTensors
-from lightning_memfit.data.random_tokens import RandomTokens
-from lightning_memfit.data.standard_library import (
-    StandardLibraryChats,
-    StandardLibraryPairs,
-    StandardLibraryText,
-)
+from lightning_memfit.data.random_data import RandomTensors, RandomTokens
+from lightning_memfit.data.standard_library import StandardLibraryChats, StandardLibraryPairs, StandardLibraryText
 from lightning_memfit.data.text import TextData
 
 __all__ = [

@@ -222,10 +222,6 @@ class BatchedSamples(pl.LightningDataModule):
         """Number of token ids; None before `setup`, as in estimates, which have no need of a tokenizer."""
         return None if self._train is None or self.tokenizer_name is None else len(self.tokenizer)
 
-    def largest_id(self) -> int | None:
-        """Return the largest token id that occurs in the data; None if that isn't known."""
-        return None
-
     def example_tokens(self, length: int, vocab_size: int | None) -> torch.Tensor:
         """Return `(batch_size, length)` ids below the vocabulary, without special ones as far as they can be told."""
         self._check_global_batch_size()

@@ -92,8 +92,8 @@ def set_languages(
         elif language is not None:
             try:
                 setattr(tokenizer, attribute, language)
-                around = surroundings(tokenizer, is_target=argument == "target_language")
-                marks = {*around.before, *around.after} - {tokenizer.eos_token_id}
+                before, after = surroundings(tokenizer, is_target=argument == "target_language")
+                marks = {*before, *after} - {tokenizer.eos_token_id}
                 is_known = marks.isdisjoint({None, tokenizer.unk_token_id})
             except (KeyError, ValueError, TypeError):
                 is_known = False

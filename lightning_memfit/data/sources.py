@@ -42,15 +42,10 @@ _ROWS = 1000
 
 
 class RowEncoder(ABC):
-    """How the rows of a data set become tokens. It is pickled into the processes that tokenize.
+    """How the rows of a data set become tokens. It is pickled into the processes that tokenize."""
 
-    Attributes:
-        column: The column that has to have something, for messages.
-        dtype: Type of the tokens.
-    """
-
-    column: str
-    dtype: np.dtype
+    column: str  # which has to have something
+    dtype: np.dtype  # of the tokens
 
     @property
     @abstractmethod

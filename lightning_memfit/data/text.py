@@ -125,7 +125,6 @@ class PackedText(BatchedSamples):
         blocks = PackedBlocks(train, self.sequence_length, "training text")
         return blocks, PackedBlocks(val, self.sequence_length, "validation text")
 
-    @override
     def largest_id(self) -> int | None:
         """Return the largest token id that occurs; None before `setup`."""
         made = [blocks for blocks in (self._train, self._val) if isinstance(blocks, PackedBlocks)]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -96,20 +96,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
-# --- what a tokenizer puts around a text, by which a pretrained model saw its texts ----------------------------------
-
-
-class Surroundings(NamedTuple):
-    """Special tokens around a text."""
-
-    before: list[int]
-    """Such as the beginning of sequence; empty for many tokenizers."""
-    after: list[int]
-    """With the end of sequence among them."""
-
-
-def surroundings(tokenizer: PreTrainedTokenizerBase, is_target: bool = False) -> Surroundings:
-    """Return the special tokens that `tokenizer(text)` puts around a text, and the end of sequence if it puts none.
+def surroundings(tokenizer: PreTrainedTokenizerBase, is_target: bool = False) -> tuple[list[int], list[int]]:
+    """Return the special tokens before and behind a text of `tokenizer(text)`, and the end of sequence if it puts none.
 
     Args:
         tokenizer: Any with an end-of-sequence token.
@@ -131,7 +119,7 @@ def surroundings(tokenizer: PreTrainedTokenizerBase, is_target: bool = False) ->
             break
         before, after = ids[:start], ids[start + len(bare) :]
         end = tokenizer.eos_token_id
-        return Surroundings(before, after if end in after else [*after, end])
+        return before, after if end in after else [*after, end]
     raise ValueError(
         f"`tokenizer`: {type(tokenizer).__name__} changes the tokens of a text when it puts special tokens around it, "
         "so that texts can't be cut to a length. Use another tokenizer."

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_memfit import CausalLM, StandardLibraryChats
-from lightning_memfit.data.isolation import refuse_mixing
+from lightning_memfit.data.chats import refuse_mixing
 from tests.helpers.trainers import quiet_trainer
 
 SHAPE = {
