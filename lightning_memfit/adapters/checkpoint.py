@@ -55,9 +55,9 @@ def merged_state_dict(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[
         raise ValueError(f"`checkpoint` has an adapter for {unknown[0]}, which {type(module).__name__} lacks.")
     own.update({name.replace(".base_layer.", "."): one for name, one in entries.items() if ".lora_" not in name})
     for name in record["layers"]:
-        factors = (entries[f"{name}.lora_{part}.default.weight"] for part in "AB")
+        a, b = (entries[f"{name}.lora_{part}.default.weight"] for part in "AB")
         key, scale = f"{name}.weight", record["alpha"] / record["rank"]
-        own[key] = merged(name, module.get_submodule(name), own[key], *factors, scale)
+        own[key] = merged(name, module.get_submodule(name), own[key], a, b, scale)
     return own
 
 

@@ -178,11 +178,11 @@ class Lora(TechniqueCallback):
         whole = [module.get_submodule(name) for name in self.train]
         if lora.adapted_layers(module):  # of an earlier run, or the module's own
             record = lora.describe(module)
-            for key, ours in (("rank", self.rank), ("alpha", self.alpha)):
-                if record[key] != ours:
+            for key in ("rank", "alpha"):
+                if record[key] != getattr(self, key):
                     raise ValueError(
-                        f"Lora: the module has adapters of {key}={record[key]}, and `{key}={ours}` was asked for. "
-                        "Train these further, or merge them before the run (`Lora.merge(module)`)."
+                        f"Lora: the module has adapters of {key}={record[key]}, and `{key}={getattr(self, key)}` was "
+                        "asked for. Train these further, or merge them before the run (`Lora.merge(module)`)."
                     )
             for child in whole:
                 child.requires_grad_(True)

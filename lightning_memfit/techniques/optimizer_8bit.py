@@ -110,12 +110,6 @@ def _summary(optimizer: Any) -> str:
     return f"{numbers[8]:,} parameters with 8-bit states, {numbers[32]:,} with 32-bit states"
 
 
-_FLAT = (
-    "`keep_32bit_embeddings=True` has no effect under DeepSpeed, whose ZeRO steps on flat partitions in which "
-    "embeddings can't be told apart. Set `keep_32bit_embeddings: false`."
-)
-
-
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if the module's optimizer can be converted."""
     accepted = convertible(paged=bool(options.get("paged")))
@@ -125,7 +119,10 @@ def unsupported(run: Run, options: Options) -> str | None:
     if run.strategy not in ("SingleDeviceStrategy", "DDPStrategy") and not run.strategy.startswith("DeepSpeed"):
         return f"bitsandbytes can't step what {run.strategy} shards. Use one device, DDP or DeepSpeed."
     if run.strategy.startswith("DeepSpeed") and options.get("keep_32bit_embeddings", True):
-        return _FLAT
+        return (
+            "`keep_32bit_embeddings=True` has no effect under DeepSpeed, whose ZeRO steps on flat partitions in which "
+            "embeddings can't be told apart. Set `keep_32bit_embeddings: false`."
+        )
     return None
 
 
@@ -150,9 +147,7 @@ def _cost_of_paging(profile: "ModelProfile", options: Options) -> "Cost":
 def _paging(size_bytes: float) -> "Cost":
     """All states come and go in every step, as they do if the device has no room for any, at the rate of pinned memory.
 
-    That is the least. Pages move as kernels ask for them, 2 MiB at a time (bitsandbytes' issue 962), and bitsandbytes'
-    own benchmark (`benchmarking/README.md`, Qwen3-0.6B on an A100 80GB, all of which fits) measures 0.88 of plain
-    AdamW's speed with paged 8-bit states and 0.95 with 8-bit ones. Hence `yields_to`.
+    That is the least: pages move as kernels ask for them, 2 MiB at a time (bitsandbytes' issue 962). Hence `yields_to`.
     """
     from lightning_memfit.techniques.core.cost import Cost, Work
 

@@ -37,10 +37,6 @@ class TF32(ReversibleCallback):
 
     @override
     def apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Switch."""
-        self.switch()
-
-    def switch(self) -> None:
         """Set the precision of matrix products until `restore`."""
         self.on_restore(products_kept())
         torch.set_float32_matmul_precision(self.precision)

@@ -10,7 +10,7 @@ from tests.contract.runs import LanguageModel, fit
 def test_switches_and_switches_back(precision):
     before = torch.get_float32_matmul_precision()
     callback = TF32(precision)
-    callback.switch()
+    callback.apply(None, None)
     assert torch.get_float32_matmul_precision() == precision
     callback.restore()
     assert torch.get_float32_matmul_precision() == before

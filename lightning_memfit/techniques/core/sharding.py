@@ -70,16 +70,8 @@ class Sharding:
 
     def division(self, name: str, ranks: int, ranks_per_machine: int, pin_memory: bool = False) -> Division:
         """How the strategy divides a run, with the sizes that it chooses itself."""
-        return Division(
-            name,
-            self.stage,
-            ranks,
-            ranks_per_machine,
-            self.deepspeed,
-            self.optimizer,
-            self.parameters,
-            pin_memory and not self.on_disk,
-        )
+        pinned, offloaded = pin_memory and not self.on_disk, (self.optimizer, self.parameters)
+        return Division(name, self.stage, ranks, ranks_per_machine, self.deepspeed, *offloaded, pinned)
 
     def cost(self, profile: ModelProfile, ranks: int, precision: str) -> Cost:
         """What the strategy adds to a step, per rank."""
