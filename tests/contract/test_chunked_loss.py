@@ -275,17 +275,6 @@ def test_logits_are_not_read_after_the_step():
         fit([ChunkedLoss(3)], ReadsLate)
 
 
-def test_a_second_backward_pass_is_refused_in_words():
-    class Twice(Labelled):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            torch.autograd.grad(loss, self.model.transformer.wpe.weight, retain_graph=True)
-            return loss
-
-    with pytest.raises(RuntimeError, match="ChunkedLoss .* second backward"):
-        fit([ChunkedLoss(3)], Twice)
-
-
 # --- batches in which no token counts ---------------------------------------------------------------------------------
 
 ROWS = torch.randint(0, 64, (24, 16), generator=torch.Generator().manual_seed(3))

@@ -1,10 +1,7 @@
 import pytest
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lightning_memfit.memory.ledger import StorageLedger
 from lightning_memfit.techniques.linear_cross_entropy import linear_cross_entropy
 
 
@@ -83,27 +80,8 @@ def test_second_backward_is_refused():
     hidden, weight, target, _ = inputs()
     loss = linear_cross_entropy(hidden, weight, target)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward pass"):
+    with pytest.raises(RuntimeError, match="ChunkedLoss .* second backward pass"):
         loss.backward()
-
-
-@pytest.mark.parametrize("fake", [False, True])
-def test_logits_are_never_whole(fake):
-    batch, length, width, classes = 4, 128, 64, 4096
-
-    def peak(function):
-        with FakeTensorMode() if fake else torch.enable_grad():
-            hidden = torch.randn(batch, length, width, requires_grad=True)
-            weight = nn.Parameter(torch.randn(classes, width))
-            target = torch.zeros(batch, length, dtype=torch.long)
-            with StorageLedger() as ledger:
-                function(hidden, weight, target).backward()
-        return ledger.peak_bytes
-
-    logits = batch * length * classes * 4
-    weight_bytes = classes * width * 4
-    assert peak(lambda h, w, t: whole(h, w, t, None)) > 2 * logits
-    assert peak(lambda h, w, t: linear_cross_entropy(h, w, t, num_chunks=8)) < 2 * weight_bytes + logits // 4
 
 
 def test_what_is_done_to_logits_before_the_loss():
