@@ -20,8 +20,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
 def traceable_optimizers() -> tuple[str, ...]:
-    """Names of the optimizers that a named run may have."""
-    # A trace can't follow compiled steps, as torchao's are.
+    """Names of the optimizers that a named run may have: a trace can't follow compiled steps, as torchao's are."""
     return tuple(record.name for record in OPTIMIZERS.values() if record.cls.package in ("torch", "bitsandbytes"))
 
 
