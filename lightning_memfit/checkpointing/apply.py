@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_memfit.checkpointing.check import FirstCall
-from lightning_memfit.checkpointing.forward import ReplacedForward
 from lightning_memfit.checkpointing.policies import CHOICES, Choice, compiled_contexts, kept_operators
-from lightning_memfit.checkpointing.recompute import Knowledge
+from lightning_memfit.checkpointing.recompute import Knowledge, ReplacedForward
 
 if TYPE_CHECKING:
     from lightning_memfit.checkpointing.offload import OffloadPool
@@ -70,8 +69,7 @@ class AppliedCheckpointing:
 
     def is_on(self, module: nn.Module) -> bool:
         """Whether these blocks are all that is checkpointed in a module."""
-        inside = [child for child in module.modules() if _hugging_face_checkpoints(child) or _is_wrapped(child)]
-        return {id(child) for child in inside} == {id(wrapper.block) for wrapper in self._forwards}
+        return {id(child) for child in _checkpointed(module)} == {id(wrapper.block) for wrapper in self._forwards}
 
     def remove(self) -> None:
         """Restore each block's `forward`. Safe to call twice."""
@@ -146,7 +144,11 @@ def refuse_checkpointed(module: nn.Module) -> None:
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether anything in a module checkpoints activations already."""
-    return any(_hugging_face_checkpoints(child) or _is_wrapped(child) for child in module.modules())
+    return bool(_checkpointed(module))
+
+
+def _checkpointed(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.modules() if _hugging_face_checkpoints(child) or _is_wrapped(child)]
 
 
 def _hugging_face_checkpoints(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from lightning_memfit.checkpointing.forward import ReplacedForward
+from lightning_memfit.checkpointing.recompute import ReplacedForward
 from lightning_memfit.memory import Category
 from lightning_memfit.memory.host import copy_to_host
 from lightning_memfit.memory.ledger import held_tensors
