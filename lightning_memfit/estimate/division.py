@@ -233,7 +233,9 @@ def estimate_rank(
     if division is None:
         return whole
     if division.traced:
-        return _with_buffers(whole, _buffer_bytes(profile, division))
+        more, total = _buffer_bytes(profile, division), whole.total_bytes
+        buffers = MemoryBreakdown.device({Category.COMMUNICATION: more})
+        return replace(whole, breakdown=whole.breakdown + buffers, total_bytes=total + more)
     at = _at(profile, micro_batch_size)
     by_phase, phase, breakdown = _on_rank(at, division)
     workspace = runtime.allocated_bytes if runtime is not None else 0
@@ -275,11 +277,6 @@ def predict_rank_bytes(
 def _buffer_bytes(profile: ModelProfile, division: Division) -> int:
     """Memory of the communicators that is no tensor."""
     return NCCL_BYTES if profile.device_kind.has_own_memory and division.ranks > 1 else 0
-
-
-def _with_buffers(estimate: Estimate, size_bytes: int) -> Estimate:
-    buffers = MemoryBreakdown.device({Category.COMMUNICATION: size_bytes})
-    return replace(estimate, breakdown=estimate.breakdown + buffers, total_bytes=estimate.total_bytes + size_bytes)
 
 
 def _at(profile: ModelProfile, micro_batch_size: int | None) -> ModelProfile:

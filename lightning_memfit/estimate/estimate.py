@@ -161,7 +161,7 @@ def predict_peak_bytes(
     live = events.live_bytes(rounding_bytes or profile.device_kind.rounding_bytes)
     start = _first_step(events)
     if runtime is not None:
-        live = live + _workspace_levels(events, start, runtime)
+        live = live + _levels(len(events), _workspaces(events, start, runtime))
     return int(live[start:].max())
 
 
@@ -279,13 +279,8 @@ def _operator(site: str) -> str:
     return name.partition(".")[0] if namespace == "aten" else ""
 
 
-def _workspace_levels(events: EventList, start: int, runtime: RuntimeMemory) -> Integers:
-    """Bytes of workspaces after every event, shape (events,)."""
-    return _levels(len(events), _workspaces(events, start, runtime))
-
-
 def _levels(count: int, made: list[tuple[int, int]]) -> Integers:
-    """Sum of what was made up to every one of `count` events."""
+    """Bytes of what was made up to every one of `count` events, shape (count,)."""
     steps = np.zeros(count, dtype=np.int64)
     for at, size_bytes in made:
         steps[at] += size_bytes

@@ -100,7 +100,14 @@ def profile_named(
     _check_length(run, architecture)
     wanted, traced = run.micro_batch_size, max(1, _MOST_ELEMENTS // _elements_per_sample(run, architecture))
     run = replace(run, micro_batch_size=min(wanted, traced))
-    profile = _known_or_traced(run, architecture, cache, shorten, callbacks, ranks)
+    key = _key(run, architecture, shorten, ranks) if cache is not None else ""
+    profile = cache.load(key) if cache is not None else None
+    if profile is None:
+        from lightning_memfit.estimate.named_model import trace_named
+
+        profile = trace_named(run, architecture, shorten, callbacks(), ranks)
+        if cache is not None:
+            cache.save(key, profile)
     profile.events_at(wanted)  # refuses a size of which nothing is known
     return profile
 
@@ -111,26 +118,6 @@ def _elements_per_sample(run: NamedRun, architecture: Architecture) -> int:
     if architecture.kind == "speech recognition":
         return int(config.get("num_mel_bins", 80)) * 2 * int(config.get("max_source_positions", 1500))
     return length or 3 * int(architecture.config.get("image_size", 224)) ** 2
-
-
-def _known_or_traced(
-    run: NamedRun,
-    architecture: Architecture,
-    cache: ProfileCache | None,
-    shorten: bool,
-    callbacks: Callable[[], tuple[Any, ...]],
-    ranks: "Ranks | None",
-) -> ModelProfile:
-    key = _key(run, architecture, shorten, ranks) if cache is not None else ""
-    known = cache.load(key) if cache is not None else None
-    if known is not None:
-        return known
-    from lightning_memfit.estimate.named_model import trace_named
-
-    profile = trace_named(run, architecture, shorten, callbacks(), ranks)
-    if cache is not None:
-        cache.save(key, profile)
-    return profile
 
 
 def _check_length(run: NamedRun, architecture: Architecture) -> None:

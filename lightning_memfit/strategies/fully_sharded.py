@@ -166,26 +166,25 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        result = self._gathered_in(super().validation_step, *args, **kwargs)
-        self._put_away()
-        return result
+        return self._evaluated(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        result = self._gathered_in(super().test_step, *args, **kwargs)
-        self._put_away()
-        return result
+        return self._evaluated(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, after which hooks find weights in parts, as after a step of training."""
-        result = self._gathered_in(super().predict_step, *args, **kwargs)
-        self._put_away()
-        return result
+        return self._evaluated(super().predict_step, *args, **kwargs)
 
     def _gathered_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs) if self._steps is None else self._steps.run(step, *args, **kwargs)
+
+    def _evaluated(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = self._gathered_in(step, *args, **kwargs)
+        self._put_away()
+        return result
 
     @override
     def waiting_ranks(self, evaluates: bool) -> int | None:

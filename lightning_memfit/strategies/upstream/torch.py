@@ -61,8 +61,8 @@ class StepsAsForward:
     step, which would lose what it writes first, such as a momentum encoder.
     """
 
-    def __init__(self, module: FSDPModule) -> None:
-        self._root: Any = module
+    def __init__(self, module: Any) -> None:
+        self._root = module
         self._units = [one for one in self._root.modules() if isinstance(one, FSDPModule)]
         self._state = self._root._get_fsdp_state()
         self._state._lazy_init()  # of what a hook calls, a block would else be the root, and torch refuses the step
