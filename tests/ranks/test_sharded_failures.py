@@ -110,7 +110,7 @@ def test_three_ranks_end_when_one_does(action: Any, tmp_path: Path) -> None:
         assert one.seconds < 40
 
 
-NO_UNITS = {"lightning_memfit.fitting.upstream.torch.FORGETS_PASSES": False}
+NO_UNITS = {"lightning_memfit.fitting.recovery.lockstep.FORGETS_PASSES": False}
 """As with torch 2.11, which can't forget a pass that was broken off."""
 
 

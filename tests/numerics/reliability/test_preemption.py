@@ -255,6 +255,17 @@ def test_the_last_step_is_whole(tmp_path, kind, interval):
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
+@pytest.mark.parametrize("options", [{"limit_train_batches": 1, "val_check_interval": 1.0}, {"val_check_interval": 1}])
+def test_a_run_that_validates_after_every_step_ends_at_one(tmp_path, options):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        train(ToldInside("forward"), Preemption(dirpath=str(tmp_path)), **options)
+    signal.signal(signal.SIGINT, before)
+    (path,) = tmp_path.glob("preempted-step=3.ckpt")
+    whole, resumed = (train(Told(), path=one, **options) for one in (None, path))
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
 def test_runs_that_share_a_folder_replace_none_of_each_other(tmp_path):
     for _ in range(2):
         (ended,) = run_ranks(lambda: interrupted(tmp_path, "forward", signal.SIGTERM), 1, tmp_path / "run")
