@@ -1,6 +1,5 @@
 """How batches look: containers, graphs, own classes, what has no batch dimension, batches that the step changes."""
 
-from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -80,10 +79,6 @@ class Opaque:
     """Something that a batch carries along."""
 
 
-class Columns(UserDict):
-    """A mapping of its own."""
-
-
 class Owned:
     """A class that only its author knows: it moves to devices, and has no length."""
 
@@ -105,10 +100,6 @@ class OwnedWithHooks(Laid):
 def _tabular(x: Tensor, y: Tensor) -> Any:
     ids = [f"row {number}" for number in range(len(x))]
     return x[:, :2], x[:, 2:], y, Path("table.csv"), datetime(2024, 5, 1), Split.TRAIN, "train", ids
-
-
-def _nested(x: Tensor, y: Tensor) -> Any:
-    return {"inputs": {"left": x[:, :3], "more": [{"right": x[:, 3:]}]}, "targets": (y, None), "weight": 1.0}
 
 
 def _owned(kind: Any) -> Any:
@@ -201,32 +192,18 @@ class TransferHook(Supervised):
         return [batch[0].mul_(0.5), *batch[1:]]
 
 
-def _with(**more: Any) -> Callable[[Tensor, Tensor], Any]:
-    return lambda x, y: {"x": x, "y": y, **more}
-
-
 def _xy(batch: Any) -> tuple[Tensor, Tensor]:
     return batch["x"], batch["y"]
 
 
 CASES = (
-    Case("nested_dict", "dicts in lists in dicts, with None and a number", lambda: Laid(
-        _nested,
-        lambda b: (torch.cat([b["inputs"]["left"], b["inputs"]["more"][0]["right"]], 1), b["targets"][0]),
-    )),
     Case("tabular_with_metadata", "tensors beside a Path, a date, an Enum, strings and ids", lambda: Laid(
         _tabular, lambda b: (torch.cat(b[:2], 1), b[2])
     )),
     Case("dataclass", "a dataclass", lambda: Laid(Record, lambda b: (b.x, b.y))),
-    Case("own_mapping", "a `UserDict`", lambda: Laid(lambda x, y: Columns(x=x, y=y), _xy)),
-    Case("scalar_tensor", "a dict with a tensor without dimensions", lambda: Laid(_with(scale=torch.tensor(2.0)), _xy)),
-    Case("one_number_per_batch", "a dict with a tensor of one number", lambda: Laid(_with(scale=torch.ones(1)), _xy)),
     Case("numpy_arrays", "numpy arrays", lambda: Laid(
         lambda x, y: {"x": x, "y": y, "ids": numpy.arange(len(x))},
         lambda b: (b["x"] + torch.tensor(b["ids"])[:, None] / 9, b["y"]),
-    )),
-    Case("numpy_only", "numpy arrays alone", lambda: Laid(
-        lambda x, y: {"x": x.numpy(), "y": y.numpy()}, lambda b: (torch.from_numpy(b["x"]), torch.from_numpy(b["y"]))
     )),
     Case("owned_class", "a class with `.to`, without a length", _owned(Owned), "either"),
     Case("owned_class_with_hooks", "the first with the module's `split_batch`", lambda: OwnedWithHooks(
