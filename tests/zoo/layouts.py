@@ -1,4 +1,4 @@
-"""How batches look: containers, graphs, own classes, what has no batch dimension, batches that the step changes."""
+"""How batches look: containers, own classes, what has no batch dimension, batches that the step changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

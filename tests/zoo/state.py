@@ -1,4 +1,4 @@
-"""Modules whose step changes more than gradients: teachers, queues, codebooks, counters, buffers, generators."""
+"""Modules whose step changes more than gradients: teachers, queues, counters, buffers, generators."""
 
 from copy import deepcopy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Language models: padding, masks, shifted labels, tensors with time first."""
+"""Language models: padding, masks, shifted labels."""
 
 from collections.abc import Callable
 from itertools import pairwise

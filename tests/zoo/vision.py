@@ -1,4 +1,4 @@
-"""Images: normalisation layers, detection, segmentation, generative models."""
+"""Images: normalisation layers, detection, segmentation, mixed samples."""
 
 from typing import Any
 
