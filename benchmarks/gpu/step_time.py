@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GPT2LMHeadModel  # noqa: F401  (imported before the fork: children start at once)
 
 from benchmarks.runner import DEVICE, SMALL, Benchmark, Options, Row, Stage
 from benchmarks.training import Clock, Repeated, trainer_of

@@ -180,11 +180,7 @@ MORE = (
         240,
         writes="{folder}/plan_fit/config.yaml",
     ),
-    Step(
-        "zero_infinity",
-        ("-m", "benchmarks", "gpt2xl_zero_infinity", "--device", "cuda", "--drive", "{folder}"),
-        420,
-    ),
+    Step("zero_infinity", _run("gpt2xl_zero_infinity", "zero_infinity_cuda.json", "--drive", "{folder}"), 420),
     Step("gpt2xl_24gb", _bench("gpt2xl_24gb"), 300),
     Step("peers", _bench("peers"), 600),
 )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +23,6 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _HPARAMS = {"optimizer": "AdamW", "weight_decay": 0.0, "warmup_steps": 0, "min_learning_rate_fraction": 1.0}
 
 
-@dataclass(frozen=True)
 class Task:
     """Model, data, batch, precision, optimizer and length of one training run on one device.
 
@@ -32,72 +30,43 @@ class Task:
         settings: Resolved configuration of a row, as for `memfit fit`.
         folder: Folder for files that a tool must write; its creator removes it.
 
+    Attributes:
+        device: Device that it is trained on.
+        precision: By Lightning's name.
+        dtype: Type of the weights.
+        autocast_dtype: Type of matrix products under autocast; None without autocast.
+        max_steps: Number of optimizer steps.
+        accumulate: Number of micro-batches per optimizer step.
+        seed: Seed of the random weights.
+
     Raises:
         ValueError: If the settings contain something that the tools would ignore.
     """
 
-    settings: Mapping[str, Any]
-    folder: Path
-
-    def __post_init__(self) -> None:
-        unread = [name for name in self.settings if name not in _TOP]
-        unread += [f"trainer.{name}" for name in self._trainer if name not in _READ | _QUIET]
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        trainer: Mapping[str, Any] = settings["trainer"]
+        unread = [name for name in settings if name not in _TOP]
+        unread += [f"trainer.{name}" for name in trainer if name not in _READ | _QUIET]
         if unread:
             raise ValueError(f"`{unread[0]}` means nothing to a peer: what it is told stands in the row's `options`.")
-        if self._trainer.get("devices", 1) != 1:
-            raise ValueError(f"`trainer.devices={self._trainer['devices']}`: peers are run on one device.")
+        if trainer.get("devices", 1) != 1:
+            raise ValueError(f"`trainer.devices={trainer['devices']}`: peers are run on one device.")
+        self.settings, self.folder = settings, folder
+        self.device = device_of(trainer["accelerator"])
+        self.precision = str(trainer.get("precision", "32-true"))
         if self.precision not in _DTYPES | _AUTOCAST:
             choices = ", ".join(_DTYPES | _AUTOCAST)
             raise ValueError(f"`trainer.precision={self.precision}`: peers are run in one of {choices}.")
-
-    @property
-    def _trainer(self) -> Mapping[str, Any]:
-        trainer: Mapping[str, Any] = self.settings["trainer"]
-        return trainer
-
-    # --- numbers ----------------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Device that it is trained on."""
-        return device_of(self._trainer["accelerator"])
-
-    @property
-    def precision(self) -> str:
-        """Precision by Lightning's name."""
-        return str(self._trainer.get("precision", "32-true"))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return _DTYPES.get(self.precision, torch.float32)
-
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """Type of matrix products under autocast; None without autocast."""
-        return _AUTOCAST.get(self.precision)
-
-    @property
-    def max_steps(self) -> int:
-        """Number of optimizer steps."""
-        return int(self._trainer["max_steps"])
-
-    @property
-    def accumulate(self) -> int:
-        """Number of micro-batches per optimizer step."""
-        return int(self._trainer.get("accumulate_grad_batches", 1))
-
-    @property
-    def seed(self) -> int:
-        """Seed of the random weights."""
-        return int(self.settings.get("seed_everything", 0))
+        self.dtype = _DTYPES.get(self.precision, torch.float32)
+        self.autocast_dtype = _AUTOCAST.get(self.precision)
+        self.max_steps = int(trainer["max_steps"])
+        self.accumulate = int(trainer.get("accumulate_grad_batches", 1))
+        self.seed = int(settings.get("seed_everything", 0))
 
     @property
     def learning_rate(self) -> float:
         """Constant learning rate of AdamW."""
         return float(self._module.hparams["learning_rate"])
-
-    # --- objects ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _module(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,19 +32,17 @@ class Model(pl.LightningModule):
     Args:
         change: What a user does by hand once the model is built.
         optimizer: Makes the optimizer; None where steps are made elsewhere.
-        around: A context around the forward pass.
     """
 
-    def __init__(self, change: Change, optimizer: MakeOptimizer, around: Around) -> None:
+    def __init__(self, change: Change, optimizer: MakeOptimizer) -> None:
         super().__init__()
-        self._optimizer, self._around = optimizer, around
+        self._optimizer = optimizer
         config = transformers.GPT2Config(**_SIZES, bos_token_id=0, eos_token_id=0, use_cache=False)
         self.model: Any = transformers.GPT2LMHeadModel(config).train()
         change(self.model)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        with self._around():
-            loss: Tensor = self.model(**batch).loss
+        loss: Tensor = self.model(**batch).loss
         return loss
 
     def configure_optimizers(self) -> Optimizer | None:
@@ -54,7 +51,6 @@ class Model(pl.LightningModule):
 
 Change = Callable[[Any], object]
 MakeOptimizer = Callable[[nn.Module], Optimizer | None]
-Around = Callable[[], AbstractContextManager[Any]]
 
 
 def _adamw(module: nn.Module) -> Optimizer:
@@ -69,7 +65,6 @@ class Side:
     callbacks: Callable[[], list[pl.Callback]] = list
     change: Change = id
     optimizer: MakeOptimizer = _adamw
-    around: Around = nullcontext
     trainer: dict[str, Any] = field(default_factory=dict)
     samples: int = 2
     """Of a batch."""
@@ -80,7 +75,7 @@ class Side:
         """Train, and return what a steady step cost."""
         pl.seed_everything(0, verbose=False)
         per_step = self.trainer.get("accumulate_grad_batches", 1)
-        counter, module = StepCost(per_step), Model(self.change, self.optimizer, self.around)
+        counter, module = StepCost(per_step), Model(self.change, self.optimizer)
         ids = torch.randint(0, _SIZES["vocab_size"], (self.samples, _SIZES["n_positions"]))
         batches = [{"input_ids": ids, "labels": ids}] * (STEPS * per_step)
         trainer = trainer_of(counter, *self.callbacks(), max_steps=STEPS, **self.trainer)
