@@ -11,12 +11,12 @@ import statistics
 import time
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import nn
 
 from benchmarks.runner import Benchmark, Named, Options, Row, Stage, named
+from benchmarks.training import WithAdamW
 from lightning_memfit.checkpointing.apply import apply_checkpointing
 from lightning_memfit.checkpointing.blocks import find_blocks
 from lightning_memfit.checkpointing.policies import Choice
@@ -45,7 +45,7 @@ _CONFIG = {
 _ROUNDS = 60
 
 
-class Perceptron(pl.LightningModule):
+class Perceptron(WithAdamW):
     """Blocks of two linear layers."""
 
     def __init__(self, width: int = 16, layers: int = 6) -> None:
