@@ -100,7 +100,7 @@ def estimate_recipe(request: EstimateRequest, tell: Callable[[str], None]) -> Es
             run = replace(run, options=replace(run.options, precision=traced))  # type: ignore[arg-type]
         run, waiting_bytes, left_out = _as_cut(run, division, size)
         notes += left_out
-        ranks = _ranks(run, division) if division is not None and division.traced else None
+        ranks = _ranks(run, division) if division is not None else None
         tell(f"tracing a step of {type(run.module).__name__}")
         try:
             profile = _profile(run, target, request, ranks)
@@ -152,9 +152,10 @@ def _as_cut(run: RecipeRun, division: Division | None, asked: int | None) -> tup
 
 
 def ranks_together(strategy: Any) -> int:
-    """Ranks that compute a model together on one batch: more than 1 with tensor parallelism alone."""
+    """Ranks that compute a model together on one batch: more than 1 if they share its layers or its sequences."""
     try:
-        return int(getattr(make_strategy(strategy), "tensor_parallel_size", 1))
+        made = make_strategy(strategy)
+        return int(getattr(made, "tensor_parallel_size", 1) * getattr(made, "sequence_parallel_size", 1))
     except Exception:  # whatever its class raises is said where the recipe's own setting is left out
         return 1
 
@@ -211,11 +212,19 @@ def _name_of(spec: Any) -> str:
     return "DDP" if name == "auto" else name
 
 
-def _ranks(run: RecipeRun, division: Division) -> Ranks:
-    """The ranks of a recipe's run."""
+def _ranks(run: RecipeRun, division: Division) -> Ranks | None:
+    """The ranks of a recipe's run; None if what one of them needs is worked out from a trace of one device."""
     from lightning_memfit.profile.ranks import Ranks
 
-    return Ranks(partial(make_strategy, run.strategy), division.ranks, 0, division.ranks_per_machine)
+    make: Callable[[], Any] = partial(make_strategy, run.strategy)
+    size = getattr(make(), "sequence_parallel_size", 1)
+    if not division.traced and size == 1:
+        return None
+    if not division.traced:
+        from lightning_memfit.strategies.sequence_parallel import SequencesAlone
+
+        make = partial(SequencesAlone, size)
+    return Ranks(make, division.ranks, 0, division.ranks_per_machine)
 
 
 def _not_in_figures(name: str, error: Exception | str) -> str:

@@ -47,11 +47,14 @@ class Case:
     """Further arguments of the strategy."""
     width: int = 128
     """Of the model. DeepSpeed has buffers of a million elements at least, which small models don't fill."""
+    tokens: int = TOKENS
+    """Of each of a Llama's sequences."""
 
     @property
     def name(self) -> str:
         """What distinguishes it."""
         extra = [f"width {self.width}"] * (self.width != 128)
+        extra += [f"{self.tokens} tokens"] * (self.tokens != TOKENS)
         extra += [*self.techniques, *([self.precision] if self.precision != "32-true" else [])]
         extra += [f"{self.accumulate} accumulated"] * (self.accumulate > 1)
         extra += [f"{key}={value}" for key, value in self.options.items()]
@@ -113,7 +116,7 @@ class Case:
     def make(self) -> Made:
         """The module and a batch."""
         torch.manual_seed(0)
-        return MODELS[self.model](self.width)
+        return _llama(self.width, self.tokens) if self.model == "Llama" else MODELS[self.model](self.width)
 
 
 class Perceptron(WithAdamW):
@@ -169,10 +172,10 @@ class GatedRecurrence(WithAdamW):
         return torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def _language_model(config: dict[str, Any]) -> Made:
+def _language_model(config: dict[str, Any], tokens: int = TOKENS) -> Made:
     from lightning_memfit.models import CausalLM
 
-    ids = torch.randint(3, config["vocab_size"], (ROWS, TOKENS))
+    ids = torch.randint(3, config["vocab_size"], (ROWS, tokens))
     return CausalLM(pretrained=None, config=config), {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -181,11 +184,11 @@ def _gpt2(width: int) -> Made:
     return _language_model({"model_type": "gpt2", "vocab_size": 259, **size})
 
 
-def _llama(width: int) -> Made:
+def _llama(width: int, tokens: int = TOKENS) -> Made:
     size = {"hidden_size": width, "intermediate_size": width * 43 // 16, "num_hidden_layers": 5}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     return _language_model(
-        {"model_type": "llama", "vocab_size": 1024, "max_position_embeddings": TOKENS, **size, **heads}
+        {"model_type": "llama", "vocab_size": 1024, "max_position_embeddings": tokens, **size, **heads}, tokens
     )
 
 
@@ -232,6 +235,7 @@ MODELS: dict[str, Callable[[int], Made]] = {
 }
 
 _CHECKPOINTED, _CHUNKED = ("checkpointing",), ("chunked loss",)
+_SHARED = {"sequence_parallel_size": 2}
 
 CASES = (
     Case("GPT-2", "fsdp2", 2),
@@ -309,4 +313,10 @@ CASES = (
     Case("LSTM", "zero 1", 2, 1, accumulate=2),
     Case("LSTM", "zero 2", 2, 1, accumulate=2),
     Case("LSTM", "zero 3", 2, 1, accumulate=2),
+    Case("Llama", "fsdp2", 2, 1, options=_SHARED, tokens=512),
+    Case("Llama", "fsdp2", 2, 0, (*_CHECKPOINTED, *_CHUNKED), options=_SHARED, tokens=1024),
+    Case("Llama", "ddp", 2, 0, options=_SHARED, tokens=512),
+    Case("Llama", "zero 2", 2, 1, options=_SHARED, width=512, tokens=512),
+    Case("Llama", "zero 3", 2, 0, options=_SHARED, width=512, tokens=512),
+    Case("Llama", "zero 3", 2, 0, _CHECKPOINTED, options=_SHARED, width=512, tokens=512),
 )

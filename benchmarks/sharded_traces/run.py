@@ -4,6 +4,7 @@ import re
 import statistics
 import time
 import warnings
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_memfit.profile.quiet import LIGHTNING, loggers_at
 from lightning_memfit.profile.ranks import Ranks
 from lightning_memfit.profile.step import StepOptions, Workload
 from lightning_memfit.profile.trace import Emulation, TraceError, TraceRequest, trace_step
+from lightning_memfit.strategies.sequence_parallel import SequencesAlone
 
 RESULT = "sharded_traces_cpu.json"
 
@@ -32,13 +34,17 @@ def predict(case: Case) -> dict[str, Any]:
 
 
 def _in_closed_form(case: Case) -> dict[str, Any]:
-    """DeepSpeed isn't traced: what a trace of one device shows in forward and backward, and what DeepSpeed keeps."""
+    """DeepSpeed isn't traced: what a trace without it shows in forward and backward, and what DeepSpeed keeps."""
     division = division_of(case.make_strategy(), case.strategy, case.world_size, case.world_size)
     assert division is not None
     module, batch = case.make()
     options = StepOptions(division.traced_precision(case.precision), case.accumulate)  # type: ignore[arg-type]
     emulation, callbacks = Emulation("cpu"), case.make_callbacks()
-    profile = profile_module(module, batch, options, emulation, callbacks, any_micro_batch=False, cache=None)
+    size = case.options.get("sequence_parallel_size", 1)
+    ranks = Ranks(partial(SequencesAlone, size), case.world_size, case.rank) if size > 1 else None
+    profile = profile_module(
+        module, batch, options, emulation, callbacks, any_micro_batch=False, cache=None, ranks=ranks
+    )
     found = estimate_rank(profile, division)
     return {"predicted_bytes": found.allocated_bytes, "phase": found.phase}
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -67,6 +68,22 @@ class DividesSequences:
         if self._divided is not None:
             self._divided.detach()
         super().teardown()  # type: ignore[misc]
+
+
+class SequencesAlone(DividesSequences, DDPStrategy):
+    """Divides sequences and nothing else. What DeepSpeed keeps is worked out from a trace under it.
+
+    Args:
+        sequence_parallel_size: Number of neighbouring ranks that share every sequence.
+    """
+
+    def __init__(self, sequence_parallel_size: int) -> None:
+        super().__init__()
+        self.sequence_parallel_size = sequence_parallel_size
+
+    @override
+    def configure_ddp(self) -> None:
+        """Leave the module as it is."""
 
 
 class SequenceParallel:

@@ -1,5 +1,6 @@
 """Ranks that share sequences train as one process does: packed documents, accumulation, techniques, validation."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -138,6 +139,32 @@ def test_as_one_process(strategy: str, kind: str, ranks: int, callbacks: Any, tm
             assert ended.result[1] == pytest.approx(validated, abs=1e-6)
         if strategy != "zero_3":  # whose weights are parts, without a way to ask for the whole
             assert all(torch.allclose(a, b, atol=2e-6, rtol=0) for a, b in zip(ended.result[2], weights, strict=True))
+
+
+def goes_on(kind: Any, size: int, ranks: int, resume: Path | None = None, save: Path | None = None) -> list[float]:
+    """Losses of steps on the same two samples, of a run that is saved or resumed after the second."""
+    made: Any = None if kind is None else kind(sequence_parallel_size=size, process_group_backend="gloo")
+    options: Any = {} if kind is None else {"strategy": made, "devices": ranks, "use_distributed_sampler": False}
+    both = next(iter(rows(2)))
+    own = int(os.environ.get("RANK", 0)) // size  # as `run_ranks` sets it
+    part = {name: value.chunk(ranks // size)[own] for name, value in both.items()}
+    module = Chat()
+    trainer = quiet_trainer(max_steps=2 if save else STEPS, **options)
+    trainer.fit(module, DataLoader([part] * 8, batch_size=None), ckpt_path=resume)  # type: ignore[arg-type]
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module.losses
+
+
+@pytest.mark.parametrize("kind", [DataParallelStrategy, FullyShardedStrategy])
+def test_resumes_at_another_size(kind: Any, tmp_path: Path) -> None:
+    losses, path = goes_on(None, 1, 1), tmp_path / "last.ckpt"
+    run_ranks(partial(goes_on, save=path), 2, tmp_path / "saved", kind, 2, 2)
+    for ranks in (2, 1):
+        ends = run_ranks(partial(goes_on, resume=path), ranks, tmp_path / str(ranks), kind, 1, ranks)
+        assert all(ended.code == 0 for ended in ends), ends[0].error + ends[0].output[-3000:]
+        for whole, *parts in zip(losses[2:], *(ended.result for ended in ends), strict=True):
+            assert sum(parts) / ranks == pytest.approx(whole, abs=1e-6)
 
 
 def attach(module: nn.Module, size: int = 2) -> None:

@@ -105,7 +105,8 @@ def division_in_run(trainer: Trainer) -> Division | None:
     division = division_of(trainer.strategy, name, ranks, ranks // trainer.num_nodes)
     if division is not None and division.stage == 0:
         division = replace(division, in_closed_form=True)
-    if division is not None and division.traced:
+    shares_sequences = getattr(trainer.strategy, "sequence_parallel_size", 1) > 1
+    if division is not None and (division.traced or shares_sequences):
         raise NotDividedError("it can't be traced in a process of the run's group: predict it by `memfit estimate`")
     return division
 

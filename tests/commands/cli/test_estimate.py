@@ -9,7 +9,7 @@ import torch
 
 from cli.arguments import configs_of, read_arguments
 from cli.estimate import make_parser
-from cli.estimate_recipe import devices_here, division_of_recipe
+from cli.estimate_recipe import _ranks, devices_here, division_of_recipe
 from cli.main import main
 from cli.recipe_run import RecipeRun
 from lightning_memfit.estimate.target import Target, unnamed_target
@@ -332,3 +332,17 @@ def test_micro_batches_that_a_recipe_cuts_are_estimated(capsys, recipe, tmp_path
     waiting = 4 * 2 * 64 * 8  # ids and labels
     for name in ("allocated_bytes", "total_bytes"):
         assert cut["peak"][name] - loaded["peak"][name] == waiting
+
+
+@DEEPSPEED
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_under_zero_is_traced_with_its_part_of_each_sequence(size):
+    """Figures were those of whole sequences."""
+    arguments = {"stage": 3, "sequence_parallel_size": size}
+    strategy = {"class_path": "lightning_memfit.strategies.ZeroStrategy", "init_args": arguments}
+    run = RecipeRun(None, None, None, (), "cpu", strategy, 2, 1, None)
+    division, _ = division_of_recipe(run)
+    assert not division.traced
+    ranks = _ranks(run, division)
+    assert (ranks is None) == (size == 1)
+    assert size == 1 or ranks.make_strategy().sequence_parallel_size == ranks.world_size == size
