@@ -43,8 +43,9 @@ _F_STRING_START, _F_STRING_END = (getattr(tokenize, f"FSTRING_{end}", None) for 
 
 def measure() -> Numbers:
     """All numbers. Takes about 20 seconds, most of them for the fits of tests/loads.py."""
-    folders = {path.name: list(path.rglob("*.py")) for path in (ROOT / "lightning_memfit").iterdir() if path.is_dir()}
-    folders["root files"] = list((ROOT / "lightning_memfit").glob("*.py"))
+    package = ROOT / "lightning_memfit"
+    folders = {path.name: list(path.rglob("*.py")) for path in package.iterdir() if path.is_dir()}
+    folders["root files"] = [*package.glob("*.py"), *package.glob("*.pyi")]
     folders["cli"] = list((ROOT / "cli").rglob("*.py"))
     own = {name: count_lines(files) for name, files in sorted(folders.items()) if files}
     around = {name: list((ROOT / name).rglob("*.py")) for name in ("tests", "benchmarks", "examples")}
