@@ -37,15 +37,6 @@ class Lit(pl.LightningModule):
         data = self.data if isinstance(self.data, Dataset) else Samples(self.data)
         return DataLoader(data, BATCH, collate_fn=type(self).collate, drop_last=self.drop_last)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss_of(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def loss_of(self, batch: Any) -> Tensor:
-        """What most subclasses define; the others have a step of their own."""
-        raise NotImplementedError
-
     def configure_optimizers(self) -> Any:
         # Not Adam, which would hide a gradient that is wrong by a constant factor.
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -163,6 +154,8 @@ class Supervised(Lit):
         for name, hook in hooks.items():
             setattr(self, name, hook)
 
-    def loss_of(self, batch: Any) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, *targets = batch
-        return self.loss(self.net(inputs), *targets)
+        loss = self.loss(self.net(inputs), *targets)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss

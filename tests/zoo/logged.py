@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import torch
 import torchmetrics
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from tests.zoo.base import CLASSES, NUM_SAMPLES, Case, Supervised, features, floats, mlp
+from tests.zoo.text import MASKED, TokenStep, token_loss
 
 
 class Logging(Supervised):
@@ -33,6 +35,13 @@ class AccuracyObject(Logging):
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
 
 
+class AccuracyValue(AccuracyObject):
+    """The value that a metric's call returns."""
+
+    def write(self, out: Tensor, y: Tensor, loss: Tensor) -> None:
+        self.log("accuracy", self.accuracy(out, y), on_step=True, on_epoch=True)
+
+
 class MacroValue(AccuracyObject):
     """A mean over classes: not a mean over samples."""
 
@@ -48,6 +57,17 @@ class UpdatedOnly(AccuracyObject):
     def write(self, out: Tensor, y: Tensor, loss: Tensor) -> None:
         self.accuracy.update(out, y)
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+
+
+class ComputedByHand(AccuracyObject):
+    """Updated in the step, computed and reset at the epoch's end."""
+
+    def write(self, out: Tensor, y: Tensor, loss: Tensor) -> None:
+        self.accuracy.update(out, y)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("accuracy", self.accuracy.compute())
+        self.accuracy.reset()
 
 
 class ErrorWithGraph(Supervised):
@@ -71,6 +91,16 @@ class MeanOfLoss(Logging):
     def write(self, out: Tensor, y: Tensor, loss: Tensor) -> None:
         self.mean.update(loss)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+
+class Curve(Logging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.area = BinaryAUROC()
+
+    def write(self, out: Tensor, y: Tensor, loss: Tensor) -> None:
+        self.area(out[:, 0].sigmoid(), (y == 0).long())
+        self.log("area", self.area, on_step=True, on_epoch=True)
 
 
 class Collection(Logging):
@@ -132,18 +162,46 @@ class Straight(Logging):
         self.logger.log_metrics({"own_loss": float(loss)}, step=self.global_step)
 
 
+class TokenLog(TokenStep):
+    """Token losses and counts, with the number of sentences as batch size."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda net, batch: token_loss(net(batch["input_ids"]), batch["labels"]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, labels = self.net(batch["input_ids"]), batch["labels"]
+        loss = token_loss(logits, labels)
+        known = labels.ne(MASKED)
+        right = (logits.argmax(-1) == labels) | ~known
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(labels))
+        self.log("tokens", known.sum().double(), on_step=True, on_epoch=True)
+        self.log("perplexity", loss.exp())
+        self.log("sentences_right", right.all(1).double().mean(), on_step=True, on_epoch=True)
+        self.log("share_known", known.double().mean())
+        return loss
+
+
 class NotATensor(Logging):
     def write(self, out: Tensor, y: Tensor, loss: Tensor) -> None:
         self.log("loss", loss.item(), on_step=True, on_epoch=True)
         self.log("bar", loss, prog_bar=True, logger=False)
 
 
+class OnlyEpoch(Logging):
+    def write(self, out: Tensor, y: Tensor, loss: Tensor) -> None:
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("twice", 2 * loss, on_step=False, on_epoch=True, reduce_fx=torch.mean)
+
+
 CASES = (
     Case("log_accuracy", "an accuracy object", AccuracyObject),
+    Case("log_accuracy_value", "what an accuracy object returns", AccuracyValue, logs_tolerance=1e-6),
     Case("log_macro_value", "what an accuracy by classes returns", MacroValue, logs_tolerance=1e-6),
     Case("log_updated_only", "an accuracy object that is only updated", UpdatedOnly),
+    Case("log_computed_by_hand", "an accuracy object computed at the epoch's end", ComputedByHand),
     Case("log_error_with_graph", "a metric object that is the loss", ErrorWithGraph, logs_tolerance=1e-6),
     Case("log_mean_of_loss", "`MeanMetric.update(loss)`", MeanOfLoss),
+    Case("log_auroc", "an AUROC object", Curve, logs_tolerance=1e-6),
     Case("log_collection", "a MetricCollection", Collection),
     Case("log_with_batch_size", "`batch_size=len(y)`", WithBatchSize),
     Case("log_reduced", "`reduce_fx` sum, max and min", Reduced),
@@ -151,5 +209,7 @@ CASES = (
     Case("log_nonlinear", "functions of the mean loss", Nonlinear),
     Case("log_constants", "learning rate, step, norm of a weight", Constants),
     Case("log_to_logger", "the logger itself", Straight),
+    Case("log_tokens", "token losses and counts with `batch_size=len(x)`", TokenLog),
     Case("log_numbers", "Python numbers and the progress bar", NotATensor),
+    Case("log_epoch_only", "values of the epoch alone", OnlyEpoch),
 )

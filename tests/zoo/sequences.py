@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from tests.zoo.base import CLASSES, EVEN, NUM_SAMPLES, Case, Lit, classes, floats, ints
+from tests.zoo.base import BATCH, CLASSES, EVEN, NUM_SAMPLES, Case, Lit, classes, floats, ints
 
 MELS = 4
 
@@ -35,10 +35,12 @@ class Recurrent(Lit):
         lengths = torch.tensor([len(one) for one in frames])
         return {"frames": pad_sequence(frames, batch_first=True), "lengths": lengths, "y": torch.tensor(labels)}
 
-    def loss_of(self, batch: Any) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out, _ = self.rnn(batch["frames"])
         last = out[torch.arange(len(out)), batch["lengths"] - 1]
-        return F.cross_entropy(self.head(last), batch["y"])
+        loss = F.cross_entropy(self.head(last), batch["y"])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
 
 class Packed(Recurrent):
@@ -71,20 +73,24 @@ class CarriedState(Lit):
         self.state: Tensor | None = None
         self.data = floats(EVEN, 5, MELS, seed=1)
 
-    def loss_of(self, x: Tensor) -> Tensor:
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         out, state = self.rnn(x[:, :-1], self.state)
         self.state = state.detach()
-        return (self.head(out) - x[:, 1:]).square().mean()
+        loss = (self.head(out) - x[:, 1:]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
 
 class MeanStateCarried(CarriedState):
     """The mean state of a batch begins the next, so that the shapes of all parts fit."""
 
-    def loss_of(self, x: Tensor) -> Tensor:
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         before = None if self.state is None else self.state.expand(1, len(x), -1).contiguous()
         out, state = self.rnn(x[:, :-1], before)
         self.state = state.detach().mean(1, keepdim=True)
-        return (self.head(out) - x[:, 1:]).square().mean()
+        loss = (self.head(out) - x[:, 1:]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
 
 class Ctc(Lit):
@@ -105,9 +111,11 @@ class Ctc(Lit):
             "symbol_lengths": torch.tensor([len(one) for one in symbols]),
         }
 
-    def loss_of(self, batch: Any) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scores = self.net(batch["frames"]).log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(scores, batch["symbols"], batch["frame_lengths"], batch["symbol_lengths"], zero_infinity=True)
+        loss = F.ctc_loss(scores, batch["symbols"], batch["frame_lengths"], batch["symbol_lengths"], zero_infinity=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
 
 class TimeFirstAudio(Recurrent):
@@ -131,12 +139,58 @@ class TimeFirstAudio(Recurrent):
         return len(batch["y"])
 
 
+class Waveforms(Lit):
+    """A list of waveforms of uneven length; the first has as many values as the batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv1d(1, CLASSES, 3, padding=1)
+        labels = classes().tolist()
+        self.data = [(floats(BATCH if i % 3 == 0 else 5 + i % 7, seed=i), label) for i, label in enumerate(labels)]
+
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        waves, labels = zip(*samples, strict=True)
+        return {"waves": list(waves), "labels": list(labels)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = torch.stack([self.net(wave[None, None]).mean((0, 2)) for wave in batch["waves"]])
+        loss = F.cross_entropy(out, torch.tensor(batch["labels"]))
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(out))
+        return loss
+
+    def samples_in(self, batch: Any) -> int:
+        return len(batch["waves"])
+
+
+class Chunks(Lit):
+    """Statistics over time are normalised in each recording, with a mask from the lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(MELS, CLASSES)
+        self.data = recordings()
+
+    collate = staticmethod(Recurrent.collate)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        frames, lengths = batch["frames"], batch["lengths"]
+        mask = (torch.arange(frames.shape[1])[None] < lengths[:, None]).to(frames.dtype)[..., None]
+        mean = (frames * mask).sum(1, keepdim=True) / lengths[:, None, None]
+        loss = F.cross_entropy((self.net((frames - mean).abs()) * mask).sum(1), batch["y"])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
 CASES = (
+    Case("lstm", "LSTM over padded frames", Recurrent),
     Case("gru_packed", "packed sequences, mean over recordings", lambda: Packed("recordings")),
     Case("gru_packed_frames", "packed sequences, mean over frames", lambda: Packed("frames"), "either"),
+    Case("masked_frames", "mean over time by a mask of the lengths", Chunks),
     Case("state_carried", "the state of one batch begins the next", CarriedState, "refused"),
     Case("mean_state_carried", "the mean state of one batch begins the next", MeanStateCarried, "refused"),
     Case("ctc", "frames (batch, time, mels) with CTC", lambda: Ctc(padded=True)),
     Case("ctc_concatenated", "CTC with all symbols in one row", lambda: Ctc(padded=False), "either"),
     Case("time_first_audio", "frames (time, batch, mels) beside labels (batch)", TimeFirstAudio, "either"),
+    Case("waveforms", "a list of waveforms, some as long as the batch", Waveforms),
 )

@@ -8,11 +8,13 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.zoo.base import (
     BATCH,
     CLASSES,
+    EVEN,
     FEATURES,
     NUM_SAMPLES,
     Case,
@@ -52,6 +54,12 @@ class Newton(Supervised):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
+class OwnClipping(Supervised):
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        for index, parameter in enumerate(self.parameters()):
+            torch.nn.utils.clip_grad_norm_(parameter, 0.05 * (1 + index))
+
+
 class OwnBackward(Supervised):
     """`backward` is the module's own."""
 
@@ -89,8 +97,18 @@ class SparseGradients(Lit):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def loss_of(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.head(self.table(batch[0]).mean(1)), batch[1])
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.head(self.table(batch[0]).mean(1)), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Recomputed(Supervised):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = checkpoint(self.net[:2], batch[0], use_reentrant=False)
+        loss = F.cross_entropy(self.net[2](hidden), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
 
 class Branches(Supervised):
@@ -130,6 +148,11 @@ class Validated(Supervised):
         self.log("weight", self.net[0].weight.norm())
 
 
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(features(), classes(), strict=True)
+
+
 class Batches(IterableDataset):
     """Whole batches, of uneven size."""
 
@@ -139,6 +162,11 @@ class Batches(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         total = sum(self.sizes)
         yield from zip(features(total).split(self.sizes), classes(total).split(self.sizes), strict=True)
+
+
+class FromStream(Supervised):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(), BATCH)
 
 
 class FromBatches(Supervised):
@@ -170,21 +198,26 @@ class FromSampler(Supervised):
         return DataLoader(self.data, batch_sampler=UnevenSampler())
 
 
+class Shuffled(Supervised):
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
 class TwoLoaders(Lit):
     """Two loaders side by side, of equal or of different batch sizes."""
 
-    def __init__(self, sizes: tuple[int, int], mode: str) -> None:
+    def __init__(self, sizes: tuple[int, int], mode: str, as_list: bool = False) -> None:
         super().__init__()
         self.net, self.other = mlp(), mlp(1)
-        self.sizes, self.mode = sizes, mode
+        self.sizes, self.mode, self.as_list = sizes, mode, as_list
 
     def train_dataloader(self) -> Any:
         first = DataLoader(TensorDataset(features(), classes()), self.sizes[0])
         second = DataLoader(TensorDataset(floats(NUM_SAMPLES, FEATURES, seed=7)), self.sizes[1])
-        return CombinedLoader({"first": first, "second": second}, self.mode)
+        return CombinedLoader([first, second] if self.as_list else {"first": first, "second": second}, self.mode)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x, y), (z,) = batch.values()
+        (x, y), (z,) = batch if self.as_list else batch.values()
         loss = F.cross_entropy(self.net(x), y) + self.other(z).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(y))
         return loss
@@ -240,16 +273,32 @@ class Windows(Supervised):
 
 
 CASES = (
+    Case("even_batches", "eight samples in every batch", lambda: Supervised(data=(features(EVEN), classes(EVEN)))),
     Case("ragged_last_batch", f"{NUM_SAMPLES} samples in batches of {BATCH}", Supervised),
     Case("two_groups_one_cycle", "AdamW, two groups, OneCycleLR", TwoGroups),
     Case("reduce_on_plateau", "ReduceLROnPlateau by the logged loss", ByLoss),
     Case("lbfgs", "LBFGS", Newton),
     Case("clip_norm", "gradients clipped by norm", Supervised, trainer={"gradient_clip_val": 0.1}),
+    Case(
+        "clip_value",
+        "gradients clipped by value",
+        Supervised,
+        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    Case("own_clipping", "`configure_gradient_clipping` of the module", OwnClipping),
     Case("own_backward", "`backward` of the module", OwnBackward),
     Case("own_optimizer_step", "`optimizer_step` and `optimizer_zero_grad` of the module", OwnOptimizerStep),
+    Case("weight_averaging", "Lightning's EMAWeightAveraging", Averaged),
     Case("sparse_gradients", "sparse gradients", SparseGradients),
+    Case("checkpointed", "activations recomputed by `checkpoint`", Recomputed),
     Case("branches", "heads that only some samples use", Branches),
     Case("dataloader_iter", "a step that fetches its batches", Fetching, "refused"),
+    Case(
+        "accumulate_even",
+        "`accumulate_grad_batches=3`, even windows",
+        lambda: Windows(48, BATCH),
+        trainer={"accumulate_grad_batches": 3},
+    ),
     Case(
         "accumulate_ragged",
         "`accumulate_grad_batches=3`, ragged windows, against the whole window at once",
@@ -258,9 +307,13 @@ CASES = (
         reference=lambda: Windows(37, 3 * BATCH),
     ),
     Case("validated", "validation, and a hook that logs", Validated, trainer={"limit_val_batches": 2}),
+    Case("iterable", "IterableDataset", FromStream),
+    Case("batch_size_none", "a loader of whole batches", lambda: FromBatches(8, 8, 8, 8, 5)),
     Case("batch_size_none_uneven", "a loader of whole batches of uneven size", lambda: FromBatches(8, 3, 7, 8, 6)),
     Case("uneven_sampler", "a batch sampler with uneven sizes", FromSampler),
+    Case("shuffled", "a shuffled loader", Shuffled),
     Case("two_loaders", "two loaders of equal batch size", lambda: TwoLoaders((8, 8), "min_size")),
+    Case("two_loaders_list", "the same as a list", lambda: TwoLoaders((8, 8), "min_size", as_list=True)),
     Case(
         "two_loaders_different",
         "two loaders of different batch size",
@@ -270,4 +323,5 @@ CASES = (
     Case("skips_by_index", "None from the step for some batches", lambda: Skipping("index")),
     Case("skips_by_content", "None from the step by the batch's mean", lambda: Skipping("content"), "refused"),
     Case("outputs_in_hooks", "hooks that see loss and outputs", Hooked),
+    Case("gradient_norm_logged", "the gradients' norm is logged", Gradients),
 )
