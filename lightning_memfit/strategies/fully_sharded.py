@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_in_parts
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -41,7 +41,11 @@ from lightning_memfit.strategies.saved_names import without_other_states
 from lightning_memfit.strategies.sequence_parallel import DividesSequences
 from lightning_memfit.strategies.shards import CURRENT, WEIGHTS, load_folder, load_weights
 from lightning_memfit.strategies.tensor_parallel import divide_blocks, share_random_state
-from lightning_memfit.strategies.upstream.torch import StepsAsForward, plain
+from lightning_memfit.strategies.upstream.fsdp import GatheredWeights
+from lightning_memfit.strategies.upstream.torch import announce_backward, plain
+
+_RUN = "_memfit_step"
+"""Attribute of a sharded module: runs a step with what no block holds gathered, whatever the step calls."""
 
 
 class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy):
@@ -105,7 +109,7 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
         self.reshard_after_forward = reshard_after_forward
         self.blocks = blocks
         self.gather_dtype, self._gathered_as = gather_dtype, dtype
-        self._steps: StepsAsForward | None = None
+        self._weights: GatheredWeights | None = None
         self._undo: list[Callable[[], None]] = []
 
     @override
@@ -142,18 +146,22 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
         if not is_configured:
             del vars(module)["configure_model"]
         if isinstance(module, FSDPModule):
-            self._steps = StepsAsForward(module)
+            vars(module)[_RUN] = _run
+            register_fsdp_forward_method(module, _RUN)
+            self._weights = GatheredWeights(module)
         if self.tensor_parallel_size > 1 and not is_traced():
             share_random_state(self._together, self.root_device)
 
     @override
     def teardown(self) -> None:
         """Leave the module as it was."""
-        if self._steps is not None:
-            self._steps.detach()
+        if self._weights is not None:
+            self._weights.detach()
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop(_RUN, None)
         while self._undo:
             self._undo.pop()()
-        self._steps = None
+        self._weights = None
         super().teardown()
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -179,7 +187,8 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
         return self._evaluated(super().predict_step, *args, **kwargs)
 
     def _gathered_in(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs) if self._steps is None else self._steps.run(step, *args, **kwargs)
+        run = vars(self.lightning_module).get(_RUN)
+        return step(*args, **kwargs) if run is None else run(step, *args, **kwargs)
 
     def _evaluated(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = self._gathered_in(step, *args, **kwargs)
@@ -192,8 +201,8 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
         return self.sharding_size if evaluates else None
 
     def _put_away(self, *_: Any) -> None:
-        if self._steps is not None:
-            self._steps.put_away()
+        if self._weights is not None:
+            self._weights.put_away()
 
     # --- manual optimization ------------------------------------------------------------------------------------------
 
@@ -201,9 +210,10 @@ class FullyShardedStrategy(DividesSequences, EqualBatches, ModelParallelStrategy
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Announce a backward pass within a step by hand: FSDP2 learns of others by what the step returns."""
         super().pre_backward(closure_loss)
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization and self._steps is not None:
-            self._steps.announce_backward(closure_loss)
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization and isinstance(module, FSDPModule):
+            announce_backward(module, closure_loss)
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let an optimizer, whoever steps it, change weights that are put away, whatever hooks in its closure wrote."""
@@ -326,6 +336,10 @@ def averages_of(trainer: Trainer) -> list[nn.Module]:
     """Copies of the module that Lightning's `WeightAveraging` callbacks keep."""
     callbacks = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
     return [one._average_model.module for one in callbacks if one._average_model is not None]
+
+
+def _run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return step(*args, **kwargs)
 
 
 def _sharing_weights(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
