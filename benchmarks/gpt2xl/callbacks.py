@@ -8,6 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 
+from lightning_memfit.estimate.deepspeed import deepspeed_memory
+from lightning_memfit.memory.conversion import parameter_table
+
 
 class StepTimes(pl.Callback):
     """Log `step_seconds`: from one optimizer step's end to the next one's, the first from the start of training."""
@@ -30,16 +33,19 @@ class Transfers(pl.Callback):
     """Log what forward and backward pass (`passes_*`) and the optimizer's step (`update_*`) read, write and take.
 
     Bytes are those that reach storage, O_DIRECT included, as the kernel counts them for this process. What the
-    preflight predicted is written beside the metrics, in `report.json`. Needs `accumulate_grad_batches=1`.
+    preflight predicts is written beside the metrics, in `report.json`. Needs `accumulate_grad_batches=1`.
     """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the preflight's report, and start counting."""
-        report: Any = trainer.strategy.report  # type: ignore[attr-defined]
+        """Write what the preflight predicts, and start counting."""
+        strategy: Any = trainer.strategy
+        parameters = parameter_table(pl_module)
+        described = strategy._described(parameters, strategy._sizes(parameters), accumulates=False)
+        predicted = deepspeed_memory(described).around_passes.to_dict()
         assert trainer.log_dir is not None
         folder = Path(trainer.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(json.dumps(report.to_dict()), encoding="utf-8")
+        (folder / "report.json").write_text(json.dumps({"bytes_per_rank": predicted}), encoding="utf-8")
         self._last = _now()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
