@@ -374,7 +374,8 @@ _NO_MODEL = (
 def unsupported(run: Run, options: Options) -> str | None:
     """Reason and fix, or None if the loss can be computed in chunks."""
     if run.zero_3:
-        return "it uses the head's weight outside the head, where ZeRO-3 has put it away. Use `memfit_zero_2` or FSDP2."
+        where = "outside the head, where ZeRO-3 has put it away"
+        return f"it uses the head's weight {where}. Use `memfit_zero_2` or `memfit_fsdp2`."
     if run.callbacks.count("ChunkedLoss") > 1:
         return "it is listed twice in the trainer's callbacks. Leave one out."
     if run.facts.causal_lm is False:

@@ -112,7 +112,8 @@ def unsupported(run: Run, options: Options | None = None) -> str | None:
             "(torch.optim.Adafactor), or leave one of the two out."
         )
     if run.strategy != "SingleDeviceStrategy":
-        return f"{run.strategy} reduces gradients across devices, and parameters would step before. Use one device."
+        why = f"{run.strategy} reduces gradients across devices, and parameters would step before"
+        return f"{why}. Use one device, or leave GradientRelease out."
     if run.precision == "16-mixed":
         return "loss scaling (16-mixed) needs all gradients to look for overflow. Use bf16-mixed."
     if len(facts.optimizers) > 1:
