@@ -12,17 +12,23 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memfit.memory.attach import hide_idle_hooks
+from lightning_memfit.memory.wrapping import wrap_method
 from lightning_memfit.reliability.consensus import RankConsensus
 from lightning_memfit.reliability.random_numbers import KeepsRandomNumbers
 from lightning_memfit.reliability.rank_watch import watch_ranks
 from lightning_memfit.reliability.upstream.lightning import (
+    a_plateau_waits_for_a_step,
     after_batch_hooks,
-    is_followed,
+    before_validation,
+    ends_epoch,
     step_plateau_schedulers,
+    validation_begins,
+    validation_is_due,
 )
 from lightning_memfit.reliability.whole_steps import check_folder, checkpoint_folder, unused_checkpoint
 
@@ -54,11 +60,11 @@ class PreemptedError(KeyboardInterrupt):
 class Preemption(KeepsRandomNumbers):
     """End a run that gets a signal at its next step boundary, with a checkpoint from which it goes on exactly.
 
-    A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows; after a
-    validation the run ends at the next step, so that whatever looks at its figures has seen them. Where a validation
-    comes after every step, the run that goes on leaves out the one that was due, as Lightning does. One rank that gets
-    a signal ends all together. What the signal meets (forward, backward, the optimizer, a save, a validation) is
-    finished first. Before the first step there is nothing to save, and the run
+    A step boundary is the end of an optimizer step that neither validation nor the end of an epoch follows, and the
+    start of a validation; the run that goes on validates anew, so that whatever looks at its figures sees them. Where a
+    scheduler on a plateau steps after the validation by what the batch before it has logged, the run ends after the
+    next step. One rank that gets a signal ends all together. What the signal meets (forward, backward, the optimizer, a
+    save, a validation that has begun) is finished first. Before the first step there is nothing to save, and the run
     ends at once. A second signal, and the end of the grace time, end it without a checkpoint; once the checkpoint is
     being saved, the grace time counts no longer. Processes that load data go on meanwhile, except after a SIGTERM that
     they get themselves.
@@ -134,6 +140,8 @@ class Preemption(KeepsRandomNumbers):
         watch_ranks(trainer.strategy)
         self.follow_random_numbers(trainer, stage)
         if stage == "fit":
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            self._layers.append(wrap_method(loop, "reset", partial(self._begin_to_validate, trainer)))
             self._layers.append(after_batch_hooks(trainer, partial(self._end_batch, trainer)))
 
     @override
@@ -252,7 +260,8 @@ class Preemption(KeepsRandomNumbers):
     ) -> None:
         """Notice the end of an optimizer step, at which a run can end when the module's own hook is over, too."""
         self._has_stepped = True
-        self._is_boundary = not trainer.fit_loop._should_accumulate() and not is_followed(trainer)
+        is_done = not trainer.fit_loop._should_accumulate()
+        self._is_boundary = is_done and not validation_is_due(trainer) and not ends_epoch(trainer)
 
     def _end_batch(self, trainer: Trainer, inner: Callable[[], None]) -> None:
         """End the run after an optimizer step, if a rank has got a signal."""
@@ -261,6 +270,17 @@ class Preemption(KeepsRandomNumbers):
             # In a run that goes on they don't step for this batch any more.
             self._end_if_told(trainer, prepare=partial(step_plateau_schedulers, trainer, "step"))
         inner()
+
+    def _begin_to_validate(self, trainer: Trainer, reset: Callable[[], None]) -> None:
+        """End the run before a validation, which is after a step, and before hooks that may exchange weights for it."""
+        reset()
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        validation_begins(trainer)
+        is_boundary = self._has_stepped and not trainer.fit_loop._should_accumulate()
+        if is_boundary and not a_plateau_waits_for_a_step(trainer):
+            with before_validation(trainer):
+                self._end_if_told(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -205,6 +205,34 @@ def test_what_watches_validation_sees_the_same(tmp_path, place, step, interval):
     assert (code, before + after, resumed) == (0, seen, end)
 
 
+class OwnAverage(Callback):
+    """Validates with a mean over steps, in a way of its own."""
+
+    def __init__(self):
+        self.mean, self.trained = None, []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        now = [parameter.detach().clone() for parameter in module.parameters()]
+        self.mean = [a.lerp(b, 0.1) for a, b in zip(self.mean or now, now, strict=True)]
+
+    def on_validation_start(self, trainer, module):
+        self.trained = [parameter.detach().clone() for parameter in module.parameters()]
+        self._set(module, self.mean)
+
+    def on_validation_end(self, trainer, module):
+        self._set(module, self.trained)
+
+    def _set(self, module, values):
+        for parameter, value in zip(module.parameters(), values, strict=True):
+            parameter.data.copy_(value)
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+
 class ToldInside(Told):
     """Is told as by a signal, in this process."""
 
@@ -213,6 +241,19 @@ class ToldInside(Told):
             self.place = ""
             (preemption,) = (one for one in self.trainer.callbacks if isinstance(one, Preemption))
             preemption._received = signal.SIGTERM
+
+
+@pytest.mark.parametrize("average", [lambda: EMAWeightAveraging(decay=0.9), OwnAverage])
+@pytest.mark.parametrize("place", ["step", "validation"])
+def test_weights_of_a_validation_are_not_those_that_the_run_goes_on_from(tmp_path, place, average):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        train(ToldInside(place), average(), Preemption(dirpath=str(tmp_path)))
+    signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+    (path,) = tmp_path.glob("preempted-*.ckpt")
+    whole = train(Told(), average())
+    resumed = train(Told(), average(), path=path)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
 class Teaching(ToldInside):
