@@ -1,7 +1,9 @@
 """Run a benchmark: `python -m benchmarks NAME [--help]`; without a name, list them."""
 
 import ast
+import logging
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 
@@ -63,4 +65,6 @@ def _with_name(name: str) -> tuple[Benchmark, str, str]:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

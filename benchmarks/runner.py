@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import multiprocessing
 import platform
 import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -102,8 +100,6 @@ def command(benchmark: Benchmark, name: str, description: str, argv: Sequence[st
     known = {row["name"]: row for row in before}
     if benchmark.threads is not None and device == "cpu":
         torch.set_num_threads(benchmark.threads)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         options.folder, options.found = Path(folder), {}
         everything = {case.name: case for case in benchmark.cases(options)}
