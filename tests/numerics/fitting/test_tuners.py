@@ -91,7 +91,7 @@ def test_the_batch_size_finder_is_refused_in_words(method: str, tmp_path: Path) 
 @pytest.mark.nightly
 def test_mem_fit_beside_the_finders(tmp_path: Path) -> None:
     module, found = Tuned(), finder()
-    trainer_in(tmp_path, MemFit(host_memory="1GiB"), found).fit(module)
+    trainer_in(tmp_path, MemFit(allow=["exact"], host_memory="1GiB"), found).fit(module)
     assert found.optimal_lr.suggestion() == module.lr != 1e-3
     with pytest.raises(MisconfigurationException, match="Leave the finder out"):
         trainer_in(tmp_path, MemFit(), BatchSizeFinder()).fit(Tuned())
