@@ -68,6 +68,7 @@ def explain(trainer: Trainer, run: Callable[[], Any], hint: str = "") -> str:
         hint: What would help.
     """
     module = trainer.lightning_module
+    held = held_bytes(module, trainer.optimizers, trainer.strategy.root_device)  # not what the run leaves
     kept_until = "by the whole micro-batch"
     with _kept_for_backward(module) as tensors:
         try:
@@ -79,7 +80,6 @@ def explain(trainer: Trainer, run: Callable[[], Any], hint: str = "") -> str:
         found.append((parameter.nbytes, f"{tuple(parameter.shape)} parameter `{name}`"))
         if parameter.grad is not None:
             found.append((parameter.grad.nbytes, f"{tuple(parameter.shape)} gradient of `{name}`"))
-    held = held_bytes(module, trainer.optimizers, trainer.strategy.root_device)
     sizes = ", ".join(f"{str(category).replace('_', ' ')} {format_bytes(n)}" for _, category, n in held)
     summary = f"Module and optimizers hold {format_bytes(held.total())} on the device: {sizes or 'nothing'}"
     if kept := sum(size for size, _ in tensors.values()):
